@@ -270,6 +270,9 @@ def _hint(value: Any, key: Key, path: str) -> str:
     kinds = {bool, int, float, str} & {each for each in found if isinstance(each, type)}
     if isinstance(value, float) and path in _SHARES:
         return _SHARES[path]
+    if isinstance(value, dict):
+        joined = next((name for name, each in value.items() if each is None and ":" in name), "")
+        return f"Write a space after the colon: {{{joined.replace(':', ': ', 1)}}}." if joined else ""
     if kinds & {int, float} and _boundless(value):
         return "It must be finite."
     if isinstance(value, str) and kinds & {int, float, bool}:

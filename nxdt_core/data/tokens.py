@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.errors.data import SpecialTokenMissing
 from nxdt_core.protocols.tokenizer import LeadingTokenizer, Tokenizer
 
 __all__ = [
@@ -18,9 +19,11 @@ __all__ = [
     "TokenStream",
     "compact_dtype",
     "encode_documents",
+    "leading_ids",
     "padding_id",
     "text_ids",
     "tokenize",
+    "with_leading",
 ]
 
 _BATCH = 256
@@ -115,12 +118,32 @@ def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator
             yield np.array(ids, dtype)
 
 
-def text_ids(text: str, tokenizer: Tokenizer) -> list[int]:
-    """Return the ids of a prompt, after the tokens that the tokenizer's files put first, unless it begins with them
-    already."""
-    ids = tokenizer.encode(text)
+def leading_ids(tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:
+    """Return the tokens that a text begins with: those that the tokenizer's files put first, as in transformers.
+
+    Args:
+        tokenizer: of the run.
+        add_bos: ``data.add_bos``: put the begin token first where the files do not.
+
+    Raises:
+        SpecialTokenMissing: the tokenizer does not have one.
+    """
     leading = list(tokenizer.leading_ids()) if isinstance(tokenizer, LeadingTokenizer) else []
-    return ids if ids[: len(leading)] == leading else [*leading, *ids]
+    if not add_bos or tokenizer.bos_id in leading:
+        return leading
+    if tokenizer.bos_id is None:
+        raise SpecialTokenMissing(key="data.add_bos", token="begin of text")
+    return [tokenizer.bos_id, *leading]
+
+
+def text_ids(text: str, tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:
+    """Return the ids of a prompt behind its :func:`leading_ids`."""
+    return with_leading(tokenizer.encode(text), leading_ids(tokenizer, add_bos=add_bos))
+
+
+def with_leading(ids: Sequence[int], leading: Sequence[int]) -> list[int]:
+    """Return the ids of a text behind ``leading``, unless it begins with them already."""
+    return [*ids] if [*ids[: len(leading)]] == [*leading] else [*leading, *ids]
 
 
 def padding_id(tokenizer: Tokenizer) -> int:

@@ -172,9 +172,9 @@ def batches(
 
 
 def chat_keys(config: ResolvedConfig) -> ChatKeys:
-    """Return how the run's data make text of messages; the defaults where they hold none."""
+    """Return how the run's data make text of messages and begin texts; the defaults where they hold no messages."""
     found = config.selected("dataset").config
-    return found if isinstance(found, ChatKeys) else ChatKeys()
+    return found if isinstance(found, ChatKeys) else ChatKeys(add_bos=getattr(found, "add_bos", False))
 
 
 def objective(config: ResolvedConfig) -> Objective:

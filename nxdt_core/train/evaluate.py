@@ -121,7 +121,7 @@ def _question(
 ) -> tuple[Question, Iterable[str]]:
     """Return the question of a record, and the fields that it does not use."""
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
-        ids = text_ids(record["prompt"], tokenizer)
+        ids = text_ids(record["prompt"], tokenizer, add_bos=keys.add_bos)
         return _checked(str(place), ids, record["answer"]), unread(record, ("prompt", "answer"))
     try:
         conversation = read_record(record, place)

@@ -72,7 +72,7 @@ class LoadedModel:
             ChatTemplateMissing, TemplateRefuses: of messages.
         """
         if isinstance(text, str):
-            ids = text_ids(text, self.tokenizer)
+            ids = text_ids(text, self.tokenizer, add_bos=self.chat_keys.add_bos)
         else:
             ids = prompt_ids(text, self.tokenizer, self.chat_keys, place=place)
         if self.tokenizer.bos_id is not None and not ids:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from nxdt_testing.errors import raises
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
-from nxdt_core.data.tokens import ArrayTokenizer, compact_dtype, tokenize
+from nxdt_core.data.tokens import ArrayTokenizer, compact_dtype, leading_ids, text_ids, tokenize, with_leading
+from nxdt_core.errors.data import SpecialTokenMissing
 
 
 class WordTokenizer:
@@ -55,6 +57,14 @@ def test_a_tokenizer_without_arrays_gets_documents_in_batches():
     assert (len(stream.starts), stream.starts[1]) == (600, 3)
     assert sum(tokenizer.calls) == 600
     assert len(tokenizer.calls) > 1
+
+
+def test_a_prompt_begins_with_the_begin_token_where_that_is_asked_for():
+    assert text_ids("a", ByteTokenizer()) == [97]
+    assert text_ids("a", ByteTokenizer(), add_bos=True) == [256, 97]
+    assert with_leading([256, 97], [256]) == [256, 97]
+    with raises(SpecialTokenMissing, match=r"data\.add_bos"):
+        leading_ids(WordTokenizer(), add_bos=True)
 
 
 def test_the_byte_tokenizer_offers_arrays_that_equal_its_lists():

@@ -507,7 +507,7 @@ class Preferences(Subject):
         path = self.directory / name
         path.write_bytes(content)
         context = DataContext(seq_length=64, seed=1, tokenizer=self._tokenizer)
-        config = PreferenceConfig(train_files=(path,), packing=packing)
+        config = PreferenceConfig(train_files=(path,), packing=packing, truncation_mode="keep_start")
         _read_all(PreferenceData(config, context).split("train"))
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order, in_order_of_calls, merged
-from nxdt_core.data.files.paths import lone_surrogate
+from nxdt_core.data.files.paths import lone_surrogate, parse_json
 from nxdt_core.data.files.records import Place, is_given, unread
 from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
 
@@ -96,7 +95,7 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = json.loads(value)
+        found = parse_json(value)
     except (ValueError, RecursionError) as error:
         raise BadMessage(place=str(place), number=number, reason=f"{what}: no JSON: {error}") from error
     if half := lone_surrogate(value, found):

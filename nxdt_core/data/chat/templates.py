@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from pydantic import Field
 
@@ -17,7 +17,7 @@ from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.paths import RecordFiles, decode, read_bytes
 from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
-from nxdt_core.protocols.tokenizer import ChatTokenizer
+from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 
 __all__ = [
     "ChatKeys",
@@ -48,6 +48,9 @@ class ChatKeys(RecordFiles):
     unused_fields: UnusedMode = "report"
     """What to do with fields of records that neither their format nor the chat template uses: ``report`` counts them
     at the start of a run and in ``nxdt data preview``; ``refuse`` stops at the first one, with its place."""
+    add_bos: bool = False
+    """Begin texts, and chats of the template ``plain``, with the tokenizer's begin token. By default they begin as the
+    tokenizer's own files say. Other templates write their own begin."""
     special_tokens_in_text: bool = False
     """Let a message's text spell special tokens, which then are those tokens; otherwise such a record is refused."""
 
@@ -62,6 +65,8 @@ class ChatKeys(RecordFiles):
             yield "template_date", f"{self.template_date!r} is not a date; write it as 2024-07-26"
 
 
+_AS_TEXT = "plain"
+"""The shipped template whose chats begin as texts do."""
 _SUFFIX = ".jinja"
 _SHIPPED = files(__package__).joinpath("shipped_templates")
 _GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
@@ -111,17 +116,18 @@ def find_template(keys: ChatKeys, tokenizer: ChatTokenizer) -> ChatTemplate | No
     Raises:
         NxdtError: as of :func:`named_template`.
     """
-    named = named_template(keys)
+    named = named_template(keys, tokenizer)
     if named is not None:
         return named
     text = tokenizer.chat_template()
     return None if text is None else ChatTemplate(text, "of the tokenizer")
 
 
-def named_template(keys: ChatKeys) -> ChatTemplate | None:
-    """Return the template that the configuration names.
+def named_template(keys: ChatKeys, tokenizer: Tokenizer | ChatTokenizer | None = None) -> ChatTemplate | None:
+    """Return the template that the configuration names; ``plain`` with the tokens that a text begins with.
 
     Raises:
+        SpecialTokenMissing: ``data.add_bos`` asks for a token that the tokenizer lacks.
         TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
     """
     if keys.chat_template_file is not None:
@@ -130,7 +136,13 @@ def named_template(keys: ChatKeys) -> ChatTemplate | None:
         return None
     if is_template(keys.chat_template):
         return ChatTemplate(keys.chat_template, "data.chat_template")
-    return shipped_template(keys.chat_template)
+    template = shipped_template(keys.chat_template)
+    if template.origin == _AS_TEXT and isinstance(tokenizer, ChatTokenizer):
+        from nxdt_core.data.tokens import leading_ids  # imports numpy
+
+        begin = tokenizer.spell(leading_ids(cast(Tokenizer, tokenizer), add_bos=keys.add_bos))
+        return replace(template, text=f"{{{{- {begin!r} }}}}\n{template.text}")
+    return template
 
 
 def is_template(text: str) -> bool:

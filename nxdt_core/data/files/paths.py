@@ -16,7 +16,7 @@ import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal
 
@@ -43,6 +43,7 @@ __all__ = [
     "json_object",
     "json_objects",
     "lone_surrogate",
+    "parse_json",
     "read_bytes",
     "similar_files",
 ]
@@ -168,15 +169,29 @@ def json_object(path: Path, number: int, line: str | bytes, *, example: str = ""
     if isinstance(line, bytes):
         line = decode(path, line, first_line=number)
     try:
-        record: Any = json.loads(line)
+        record: Any = parse_json(line)
     except (ValueError, RecursionError) as error:
-        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
+        reason = str(error)
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg.removesuffix(' at')} at column {error.colno}"
         raise BadJsonLine(path=str(path), line=number, reason=reason, example=example) from error
     if not isinstance(record, dict):
         raise BadJsonLine(path=str(path), line=number, reason=f"it is a {type(record).__name__}", example=example)
     if half := lone_surrogate(line, record):
         raise BadJsonLine(path=str(path), line=number, reason=f"it holds half a character, {half}", example=example)
     return record
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
+    return found
+
+
+parse_json: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_without_repeats).decode
+"""Returns the value of a JSON text; a key that an object has twice is a ValueError."""
 
 
 def lone_surrogate(text: str, value: Any) -> str:

@@ -25,6 +25,7 @@ from nxdt_core.data.files.paths import (
     expand,
     json_object,
     lone_surrogate,
+    parse_json,
     read_bytes,
     similar_files,
 )
@@ -199,7 +200,7 @@ def _opened(path: Path, content: bytes, example: str) -> _Objects:
 def _listed(path: Path, text: str) -> list[dict[str, Any]] | None:
     """Return the records of a JSON list; None where each line is a list, which is for the line's own error."""
     try:
-        found = json.loads(text)
+        found = parse_json(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and (error.msg, error.lineno, error.colno) == ("Extra data", 2, 1):
             return None

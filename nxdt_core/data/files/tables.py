@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import csv
 import io
-import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from nxdt_core.data.files.compressed import bare_name
-from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES, decode, lone_surrogate
+from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES, decode, lone_surrogate, parse_json
 from nxdt_core.errors.data import ArrowUnreadable, DataFileUnreadable, DataLibraryMissing
 
 __all__ = ["ARROW", "PARQUET", "TEXT_TABLES", "ArrowRows", "text_rows"]
@@ -54,6 +53,7 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
             else:
                 found = pyarrow.ipc.open_stream(buffer).read_all()
             found.validate(full=True)  # offsets of a damaged file lead anywhere
+            _check_names(found.column_names, ValueError)
             return found
 
         self._table = self._explained(table)
@@ -106,7 +106,7 @@ def _values(value: Any, kind: Any) -> Any:
     Objects lose the keys that hold nothing: Arrow gives each object the keys of all others. JSON keeps its nulls.
     """
     if isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json":
-        found = json.loads(value)
+        found = parse_json(value)
         if half := lone_surrogate(value, found):
             raise ValueError(f"its JSON holds half a character, {half}")
         return found
@@ -117,30 +117,37 @@ def _values(value: Any, kind: Any) -> Any:
     return [_values(each, getattr(kind, "value_type", None)) for each in value] if isinstance(value, list) else value
 
 
+def _check_names(names: Sequence[str], error: type[Exception]) -> None:
+    """Raise ``error`` where two columns have one name, unless they have none."""
+    for number, name in enumerate(names, start=1):
+        if name and (first := names.index(name) + 1) < number:
+            raise error(f"columns {first} and {number} are both named {name!r}")
+
+
 def text_rows(path: Path, content: bytes) -> list[tuple[int, dict[str, Any]]]:
-    """Return the rows of a CSV or TSV file, each with the number of its last line; all values are texts.
+    """Return the rows of a CSV or TSV file, each with the number of its first line; all values are texts.
 
     Raises:
-        TextNotUtf8, DataFileUnreadable: it is not UTF-8, or a row has other columns than the first.
+        TextNotUtf8, DataFileUnreadable: it is not UTF-8, two columns have one name, or a row has other columns than the
+            first.
     """
     decode(path, content)
     lines = io.TextIOWrapper(io.BytesIO(content), encoding="utf-8-sig", newline="")
-    separator = "\t" if bare_name(path).endswith(".tsv") else ","
-    before = csv.field_size_limit(sys.maxsize)  # the default refuses cells above 128 KiB
+    reader = csv.reader(lines, delimiter="\t" if bare_name(path).endswith(".tsv") else ",", strict=True)
+    rows: list[tuple[int, dict[str, Any]]] = []
+    begin, before = 1, csv.field_size_limit(sys.maxsize)  # the default refuses cells above 128 KiB
     try:
-        reader = csv.reader(lines, delimiter=separator, strict=True)
-        return list(_named(path, reader))
+        names: list[str] = next(reader, [])
+        _check_names(names, csv.Error)
+        begin = reader.line_num + 1
+        for row in reader:
+            if row and len(row) != len(names):
+                raise csv.Error(f"{len(row)} columns, and the first line names {len(names)}")
+            if row:
+                rows.append((begin, dict(zip(names, row, strict=True))))
+            begin = reader.line_num + 1
     except csv.Error as error:
-        raise DataFileUnreadable(path=str(path), reason=f"line {reader.line_num}: {error}") from error
+        raise DataFileUnreadable(path=str(path), reason=f"line {begin}: {error}") from error
     finally:
         csv.field_size_limit(before)
-
-
-def _named(path: Path, reader: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    names: list[str] = next(reader, [])
-    for row in reader:
-        if row and len(row) != len(names):
-            reason = f"line {reader.line_num} has {len(row)} columns, and the first line names {len(names)}"
-            raise DataFileUnreadable(path=str(path), reason=reason)
-        if row:
-            yield reader.line_num, dict(zip(names, row, strict=True))
+    return rows

@@ -68,7 +68,7 @@ class Generations(Callback):
         if self._config.chat:
             messages = [{"role": "user", "content": prompt}]
             return prompt_ids(messages, tokenizer, keys, place="trainer.callbacks: generations")
-        return text_ids(prompt, tokenizer)
+        return text_ids(prompt, tokenizer, add_bos=keys.add_bos)
 
     def _log(self, run: Run, number: int, prompt: str, text: str) -> None:
         try:

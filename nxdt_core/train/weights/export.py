@@ -214,7 +214,7 @@ def plan_export(
     config, keys = saved.config, saved.chat_keys
     tokenizer = build.tokenizer(config)
     files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
-    template = named_template(keys)
+    template = named_template(keys, tokenizer)
     if files and template is not None:
         files = {**files, "chat_template.jinja": template.text.encode()}
     notes: tuple[str, ...] = ()

@@ -98,6 +98,11 @@ def test_each_text_may_be_a_sample(loader, saved, tmp_path):
     assert train[1].document_ids.tolist() == [0, 0, 0, -1, -1, -1, -1, -1]
 
 
+def test_rows_without_text_are_counted(loader, saved, tmp_path, caplog):
+    loader(train_dir=saved(tmp_path / "a", text=["a text", "", "that is long", ""])).split("train")
+    assert "left out 2 records: the text is empty" in caplog.text
+
+
 def test_another_column_may_hold_the_text(loader, saved, tmp_path):
     path = saved(tmp_path / "a", story=["a story that is long enough"])
     assert bytes(loader(train_dir=path, text_key="story").split("train")[0].input_ids.tolist()) == b"a story "

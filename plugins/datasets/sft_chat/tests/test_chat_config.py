@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from nxdt_plugin_sft_chat.config import ChatConfig, ChatSource
 
+from nxdt_core.config import load
+from nxdt_core.errors import NxdtError
+
 FILES, ONE = (Path("a.jsonl"),), Path("b.jsonl")
 
 
@@ -31,6 +34,11 @@ FILES, ONE = (Path("a.jsonl"),), Path("b.jsonl")
 )
 def test_what_cannot_work_is_named_by_key(keys, key):
     assert [found for found, _ in ChatConfig(**keys).check()] == [key]
+
+
+def test_a_colon_without_a_space_is_named():
+    with pytest.raises(NxdtError, match=r"data\.columns: .*Write a space after the colon: \{prompt: question\}\."):
+        load("recipe:llama-tiny-sft", ["data.columns={prompt:question}"])
 
 
 def test_the_older_spelling_names_one_path():

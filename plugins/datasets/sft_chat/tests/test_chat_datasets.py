@@ -28,6 +28,7 @@ from nxdt_core.errors.chats import (
     TemplateMissing,
     TemplateNeedsToken,
     TemplateUnknown,
+    TooManyBadRecords,
 )
 from nxdt_core.errors.data import DataFileNotFound, DataNeedsTokenizer, MixtureInSequence
 from nxdt_core.protocols.batch import IGNORE_INDEX
@@ -204,16 +205,15 @@ def test_dropped_records_are_counted_and_told(load, write, caplog):
         )
     report = dataset.report()
     assert len(dataset) == report.records == 1
-    assert dict(report.left_out) == {"longer than a sequence": 1, "nothing in them is trained": 1}
+    assert dict(report.left_out) == {"longer than a sequence": 1, "their marks leave nothing to train": 1}
     assert "left out 1 record: longer than a sequence" in caplog.text
 
 
 @pytest.mark.parametrize(
     ("records", "keys", "reason"),
     [
-        ([turn("a", "b", train=False)], {}, "of 1 records, nothing in them is trained"),
-        ([{"messages": [{"role": "user", "content": "a"}]}], {}, "nothing in them is trained"),
-        ([turn("a", "b")], {"train_roles": ("tool",)}, "nothing in them is trained"),
+        ([turn("a", "b", train=False)], {}, "of 1 records, their marks leave nothing to train"),
+        ([{**turn("a", "b"), "weight": 0}], {}, "of 1 records, their marks leave nothing to train"),
         ([long(50)], {"truncation": "drop", "seq_length": 32}, "longer than a sequence"),
         (
             [turn("a" * 400, "b")],
@@ -226,6 +226,28 @@ def test_a_set_in_which_nothing_is_trained_is_refused(records, keys, reason, loa
     with raises(NothingTrained, match="Nothing of the train data would be trained") as caught:
         load(write(*records), **keys)
     assert reason in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "keys"),
+    [
+        ({"messages": [{"role": "user", "content": "a"}]}, {}),
+        (turn("a", "b"), {"train_roles": ("tool",)}),
+    ],
+    ids=["no answer", "no message of the roles"],
+)
+def test_a_conversation_without_an_answer_is_a_bad_record_unless_it_is_marked(record, keys, load, write, call):
+    path = write(call, call, record, call)
+    with raises(NothingTrained, match=r"chats\.jsonl:3 would be trained: there is no message of '[a-z]+'"):
+        load(path, **keys)
+    with raises(TooManyBadRecords, match=r"1 of 4 records"):
+        load(path, bad_records="drop", **keys)
+    dropped = load(path, bad_records="drop", max_bad_share=0.5, **keys)
+    assert (len(dropped), dropped.report().left_out) == (3, {"they cannot be used": 1})
+    assert "chats.jsonl:3" in dropped.report().bad[0]
+    assert load(write(call, {**record, "weight": 0}), **keys).report().left_out == {
+        "their marks leave nothing to train": 1
+    }
 
 
 def test_a_set_in_which_everything_is_trained_is_refused(load, write, tmp_path):

@@ -397,6 +397,10 @@ def test_places_count_lines_and_records(write):
     path = write({"a": 1}, "", {"b": 2})
     found, _ = read_records([path], "data.train_files")
     assert [str(place) for place, _ in found] == [f"{path}:1", f"{path}:3"]
+    table = path.with_name("a.csv")
+    table.write_text('a,b\n1,"2\n3"\n\n4,"5\n6\n7"\n8,9\n')
+    found, _ = read_records([table], "data.train_files")
+    assert [str(place) for place, _ in found] == [f"{table}:2", f"{table}:5", f"{table}:8"]
 
 
 @pytest.mark.parametrize(
@@ -404,12 +408,20 @@ def test_places_count_lines_and_records(write):
     [
         ("a.jsonl", b'{"a": 1}\n{"b": \n', BadJsonLine, "a.jsonl:2"),
         ("a.jsonl", b'{"a": x}', BadJsonLine, "a.jsonl:1: not a JSON object: Expecting value at column 7."),
+        ("a.jsonl", b'{"a": "b\n', BadJsonLine, "not a JSON object: Unterminated string starting at column 7."),
+        (
+            "a.jsonl",
+            b'{"a": 1}\n{"b": [{"c": 1, "c": 1}]}',
+            BadJsonLine,
+            "2: not a JSON object: the key 'c' occurs twice",
+        ),
         ("a.jsonl", b'[{"a": 1}', BadJsonFile, "a.jsonl"),
         ("a.jsonl", b'[{"a": 1}]\n[{"a": 2}]\n', BadJsonLine, "a.jsonl:1: not a JSON object: it is a list"),
         ("a.jsonl", b'[\n{"a": 1}\n]\n[{"a": 2}]\n', BadJsonFile, "Extra data"),
         ("a.jsonl", b'{"input": "a\\ud83d", "output": "b"}', BadJsonLine, r"it holds half a character, \ud83d"),
         ("a.json", b'[{"a": 1}', BadJsonFile, "a.json"),
         ("a.json", b"[1]", BadJsonFile, "an entry is not an object"),
+        ("a.json", b'[{"a": 1, "a": 2}]', BadJsonFile, "the key 'a' occurs twice"),
         ("a.json", b'[{"input": "a\\ud83d", "output": "b"}]', BadJsonFile, r"it holds half a character, \ud83d"),
         ("a.jsonl", b'{"a": "caf\xe9"}', TextNotUtf8, "it looks like CP1252"),
         ("a.jsonl", '{"a": 1}'.encode("utf-16"), TextNotUtf8, "it looks like UTF-16"),
@@ -421,7 +433,9 @@ def test_places_count_lines_and_records(write):
         ),
         ("a.jsonl", bz2.compress(b"{}"), DataFileUnreadable, "it is compressed with bzip2"),
         ("a.json", gzip.compress(b"{}", mtime=0), DataFileUnreadable, "it is compressed with gzip"),
-        ("a.csv", b"input,output\na,b,c\n", DataFileUnreadable, "line 2 has 3 columns, and the first line names 2"),
+        ("a.csv", b"input,output\na,b,c\n", DataFileUnreadable, "line 2: 3 columns, and the first line names 2"),
+        ("a.csv", b'input,output\n"a\nb",c\n"d\ne",f,g\n', DataFileUnreadable, "line 4: 3 columns"),
+        ("a.csv", b"input,output,input\na,b,c\n", DataFileUnreadable, "line 1: columns 1 and 3 are both named 'input'"),
         ("a.tsv", b'input\toutput\n"a\tb\n', DataFileUnreadable, "line 2: unexpected end of data"),
         ("a.csv", b"input,output\n", NoRecords, "a.csv holds no records"),
         ("a.jsonl", b"\n", NoRecords, "a.jsonl holds no records"),

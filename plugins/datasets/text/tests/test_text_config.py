@@ -9,6 +9,9 @@ from pathlib import Path
 import pytest
 from nxdt_plugin_text.config import TextConfig
 
+from nxdt_core.config import load
+from nxdt_core.train import build
+
 FILES = (Path("a.txt"),)
 
 
@@ -48,3 +51,9 @@ print(nxdt_plugin_text.nxdt_datasets()[0].name)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
     assert done.stdout == "text\n"
+
+
+def test_prompts_of_a_run_begin_as_its_documents():
+    for added in (False, True):
+        config = load("recipe:llama-tiny", [f"data.add_bos={str(added).lower()}"])
+        assert build.chat_keys(config).add_bos == added

@@ -57,6 +57,14 @@ def test_jsonl_gives_a_document_a_line(tmp_path, name):
     assert read(path) == ["one", "t\u2028wo\n", "drei 🙂"]
 
 
+def test_records_with_blank_text_are_counted_and_those_without_weight_are_not(tmp_path, caplog):
+    records = [{"text": "one"}, {"text": " "}, {"text": ""}, {"text": "two", "share": 0}]
+    path = written(tmp_path / "a.jsonl", "\n".join(map(json.dumps, records)))
+    found = documents(path, read_bytes(path), text_key="text", separator=None, weight_key="share")
+    assert [text for text, _ in found] == ["one"]
+    assert "a.jsonl: left out 2 records: the text is blank" in caplog.text
+
+
 def test_another_key_holds_the_text(tmp_path):
     assert read(written(tmp_path / "a.jsonl", '{"content": "x"}'), text_key="content") == ["x"]
 

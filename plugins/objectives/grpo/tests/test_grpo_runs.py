@@ -305,7 +305,14 @@ def test_the_plan_and_the_banner_count_prompts_and_answers(small, capsys):
 
 @pytest.mark.parametrize(
     ("answer", "solution", "score"),
-    [("7 + 5 is 12.", "12", 1), ("12.0", 12, 1), ("12 or 13", "12", 0), ("none", "12", 0), ("", "12", 0)],
+    [
+        *(("7 + 5 is 12.", "12", 1), ("12.0", 12, 1), ("12 or 13", "12", 0), ("none", "12", 0), ("", "12", 0)),
+        *(("So she pays $1,450.", solution, score) for solution, score in (("1450", 1), ("$1,450", 1), ("450", 0))),
+        *(("1,234,567 people", 1234567, 1), ("3,4", "4", 1), ("1234,567", "234567", 0), ("#### 1,234", "1,234", 1)),
+        *(("#### 72", "He sold 48/2 = 24, so 72.\n#### 72", 1), ("about 10-12", "12", 1), ("5-2=3", "3", 1)),
+        *(("it is -3", "-3", 1), ("x=-3", "3", 0), ("a loss of -$5", -5, 1), ("$.50", "0.5", 1), ("1e3", 1000, 1)),
+        *(("12.50%", 12.5, 1), ("34", "3,4", 0), ("1000", "1_000", 0)),
+    ],
 )
 def test_match_looks_for_the_last_number(answer, solution, score):
     assert Match(MatchConfig())([answer], [{"solution": solution}]) == [score]
@@ -314,6 +321,7 @@ def test_match_looks_for_the_last_number(answer, solution, score):
 def test_match_takes_the_group_of_a_pattern():
     match = Match(MatchConfig(pattern=r"<b>(.*?)</b>", key="city"))
     assert match(["It is <b>Rome</b>.", "Rome"], [{"city": "Rome"}] * 2) == [1, 0]
+    assert Match(MatchConfig(pattern="is (.*)"))(["It is +1,450."], [{"solution": "1450"}]) == [1]
 
 
 def test_characters_are_counted():

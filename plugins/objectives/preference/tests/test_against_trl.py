@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.data.chat.templates import ChatKeys, named_template
 from nxdt_core.data.sources import collate
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.objective import traits_of
@@ -324,3 +326,71 @@ def test_dpo_of_chats_equals_trl_where_answers_end_with_the_space_after_turns(mo
     assert_same(ours(models, file, False, objective, space_after_turns=True), wanted)
     found = ours(models, file, False, objective)
     assert abs(found.metrics["logps/chosen"] - wanted.metrics["logps/chosen"]) > 0.1
+
+
+def beginning(models: Mapping[str, Path], directory: Path, *, added: bool) -> dict[str, Path]:
+    """The same models with a tokenizer that has a begin token, and that puts it before texts where it is ``added``."""
+    from tokenizers.processors import TemplateProcessing
+
+    found = {}
+    for name, source in models.items():
+        found[name] = directory / name
+        shutil.copytree(source, found[name])
+        tokenizer = transformers.AutoTokenizer.from_pretrained(source)
+        tokenizer.bos_token = "<|endoftext|>"
+        if added:
+            special = ("<|endoftext|>", tokenizer.bos_token_id)
+            tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+                "<|endoftext|> $A", special_tokens=[special]
+            )
+        tokenizer.save_pretrained(found[name])
+    return found
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["named", "added"])
+def test_texts_begin_as_with_trl(models, scorer, write, tmp_path, added):
+    scorers = beginning(scorer, tmp_path / "scorer", added=added)
+    models = beginning(models, tmp_path / "models", added=added)
+    tokenizer = {"library": "huggingface", "model": str(models["policy"])}
+    assert (transformers.AutoTokenizer.from_pretrained(models["policy"])("a")["input_ids"][0] == 0) == added
+    reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
+    before = {"precompute_ref_log_probs": True}
+    cpo, orpo = pytest.importorskip("trl.experimental.cpo"), pytest.importorskip("trl.experimental.orpo")
+    beta = {"beta": BETA}
+    for kind, settings, objective, where, data in (
+        (trl.DPOTrainer, arguments(trl.DPOConfig, tmp_path, **before), {"name": "dpo", "kl_beta": BETA}, models, {}),
+        (trl.KTOTrainer, arguments(trl.KTOConfig, tmp_path, **before), {"name": "kto", **beta}, models, {}),
+        (trl.RewardTrainer, arguments(trl.RewardConfig, tmp_path), {"name": "reward"}, scorers, {}),
+        # Of texts, these two begin with the begin token whatever the tokenizer's files say.
+        (cpo.CPOTrainer, arguments(cpo.CPOConfig, tmp_path), {"name": "cpo", **beta}, models, {"add_bos": True}),
+        (orpo.ORPOTrainer, arguments(orpo.ORPOConfig, tmp_path), {"name": "orpo", **beta}, models, {"add_bos": True}),
+    ):
+        records = UNPAIRED if kind is trl.KTOTrainer else PAIRS
+        more = {"ref_model": reference} if kind in (trl.DPOTrainer, trl.KTOTrainer) else {}
+        wanted = theirs(trainer_of(kind, where, settings, records, **more))
+        found = ours(where, write(records), False, objective, tokenizer=tokenizer, **data)
+        assert found.losses == pytest.approx(wanted.losses, **CLOSE), kind
+        if kind is trl.DPOTrainer or data:
+            other = ours(where, write(records), False, objective, tokenizer=tokenizer, add_bos=not data)
+            assert (other.losses == found.losses) == added
+
+
+@pytest.mark.parametrize("added", [False, True], ids=["named", "added"])
+def test_plain_chats_have_the_tokens_of_trls_fine_tuning(models, write, tmp_path, added):
+    models = beginning({"policy": models["policy"]}, tmp_path / "models", added=added)
+    records = [{"prompt": pair["prompt"], "completion": pair["chosen"]} for pair in PAIRS]
+    settings = trl.SFTConfig(output_dir=str(tmp_path), report_to=[], use_cpu=True, bf16=False, disable_tqdm=True)
+    wanted = trainer_of(trl.SFTTrainer, models, settings, records).train_dataset["input_ids"]
+    tokenizer = {"library": "huggingface", "model": str(models["policy"])}
+    data = {"name": "sft-chat", "chat_template": "plain", "train_files": [str(write(records))], "seq_length": SEQ}
+    sizes = {"micro_batch_size": 1, "global_batch_size": 1, "tokenizer": tokenizer}
+    model = {"name": "llama", "model_config": str(models["policy"] / "config.json"), "optim": {"lr": 0.0}}
+    config = load({"name": "sft", "trainer": {"max_steps": 1}, "data": {**data, **sizes}, "model": model})
+    found = pairs_of(config)
+    theirs = transformers.AutoTokenizer.from_pretrained(models["policy"])
+    template = named_template(ChatKeys(chat_template="plain"), build.tokenizer(config))  # as exports have it
+    for index, (ids, pair) in enumerate(zip(wanted, PAIRS, strict=True)):
+        asked = [{"role": "user", "content": pair["prompt"]}, {"role": "assistant", "content": pair["chosen"]}]
+        assert theirs.apply_chat_template(asked, chat_template=template.text, return_dict=False) == ids
+        assert found[index].input_ids[: len(ids) - 1].tolist() == list(ids)[:-1]
+        assert int(found[index].labels[len(ids) - 2]) == ids[-1]

@@ -29,8 +29,8 @@ USER, OTHER, YES, NO = (
 )
 
 
-def pairs(file, tokenizer=None, **settings):
-    context = DataContext(seq_length=16, seed=0, tokenizer=tokenizer or ByteTokenizer())
+def pairs(file, tokenizer=None, seq_length=16, **settings):
+    context = DataContext(seq_length=seq_length, seed=0, tokenizer=tokenizer or ByteTokenizer())
     return PreferenceData(PreferenceConfig(train_files=(file,), **settings), context).split("train")
 
 
@@ -78,7 +78,7 @@ def test_messages_may_not_spell_special_tokens_unless_told(write):
     file = write([{"prompt": [USER], "chosen": [spelled], "rejected": [NO]}])
     with pytest.raises(NxdtError, match=r"D321.*:1, message 2.*<\|im_end\|>"):
         pairs(file, chat_tokenizer())
-    assert len(pairs(file, chat_tokenizer(), special_tokens_in_text=True)) == 1
+    assert len(pairs(file, chat_tokenizer(), 32, special_tokens_in_text=True)) == 1
     call = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {"x": "<|im_end|>"}}}]}
     for where, record in (
         ("message 2", {"chosen": [call]}),
@@ -112,7 +112,7 @@ def test_a_template_that_ends_no_turn_is_refused(write, answer):
     file = write([{"prompt": [USER], "chosen": [answer], "rejected": [NO]}])
     with pytest.raises(NxdtError, match=r"D319.*no text follows an answer"):
         pairs(file, chat_tokenizer(), chat_template=TURNS.format(""))
-    assert len(pairs(file, chat_tokenizer(), chat_template=TURNS.format("|"))) == 1
+    assert len(pairs(file, chat_tokenizer(), 64, chat_template=TURNS.format("|"))) == 1
 
 
 def test_space_that_ends_turns_must_be_a_part_of_the_answers(write):
@@ -136,7 +136,7 @@ def test_answers_that_a_template_leaves_out_or_writes_alike_are_refused(write, t
 
 def test_a_split_of_which_no_pair_is_left_is_refused_with_numbers(write):
     with pytest.raises(NxdtError, match=r"A013.*each of 2 pairs of train data"):
-        pairs(write([{"prompt": "a", "chosen": "b" * 30, "rejected": "b" * 31}] * 2))
+        pairs(write([{"prompt": "a", "chosen": "b" * 30, "rejected": "b" * 31}] * 2), truncation_mode="keep_start")
     for share, split in ((0.9, "train"), (0.1, "validation")):
         with pytest.raises(NxdtError, match=f"A012.*{share} of 2 records leaves none to {split}"):
             pairs(write([GOOD] * 2), validation_fraction=share)

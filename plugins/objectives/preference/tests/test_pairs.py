@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
-from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig
-from nxdt_plugin_preference.loader import PreferenceData, TruncatedPairs
+from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfig, UnpairedConfig
+from nxdt_plugin_preference.errors import PairTooLong
+from nxdt_plugin_preference.loader import PreferenceData, TruncatedPairs, UnpairedData
 from nxdt_plugin_preference.objectives import Dpo, Orpo
 from nxdt_plugin_preference.records import read_preference
 from nxdt_plugin_preference.rendering import Pair
@@ -28,6 +30,7 @@ from nxdt_core.protocols.step_context import StepContext
 
 TOKENIZER = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Where is my order?"}]
+CUT, PLACE = {"truncation_mode": "keep_start"}, Place(path="a.jsonl", number=1)
 YES, NO = ({"role": "assistant", "content": text} for text in ("On its way.", "No idea."))
 
 
@@ -174,9 +177,14 @@ def test_templates_are_told_the_configured_day_and_options(write, tmp_path):
     assert told.fingerprint() != later.fingerprint()
 
 
-def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
+def test_texts_end_with_the_end_token_and_begin_with_the_begin_token_where_that_is_asked_for(write):
     record = {"prompt": "ab", "chosen": "c", "rejected": "de"}
-    sample = loader(train_files=(write([record]),), seq_length=8).split("train")[0]
+    file = write([record])
+    assert loader(train_files=(file,), seq_length=5).split("train")[0].input_ids.tolist() == [
+        [97, 98, 99, 257, 258],
+        [97, 98, 100, 101, 257],
+    ]
+    sample = loader(train_files=(file,), seq_length=8, add_bos=True).split("train")[0]
     assert sample.input_ids.tolist() == [[256, 97, 98, 99, 257, 258, 258, 258], [256, 97, 98, 100, 101, 257, 258, 258]]
     assert sample.labels[0].tolist() == [97, 98, 99, 257, -100, -100, -100, -100]
     assert sample.loss_weights.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
@@ -184,7 +192,7 @@ def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
 
 def test_answers_of_packed_pairs_share_a_number_and_positions_restart(write):
     records = [{"prompt": "ab", "chosen": "c", "rejected": "de"}, {"prompt": "f", "chosen": "ghi", "rejected": "j"}]
-    dataset = loader(train_files=(write(records),), packing=True, seq_length=12).split("train")
+    dataset = loader(train_files=(write(records),), packing=True, seq_length=12, add_bos=True).split("train")
     assert len(dataset) == 1
     sample = dataset[0]
     first = 0 if sample.input_ids[0][1] == ord("a") else 1
@@ -213,17 +221,47 @@ class _Spelling:
 def test_prompts_are_cut_first_and_answers_to_what_is_left(mode, prompt):
     fitting = TruncatedPairs(seq_length=8, max_prompt_length=3, mode=mode)
     long = Pair(prompt=[1, 2, 3, 4, 5, 6], answers=([7] * 3, [8] * 9))
-    assert fitting.fit(long) == Pair(prompt=prompt, answers=([7] * 3, [8] * 5), cut=True)
+    assert fitting.fit(long, PLACE) == Pair(prompt=prompt, answers=([7] * 3, [8] * 5), cut=True)
     fits = Pair(prompt=[1, 2, 3, 4, 5, 6], answers=([7], [8, 8]))
-    assert fitting.fit(fits) is fits
+    assert fitting.fit(fits, PLACE) is fits
+    shorter = fitting.fit(replace(long, answers=([7] * 3, [8] * 4)), PLACE)  # no more is cut than needed
+    assert shorter == Pair(
+        prompt=[1, 2, 3, 4] if mode == "keep_start" else [3, 4, 5, 6], answers=([7] * 3, [8] * 4), cut=True
+    )
+    with raises(PairTooLong, match="a.jsonl:1 .* 15 tokens, and data.seq_length is 8"):
+        TruncatedPairs(seq_length=8, max_prompt_length=3, mode="refuse").fit(long, PLACE)
+
+
+@pytest.mark.parametrize("kind", ["preference", "unpaired-preference"])
+def test_a_prompt_of_messages_loses_words_of_the_user_and_never_the_header(write, kind):
+    ours, question = chat_tokenizer(), "When does the library open on each day of the week, in summer and in winter?"
+    asked = [{"role": "system", "content": "Be short."}, {"role": "user", "content": question}]
+    records = [{"prompt": asked, "chosen": [YES], "rejected": [NO]}] * 2
+    context = DataContext(seq_length=64, seed=0, tokenizer=ours)
+    data, keys = (PreferenceData, PreferenceConfig) if kind == "preference" else (UnpairedData, UnpairedConfig)
+
+    def samples(length, **more):
+        made = data(keys(train_files=(write(records),), **more), replace(context, seq_length=length)).split("train")
+        return made.report(), ours.spell(made[0].input_ids[0].tolist()), answers(made[0], ours)[0]
+
+    report, whole, answer = samples(64)
+    most = int(report.lengths.max())
+    with raises(PairTooLong, match=rf"pairs.jsonl:1 .* have {most} tokens, and data.seq_length is {most - 5}"):
+        samples(most - 5)
+    report, cut, same = samples(most - 5, truncation_mode="keep_start")
+    assert (report.truncated, report.lengths.max(), same) == (len(report.lengths), most - 5, answer)
+    begin, end = cut.split("<|im_end|>\n<|im_start|>assistant\n")
+    assert whole.startswith(begin)
+    assert 0 < len(ours.encode(whole.split(begin)[1].split("<|im_end|>")[0])) <= 6
+    assert end == whole.split("assistant\n")[1][: len(end)]
 
 
 def test_pairs_that_are_cut_alike_are_left_out_and_counted(write, caplog):
     alike = {"prompt": "ab", "chosen": "c" * 40 + "d", "rejected": "c" * 40 + "e"}
     apart = {"prompt": "ab", "chosen": "d" + "c" * 40, "rejected": "c" * 40}
-    dataset = loader(train_files=(write([alike, apart, alike]),)).split("train")
+    dataset = loader(train_files=(write([alike, apart, alike]),), **CUT).split("train")
     assert len(dataset) == 1
-    assert dataset[0].input_ids[0][3] == ord("d")
+    assert dataset[0].input_ids[0][2] == ord("d")
     report = dataset.report()
     assert (report.records, report.truncated, list(report.left_out.values())) == (1, 1, [2])
     assert "left out 2 records: " in caplog.text
@@ -247,12 +285,15 @@ def test_the_fingerprint_follows_what_decides_the_samples(write):
     prints = [
         loader(**{"train_files": (file,), **settings}).split("train").fingerprint()
         for settings in (
-            *({}, {}, {"seq_length": 8}, {"max_prompt_length": 3}, {"truncation_mode": "keep_end"}),
+            *({}, {}, {"seq_length": 8}, {"max_prompt_length": 3, **CUT}, {"truncation_mode": "keep_end"}),
             {"packing": True},
         )
     ]
     assert prints[0] == prints[1]
     assert len(set(prints)) == 5
+    assert [key for key, _ in PreferenceConfig(train_files=(file,), max_prompt_length=3).check()] == [
+        "max_prompt_length"
+    ]
 
 
 def pair(seed, lengths):
@@ -360,7 +401,7 @@ def test_a_second_run_finds_the_tokens_of_the_first(write, tmp_path, monkeypatch
     assert (one.left_out, one.bad, one.unused) == (other.left_out, other.bad, other.unused)
     assert f"{file}:2 has no 'rejected' answer" in one.bad[0]
     with pytest.raises(TypeError):
-        opened(max_prompt_length=4)
+        opened(max_prompt_length=4, **CUT)
 
 
 @pytest.mark.parametrize(

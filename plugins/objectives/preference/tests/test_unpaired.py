@@ -35,7 +35,7 @@ def test_the_second_row_has_the_answer_of_the_record_before(write):
     dataset = answers(write(records))
     assert [rows(dataset[index]) for index in range(3)] == [("ab", "ag", 1.0), ("cde", "cb", -1.0), ("fg", "fde", 1.0)]
     report = dataset.report()
-    assert (report.records, report.tokens.tokens, report.tokens.trained) == (3, 13, 7)  # with begin and end
+    assert (report.records, report.tokens.tokens, report.tokens.trained) == (3, 10, 7)  # with their ends
 
 
 def test_a_pair_is_two_answers_and_the_second_row_is_of_another_prompt(write):
@@ -119,7 +119,7 @@ def test_margins_are_read_where_they_are_asked_for(write):
 
     dataset, without = pairs(records, margins=True), pairs(records)
     assert [float(dataset[index].values["answer_scores"].max()) for index in range(2)] == [0.5, 0]
-    assert np.array_equal(dataset[0].values["answer_scores"], [[0.5] * 4 + [0] * 4] * 2)
+    assert np.array_equal(dataset[0].values["answer_scores"], [[0.5] * 3 + [0] * 5] * 2)
     assert dataset.report().unused == {}
     assert without.report().unused == {"margin": 1}
     assert not without[0].values

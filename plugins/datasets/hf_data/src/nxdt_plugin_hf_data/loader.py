@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 
 from nxdt_core.data.cache import cached_arrays, digest
 from nxdt_core.data.files.paths import WatchedFiles
+from nxdt_core.data.files.records import count_records
 from nxdt_core.data.mixture import mixed
 from nxdt_core.data.tokens import TokenStream, tokenize
 from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName
@@ -22,6 +24,8 @@ from nxdt_plugin_hf_data.formats import files_of
 from nxdt_plugin_hf_data.mixture import Blocks, Interleave
 from nxdt_plugin_hf_data.rows import SampleSettings, TextFraming
 from nxdt_plugin_hf_data.stream import FileSource, FileStream
+
+_log = logging.getLogger(__name__)
 
 
 def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -> TokenStream:
@@ -140,6 +144,8 @@ class HfData:
             source,
             lambda: tokenize(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id),
         )
+        if blank := saved.table.num_rows - len(stream.starts):
+            _log.warning("%s: left out %s: the text is empty", saved.path, count_records(blank))
         columns = TokenColumns(input_ids=TokenColumn.of_stream(stream))
         tokens = replace(saved, files=WatchedFiles([], may_grow=True))  # which are copies
         return self._cut(columns, tokens, source, split, self._config.packing is not False)

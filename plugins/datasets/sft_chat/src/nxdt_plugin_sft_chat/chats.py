@@ -15,10 +15,11 @@ from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn
 from nxdt_core.data.files.records import BadRecords, Place, Record, UnusedFields
 from nxdt_core.data.tokens import compact_dtype
+from nxdt_core.errors.base import one_of
 from nxdt_core.protocols.dataset import DataReport, TokenCount
 from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
 from nxdt_plugin_sft_chat.config import ChatConfig, Truncation
-from nxdt_plugin_sft_chat.errors import ChatTooLong
+from nxdt_plugin_sft_chat.errors import ChatTooLong, NothingTrained
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
 
 TEMPLATE = len(ROLES)
@@ -77,6 +78,7 @@ class Encoder:
 
         Raises:
             NxdtError: of a record that is refused, such as:
+            NothingTrained: it has no answer, and no mark of ``train: false`` or ``weight: 0`` leaves it out.
             SpecialTokenInText: a text would become a special token.
             TemplateNeedsToken: what ends a turn would become several tokens.
             TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
@@ -92,7 +94,12 @@ class Encoder:
         conversation = read_record(content, place, merge=self._config.turn_order == "merge")
         said = ((message.content, message.fields) for message in conversation.messages)
         self._reserved.check(said, str(place), tools=conversation.tools)
-        return conversation, self._renderer.render(conversation, trained_messages(conversation, self._config))
+        rendered = self._renderer.render(conversation, trained_messages(conversation, self._config))
+        marked = any(message.train is False for message in conversation.messages)
+        if not marked and not any(start < end for start, end in rendered.learnt):
+            roles = one_of(self._config.train_roles)
+            raise NothingTrained(place=str(place), reason=f"there is no message of {roles} with text")
+        return conversation, rendered
 
 
 def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds) -> Encoded:
@@ -145,7 +152,7 @@ def _tokens(span: Span, located: LocatedIds) -> slice:
 
 _NAMES = (*ROLES, "template")
 _TOO_LONG = "longer than a sequence"
-_UNTRAINED = "nothing in them is trained"
+_UNTRAINED = "their marks leave nothing to train"
 _CUT_AWAY = "truncation removes all their trained tokens"
 _BAD = "they cannot be used"
 _REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY, _BAD)

@@ -23,9 +23,10 @@ ChatTooLong = NxdtError.define(
 
 NothingTrained = NxdtError.define(
     "NXDT-D311",
-    "A split without a token that the loss is on.",
-    "Nothing of the {split} data would be trained: {reason}.",
-    "See what is rendered with 'nxdt data preview'; data.train_roles, data.train_turns and 'train' decide.",
+    "A conversation or a split without a token that the loss is on.",
+    "Nothing of {place} would be trained: {reason}.",
+    "See what is rendered with 'nxdt data preview'; data.train_roles, data.train_turns and 'train' decide. A "
+    "conversation with 'weight': 0 is left out without an error.",
 )
 
 EverythingTrained = NxdtError.define(

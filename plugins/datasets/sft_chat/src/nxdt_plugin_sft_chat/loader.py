@@ -214,7 +214,7 @@ def _check_trained(chats: Chats, split: SplitName) -> None:
     trained, labels = int(chats.trained.sum()), len(chats.tokens) - len(chats)
     if not len(chats):
         reasons = [f"of {count} records, {reason}" for reason, count in chats.report.left_out.items()]
-        raise NothingTrained(split=split, reason="; ".join(reasons))
+        raise NothingTrained(place=f"the {split} data", reason="; ".join(reasons))
     if trained >= labels:
         raise EverythingTrained(split=split, tokens=labels)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 from nxdt_core.data.cache import digest
 from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import JSON_TEXTS, decode, expand, json_objects, read_bytes
+from nxdt_core.data.files.records import count_records
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream, tokenize
 from nxdt_core.errors.data import (
@@ -40,7 +42,7 @@ def documents(
     Raises:
         EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing, DocumentWeightWrong: the content is not usable.
     """
-    empty = True
+    empty, blank = True, 0
     text = decode(path, content)
     is_json = bare_name(path).endswith(JSON_TEXTS)
     texts = (
@@ -50,8 +52,15 @@ def documents(
         if document.strip() and weight:
             empty = False
             yield document, weight
+        elif weight and is_json:  # blank text between separators is none
+            blank += 1
     if empty:
         raise EmptyTextFile(path=str(path))
+    if blank:
+        _log.warning("%s: left out %s: the text is blank", path, count_records(blank))
+
+
+_log = logging.getLogger(__name__)
 
 
 def _split(text: str, separator: str | None) -> list[str]:

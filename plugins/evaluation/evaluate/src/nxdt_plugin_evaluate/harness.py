@@ -51,8 +51,9 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
         """Return the ids of a text, preceded by the tokenizer's prefix unless the text begins with it already."""
-        tokenizer = self._loaded.tokenizer
-        return tokenizer.encode(string) if add_special_tokens is False else text_ids(string, tokenizer)
+        tokenizer, keys = self._loaded.tokenizer, self._loaded.chat_keys
+        plain = add_special_tokens is False
+        return tokenizer.encode(string) if plain else text_ids(string, tokenizer, add_bos=keys.add_bos)
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, window by window."""

@@ -63,14 +63,18 @@ class PromptsConfig(ChatKeys):
     """
 
 
+NUMBER = r"(?:(?<![\w)])-)?\$?(?<!\d)(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+"""Regular expression of a number such as ``-1,450.50``, ``$.50`` or ``1e3``; the hyphen of ``10-12`` is not a minus."""
+
+
 class MatchConfig(Section):
     """``{name: match}``."""
 
-    pattern: str = r"(-?\d+(?:\.\d+)?)\D*$"
+    pattern: str = rf"({NUMBER})\D*$"
     """Regular expression whose first group, or which itself, is the solution in the answer; the default finds its last
     number."""
     key: str = "solution"
-    """Field of the record with the solution."""
+    """Field of the record with the solution, which may follow ``####`` as in GSM8K."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what cannot work, as (key, message)."""

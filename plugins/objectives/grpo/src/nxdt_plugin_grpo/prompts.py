@@ -66,7 +66,7 @@ class PromptDataset:
     def _prompt(self, place: Place, record: Mapping[str, Any]) -> Prompt:
         given = record.get("prompt")
         if isinstance(given, str):
-            ids = text_ids(given, self._tokenizer)
+            ids = text_ids(given, self._tokenizer, add_bos=self._config.add_bos)
         elif isinstance(given, list) and given and all(isinstance(turn, dict) for turn in given):
             ids = prompt_ids(given, self._tokenizer, self._config, place=str(place))
         else:
@@ -106,7 +106,7 @@ class Prompts:
     def _dataset(self, records: Records, source: str) -> PromptDataset:
         chat = self._tokenizer if isinstance(self._tokenizer, ChatTokenizer) else None
         runner = runner_of(self._config, chat) if chat else None
-        settings = (len(records), self._tokenizer.fingerprint(), runner and runner.settings)
+        settings = (len(records), self._tokenizer.fingerprint(), runner and runner.settings, self._config.add_bos)
         return PromptDataset(
             records,
             self._tokenizer,

@@ -28,7 +28,7 @@ from nxdt_core.config.section import ChecksItself
 from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
-from nxdt_plugin_grpo.config import CharactersConfig, MatchConfig
+from nxdt_plugin_grpo.config import NUMBER, CharactersConfig, MatchConfig
 from nxdt_plugin_grpo.errors import RewardFailed, RewardMisnamed
 from nxdt_plugin_grpo.prompts import Prompt
 
@@ -140,10 +140,11 @@ class Match:
     def _matches(self, answer: str, solution: str) -> bool:
         match = self._pattern.search(answer)
         found = "" if match is None else next((group for group in match.groups() if group is not None), match[0])
-        try:
-            return float(found) == float(solution)
-        except ValueError:
-            return found.strip() == solution.strip()
+        found, solution = found.strip(), solution.rpartition("####")[2].strip()
+        if found == solution or not all(re.fullmatch(rf"\+?{NUMBER}\.?", text) for text in (found, solution)):
+            return found == solution
+        one, other = (float(re.sub("[$,]", "", text)) for text in (found, solution))
+        return one == other
 
 
 class Characters:

@@ -9,7 +9,7 @@ from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
 from nxdt_core.data.chat.templates import ChatKeys
 
-TruncationMode = Literal["keep_start", "keep_end"]
+TruncationMode = Literal["refuse", "keep_start", "keep_end"]
 
 
 class DpoConfig(Section):
@@ -109,11 +109,18 @@ class UnpairedConfig(ChatKeys):
     space_after_turns: bool = False
     """Let answers of messages end with the space that the template writes after a turn, such as ChatML's newline, as
     TRL does. Otherwise they end with the token that ends the turn, as in generation."""
+    truncation_mode: TruncationMode = "refuse"
+    """Of a prompt that does not fit into ``data.seq_length`` with the longer answer: ``refuse`` the record, with its
+    place; ``keep_start`` cuts the end of the user's last message off, ``keep_end`` the prompt's start."""
     max_prompt_length: PositiveInt | None = None
-    """Tokens that a prompt is cut to where it and the longer answer do not fit into ``data.seq_length`` together;
-    ``null``: half of that length. Answers are then cut at their end to what is left."""
-    truncation_mode: TruncationMode = "keep_start"
-    """Which end of such a prompt stays."""
+    """Tokens that a prompt keeps at least where it is cut; ``null``: half of ``data.seq_length``. If this does not
+    suffice, answers are cut at their end."""
+
+    def check(self) -> Iterator[tuple[str, str]]:
+        """Yield what cannot work with any files, as (key, message)."""
+        yield from ChatKeys.check(self)
+        if self.max_prompt_length is not None and self.truncation_mode == "refuse":
+            yield "max_prompt_length", "it cuts prompts; set truncation_mode to keep_start or keep_end too"
 
 
 class PreferenceConfig(UnpairedConfig):

@@ -98,6 +98,14 @@ LabelsAlike = NxdtError.define(
     "Add records of the other kind to data.{split}_files.",
 )
 
+PairTooLong = NxdtError.define(
+    "NXDT-A015",
+    "A prompt that does not fit into a sequence with its answers, where that is refused.",
+    "The prompt of {place} and its longer answer have {tokens} tokens, and data.seq_length is {seq_length}.",
+    "Raise data.seq_length, leave such records out with data.bad_records: drop, or cut them with data.truncation_mode: "
+    "keep_start or keep_end.",
+)
+
 ReferenceMissing = NxdtError.define(
     "NXDT-A020",
     "DPO received a batch without log-probabilities of the reference.",

@@ -23,21 +23,21 @@ from nxdt_core.data.files.records import (
 )
 from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.packing import shuffled_bins
-from nxdt_core.data.tokens import padding_id
+from nxdt_core.data.tokens import leading_ids, padding_id
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig, TruncationMode, UnpairedConfig
 from nxdt_plugin_preference.dataset import ALIKE, PairArrays, PairDataset, gather
-from nxdt_plugin_preference.errors import EmptySplit, LabelsAlike, NoRoomForAnswers, PairsCutAlike
+from nxdt_plugin_preference.errors import EmptySplit, LabelsAlike, NoRoomForAnswers, PairsCutAlike, PairTooLong
 from nxdt_plugin_preference.records import Preference, read_preference, read_unpaired
 from nxdt_plugin_preference.rendering import Pair, Renderer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedPairs:
-    """The rule of TRL's DPO trainer up to 0.10, which NxD Training uses.
+    """What becomes of pairs that are longer than a sequence.
 
     Raises:
         NoRoomForAnswers: a prompt that is cut leaves no answer.
@@ -51,13 +51,21 @@ class TruncatedPairs:
         if self.max_prompt_length >= self.seq_length:
             raise NoRoomForAnswers(prompt=self.max_prompt_length, sequence=self.seq_length)
 
-    def fit(self, pair: Pair) -> Pair:
-        """Return as much of the prompt and of the answers as a sequence holds; ``pair`` itself where that is all."""
+    def fit(self, pair: Pair, place: Place) -> Pair:
+        """Return as much of the prompt, then of the answers, as a sequence holds; ``pair`` itself where that is all.
+
+        Raises:
+            PairTooLong: that is refused, or what may not be cut of the prompt leaves no room for answers.
+        """
         if pair.length <= self.seq_length:
             return pair
-        limit = self.max_prompt_length
-        prompt = pair.prompt[:limit] if self.mode == "keep_start" else pair.prompt[-limit:]
-        left = self.seq_length - len(prompt)
+        room = max(self.max_prompt_length, self.seq_length - max(map(len, pair.answers)), pair.header)
+        room = min(room, len(pair.prompt))
+        left = self.seq_length - room
+        if self.mode == "refuse" or left < 1:
+            raise PairTooLong(place=str(place), tokens=pair.length, seq_length=self.seq_length)
+        start, end = (room - pair.header, pair.header) if self.mode == "keep_start" else (0, room)
+        prompt = [*pair.prompt[:start], *pair.prompt[len(pair.prompt) - end :]]
         return replace(pair, prompt=prompt, answers=tuple(answer[:left] for answer in pair.answers), cut=True)
 
 
@@ -99,7 +107,7 @@ class PreferenceData:
             NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
             AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference,
             BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn, TemplateRefuses, AnswersInseparable,
-            SpecialTokenInText: of a record; each names the file and the line.
+            SpecialTokenInText, PairTooLong: of a record; each names the file and the line.
             EmptySplit, PairsCutAlike: no pair is left.
             FieldsUnused: a record has fields that nothing uses, and the configuration refuses them.
         """
@@ -144,7 +152,7 @@ class PreferenceData:
 
             def fitted(record: Record) -> tuple[Place, Pair]:
                 place, content = record
-                return place, self._fitting.fit(renderer.render(self._read_record(content, place)))
+                return place, self._fitting.fit(renderer.render(self._read_record(content, place)), place)
 
             def counted() -> Iterator[Pair]:
                 for place, pair in bad.usable(records, fitted):
@@ -156,7 +164,8 @@ class PreferenceData:
 
         if directory is None:
             return pairs()
-        decided = (len(records), config.special_tokens_in_text, config.space_after_turns, config.unused_fields)
+        texts = leading_ids(self._tokenizer, add_bos=config.add_bos), config.special_tokens_in_text
+        decided = (len(records), texts, config.space_after_turns, config.unused_fields)
         policy = (config.bad_records, config.max_bad_share, config.turn_order, self._template())
         name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
         return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, _unkept, most_bytes=config.cache_bytes)

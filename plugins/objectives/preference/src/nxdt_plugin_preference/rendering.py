@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
+from nxdt_core.data.tokens import leading_ids, with_leading
 from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
 from nxdt_plugin_preference.config import UnpairedConfig
@@ -26,6 +28,9 @@ class Pair:
 
     prompt: list[int]
     answers: tuple[list[int], ...]
+    header: int = 0
+    """Tokens of the prompt after its last message, such as the beginning of the answer's turn, which ``keep_start``
+    does not cut off."""
     scores: tuple[float, ...] = ()
     """As of :class:`~nxdt_plugin_preference.records.Preference`."""
     cut: bool = False
@@ -42,22 +47,26 @@ class Pair:
 class Renderer:
     """Tokenizes pairs.
 
-    Texts get the tokenizer's begin and end tokens, as far as it has them; messages what the chat template writes. It
-    is looked for when the first messages come by.
+    Texts begin as :func:`~nxdt_core.data.tokens.leading_ids` says and end with the tokenizer's end token, as far as it
+    has one; messages are what the chat template writes. It is looked for when the first messages come by.
 
     Args:
         tokenizer: the tokenizer of the run.
-        keys: choose the template, what messages may spell, and how answers end.
+        keys: choose the template, what messages may spell, and how texts begin and answers end.
+
+    Raises:
+        SpecialTokenMissing: ``data.add_bos`` asks for a token that the tokenizer lacks.
     """
 
     def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig) -> None:
         self._tokenizer = tokenizer
         self._keys = keys
+        self._leading = leading_ids(tokenizer, add_bos=keys.add_bos)
         self._messages: _Messages | None = None
 
     def fingerprint(self) -> str:
         """Digest of all that decided which tokens the pairs became."""
-        return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings)
+        return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings, self._leading)
 
     def render(self, pair: Preference) -> Pair:
         """Return the tokens of a record.
@@ -79,9 +88,9 @@ class Renderer:
                 self._messages = _Messages(self._tokenizer, self._keys, str(pair.place))
             return self._messages.render(pair, pair.prompt)
         answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all, as the prompt is one
-        begin, end = ([] if id_ is None else [id_] for id_ in (self._tokenizer.bos_id, self._tokenizer.eos_id))
+        end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
         texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
-        return _parted(self._tokenizer.encode_batch(texts), begin, end)
+        return _parted([with_leading(ids, self._leading) for ids in self._tokenizer.encode_batch(texts)], end)
 
 
 class _Messages:
@@ -98,6 +107,7 @@ class _Messages:
         self._runner = runner
         self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
         self._keeps_space = keys.space_after_turns
+        self._cuts_before_header = keys.truncation_mode == "keep_start"
         self.settings = (runner.settings, True) if keys.space_after_turns else runner.settings
 
     def render(self, pair: Preference, prompt: Turns) -> Pair:
@@ -108,22 +118,25 @@ class _Messages:
             said = ((turn.content, turn.fields) for turn in conversations[key])
             self._reserved.check(said, str(pair.place), tools=pair.tools)
         try:
-            texts, ignored = self._texts(pair, prompt, conversations, "")
+            texts, header, ignored = self._texts(pair, prompt, conversations, "")
         except TemplateRefuses as refusal:
             # Some templates know a turn that only calls tools by its content being null.
             if not any(turn.calls_tools and not turn.content for turns in conversations.values() for turn in turns):
                 raise
             try:
-                texts, ignored = self._texts(pair, prompt, conversations, None)
+                texts, header, ignored = self._texts(pair, prompt, conversations, None)
             except TemplateRefuses:
                 raise refusal from None
-        found = _parted([located.ids.tolist() for located in self._tokenizer.locate(texts)])
-        return replace(found, unused=ignored)
+        located = self._tokenizer.locate(texts)
+        found = _parted([each.ids.tolist() for each in located])
+        begins = located[0].starts[: len(found.prompt)]
+        return replace(found, header=int((begins >= len(texts[0]) - header).sum()), unused=ignored)
 
     def _texts(
         self, pair: Preference, prompt: Turns, conversations: Mapping[str, Turns], nothing: str | None
-    ) -> tuple[list[str], tuple[str, ...]]:
-        """Return the prompt alone and each conversation up to the end of its last turn, and what the template ignores.
+    ) -> tuple[list[str], int, tuple[str, ...]]:
+        """Return the prompt alone and each conversation up to the end of its last turn, the characters of the prompt
+        after its last message, where the prompt may be cut before them, and what the template ignores.
 
         Space after the last turn is a part of an answer only where ``data.space_after_turns`` says so."""
 
@@ -136,6 +149,12 @@ class _Messages:
 
         # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
         begins = [render(conversation_of(prompt), prompts=prompts) for prompts in (True, False)]
+        header = 0
+        if self._cuts_before_header:
+            other = replace(prompt[-1], content="B" if prompt[-1].content.strip().endswith("A") else "A")
+            changed = render(conversation_of((*prompt[:-1], other)), prompts=True)
+            ends = zip(reversed(begins[0]), reversed(changed), strict=False)
+            header = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], ends))
         texts, ignored = [begins[0]], dict[str, None]()
         for key, turns in conversations.items():
             conversation = conversation_of(turns)
@@ -152,15 +171,15 @@ class _Messages:
             texts.append(text if self._keeps_space else text.rstrip())
             follows = "no text follows" if texts[-1] == text else "data.space_after_turns leaves out the space after"
             self._runner.check_end(turns[-1], texts[-1][len(begin) :], f"{follows} an answer")
-        return texts, tuple(ignored)
+        return texts, header, tuple(ignored)
 
 
-def _parted(ids: Sequence[Sequence[int]], begin: Sequence[int] = (), end: Sequence[int] = ()) -> Pair:
+def _parted(ids: Sequence[list[int]], end: Sequence[int] = ()) -> Pair:
     """Return what a prompt alone and with each answer begin with, and what follows in each of the latter."""
     prompt, *whole = ids
     shared = min(_shared(prompt, each) for each in whole)
     answers = tuple([*each[shared:], *end] for each in whole)
-    return Pair(prompt=[*begin, *prompt[:shared]], answers=answers)
+    return Pair(prompt=prompt[:shared], answers=answers)
 
 
 def _shared(alone: Sequence[int], whole: Sequence[int]) -> int:

@@ -3,7 +3,6 @@ line."""
 
 from __future__ import annotations
 
-import json
 import multiprocessing
 import os
 import signal
@@ -16,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.files.encodings import iconv_name
+from nxdt_core.data.files.paths import parse_json
 from nxdt_core.data.tokens import encode_documents
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.indexed_files import dtype_for
@@ -128,7 +128,7 @@ def _text_of(record: bytes, key: str) -> tuple[str | None, str]:
     if text is None:
         return None, reason
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except (ValueError, RecursionError) as error:
         return None, f"not a JSON object: {error}"
     if not isinstance(value, dict):

@@ -287,6 +287,10 @@ def _defaults(document: Document) -> None:
         if document.value("checkpoint.monitor") == "val_loss":
             document.put("checkpoint.mode", "min", "the default there; here it is max")
     document.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
+    if document.value("data.name") in ("sft-chat", "preference"):
+        document.put("data.add_bos", True, "NxD Training puts the begin token before each sample")
+    if document.value("data.name") == "preference":
+        document.put("data.truncation_mode", "keep_start", "NxD Training cuts what is longer than a sequence")
     if document.value("data.name") == "sft-chat":
         document.put("data.chat_template", "plain", "NxD Training puts the output right behind the input")
         document.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
