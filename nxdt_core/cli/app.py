@@ -18,7 +18,7 @@ from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 from nxdt_core.cli.verb import without_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.garbage_collection import collect_once_at_exit, rare_collections
-from nxdt_core.visible_text import VisibleFormatter
+from nxdt_core.visible_text import VisibleFormatter, colours_wanted
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Of standard output; errors of files name them, and commands explain those."""
@@ -105,9 +105,7 @@ def main(args: Sequence[str] | None = None) -> int:
     _prepare_streams()
     if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line
         logging.lastResort.setFormatter(VisibleFormatter(redact=without_secrets))
-    # As https://no-color.org and https://force-color.org have it, a variable that is set to nothing is not set. With
-    # neither of them, it depends on whether a terminal reads the output.
-    color = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
+    color = colours_wanted()
     if os.environ.get("_NXDT_COMPLETE"):
         from nxdt_core.cli.completion import answer
 
