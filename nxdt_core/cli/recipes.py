@@ -58,8 +58,11 @@ def list_(device_memory: int | None, json_output: bool) -> None:
 @click.argument("name", shell_complete=complete_recipe)
 @as_json
 def show(name: str, json_output: bool) -> None:
-    """Print the YAML of a recipe."""
-    from nxdt_core.config.sources import find_recipe
+    """Print the YAML of a recipe, below a line by which editors complete and check its keys.
+
+    The line names the file that `nxdt config schema > nxdt.schema.json` writes into the same directory.
+    """
+    from nxdt_core.config.sources import EDITOR_LINES, find_recipe
     from nxdt_core.kernel import Kernel
 
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))
@@ -67,4 +70,5 @@ def show(name: str, json_output: bool) -> None:
         about = {"name": recipe.name, "plugin": recipe.plugin, "summary": recipe.summary}
         print_json({**about, "yaml": recipe.text})
         return
-    say(recipe.text, end="" if recipe.text.endswith("\n") else "\n")
+    text = recipe.text.removeprefix(EDITOR_LINES)
+    say(f"{EDITOR_LINES}{text}", end="" if text.endswith("\n") else "\n")

@@ -2,6 +2,8 @@
 
 import json
 
+from nxdt_core.config.sources import EDITOR_LINES, Recipe
+
 HEAVY = ("torch", "numpy", "pytorch_lightning", "transformers")
 
 
@@ -22,12 +24,19 @@ def test_list_is_a_table_by_plugin_and_size(nxdt):
     assert all(len(line) <= 110 for line in lines)
 
 
-def test_show_prints_the_yaml_as_it_is(nxdt):
+def test_show_prints_the_yaml_below_the_lines_for_editors(nxdt, tmp_path):
     import importlib.resources
 
     text = (importlib.resources.files("nxdt_plugin_llama") / "recipes" / "llama-tiny.yaml").read_text()
-    assert nxdt("recipes", "show", "llama-tiny").stdout == text
-    assert nxdt("recipes", "show", "recipe:llama-tiny").stdout == text
+    shown = nxdt("recipes", "show", "llama-tiny").stdout
+    assert shown == EDITOR_LINES + text
+    assert nxdt("recipes", "show", "recipe:llama-tiny").stdout == shown
+    assert json.loads(nxdt("recipes", "show", "llama-tiny", "--json").stdout)["yaml"] == text
+    editor, how = shown.splitlines()[:2]
+    assert editor == "# yaml-language-server: $schema=nxdt.schema.json"
+    assert "`nxdt config schema > nxdt.schema.json`" in how
+    (tmp_path / "mine.yaml").write_text(shown)
+    assert Recipe(name="mine", plugin="", path=tmp_path / "mine.yaml").summary == text.splitlines()[0].lstrip("# ")
 
 
 def test_a_file_that_is_made_from_a_recipe_is_a_run_of_its_own(nxdt, tmp_path):
