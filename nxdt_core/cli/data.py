@@ -156,12 +156,12 @@ def print_preview(found: Preview, documents: int, *, title: str, ids: bool) -> N
     coloured = _coloured()
     printed = 0
     for _, group in groupby(found.shown, attrgetter("index")):
-        rows = list(group)
         if printed >= documents:
             break
-        for row in rows:
+        sample = list(group)
+        for row in sample:
             _print_sample(row, printed, documents, ids, coloured)
-        printed += max(len(row.documents) for row in rows)
+        printed += max(len(row.documents) for row in sample)
     print_facts(list(_facts(found, title)))
     rows = [(role, *_cells(count)) for role, count in found.report.by_role.items()]
     rows += [(f"assistant's turn {name}", *_cells(count)) for name, count in _turns(found.report)]

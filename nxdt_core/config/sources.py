@@ -115,6 +115,12 @@ class Recipe:
         return first.lstrip("#").strip() if first.startswith("#") else ""
 
     @property
+    def rank(self) -> int:
+        """Return the recipe's place among those to start with, from a line ``# Start here: 1``; 0 without one."""
+        found = re.search(r"^# Start here: (\d+)$", self.text, re.MULTILINE)
+        return int(found[1]) if found else 0
+
+    @property
     def text(self) -> str:
         """Return the recipe's YAML."""
         return self.path.read_text(encoding="utf-8")
