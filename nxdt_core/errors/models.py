@@ -189,6 +189,7 @@ VocabularyTooSmall = NxdtError.define(
     "{advice}",
     also=_rows_to_set,
     usual_remedy="Set model.vocab_size to the number of ids or more.",
+    example={"tokenizer": 259, "model": 128, "added": False},
 )
 
 SequenceTooLongForModel = NxdtError.define(
