@@ -78,6 +78,7 @@ EmptyTurn = NxdtError.define(
     "An assistant's turn that teaches to say nothing.",
     "{place}, message {number}: the assistant's turn is empty.",
     "Fill it, give it tool calls, or remove the record.",
+    example={"place": "chats.jsonl:1", "number": 2},
 )
 
 

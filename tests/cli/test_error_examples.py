@@ -38,6 +38,20 @@ def train(*words):
     return ("train", "my_run.yaml", *words)
 
 
+def larger_llama():
+    """The weights of the recipe's model with 48 more tokens."""
+    import torch
+    from safetensors.torch import save
+
+    shapes = {"lm_head.weight": (320, 64), "model.embed_tokens.weight": (320, 64), "model.norm.weight": (64,)}
+    for layer in range(4):
+        own = {"input_layernorm": (64,), "post_attention_layernorm": (64,)}
+        own |= {f"self_attn.{name}_proj": (size, 64) for name, size in (("q", 64), ("k", 32), ("v", 32), ("o", 64))}
+        own |= {"mlp.gate_proj": (176, 64), "mlp.up_proj": (176, 64), "mlp.down_proj": (64, 176)}
+        shapes |= {f"model.layers.{layer}.{name}.weight": shape for name, shape in own.items()}
+    return save({name: torch.zeros(shape) for name, shape in shapes.items()})
+
+
 MISTAKES = {
     "NXDT-C002": ({"my_run.yaml": RUN}, check("my_rnu.yaml")),
     "NXDT-C004": ({"my_run.yaml": "trainer:\n  max_steps: [100\nmodel:\n"}, check("my_run.yaml")),
@@ -69,11 +83,16 @@ MISTAKES = {
     "NXDT-D301": ({"chats.jsonl": CHAT.format("assistant", "7")}, chats()),
     "NXDT-D302": ({"chats.jsonl": CHAT.format("bot", '"Hello."')}, chats()),
     "NXDT-D303": ({"chats.jsonl": CHAT.format("user", '"Hello?"')}, chats()),
+    "NXDT-D304": ({"chats.jsonl": CHAT.format("assistant", '""')}, chats()),
     "NXDT-D310": (
         {"chats.jsonl": "".join(CHAT.format("assistant", f'"{"word " * words}"') for words in (900, 1200))},
         chats(),
     ),
     "NXDT-D314": ({"chats.jsonl": CHAT.format("assistant", '"Hello."')}, chats("data.chat_template=chatmll")),
+    "NXDT-M050": (
+        {"my_run.yaml": RUN, "weights/config.json": '{"vocab_size": 320}', "weights/model.safetensors": larger_llama},
+        train("checkpoint.resume_from=weights", "checkpoint.weight_init_only=true"),
+    ),
     "NXDT-M051": ({"my_run.yaml": RUN}, train("model.vocab_size=128")),
     "NXDT-P001": ({"my_run.yaml": RUN}, train("trainer.accelerator=gpu")),
     "NXDT-P002": ({"my_run.yaml": RUN}, train("trainer.accelerator=cuda")),
@@ -91,7 +110,10 @@ def test_a_mistake_gives_the_example_of_its_code(code, tmp_path, monkeypatch):
         pytest.skip("this machine has the device that the example lacks")
     files, words = MISTAKES[code]
     for name, content in files.items():
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        content = content() if callable(content) else content
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
     monkeypatch.chdir(tmp_path)
     with pytest.raises(NxdtError) as raised:
         root.main(list(words), standalone_mode=False)
