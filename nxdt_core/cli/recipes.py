@@ -83,7 +83,7 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
     """Return what each recipe is for, from the components that it and the recipes below it select.
 
     That is the objective and its plugin, such as ``dpo`` and ``preference``. Without one, it is ``sft`` where the
-    dataset takes a chat template, and else ``pretraining``. An adapter is a task of its own.
+    dataset takes a chat template, and else ``pretraining``. An adapter is another task.
     """
     from nxdt_core.config.components import usable_class
     from nxdt_core.config.section import keys_of
@@ -127,9 +127,9 @@ def show(name: str, json_output: bool) -> None:
     from nxdt_core.kernel import Kernel
 
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))
+    text = EDITOR_LINES + recipe.text.removeprefix(EDITOR_LINES)
     if json_output:
         about = {"name": recipe.name, "plugin": recipe.plugin, "summary": recipe.summary}
-        print_json({**about, "yaml": recipe.text})
+        print_json({**about, "yaml": text})
         return
-    text = recipe.text.removeprefix(EDITOR_LINES)
-    say(f"{EDITOR_LINES}{text}", end="" if text.endswith("\n") else "\n")
+    say(text, end="" if text.endswith("\n") else "\n")

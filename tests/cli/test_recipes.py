@@ -80,7 +80,7 @@ def test_show_prints_the_yaml_below_the_lines_for_editors(nxdt, tmp_path):
     shown = nxdt("recipes", "show", "llama-tiny").stdout
     assert shown == EDITOR_LINES + text
     assert nxdt("recipes", "show", "recipe:llama-tiny").stdout == shown
-    assert json.loads(nxdt("recipes", "show", "llama-tiny", "--json").stdout)["yaml"] == text
+    assert json.loads(nxdt("recipes", "show", "llama-tiny", "--json").stdout)["yaml"] == shown
     editor, how = shown.splitlines()[:2]
     assert editor == "# yaml-language-server: $schema=nxdt.schema.json"
     assert "`nxdt config schema > nxdt.schema.json`" in how
