@@ -7,6 +7,7 @@ return overwrites a line, and marks of direction let text read as other text. No
 from __future__ import annotations
 
 import logging
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,14 @@ def from_here(text: str) -> str:
     """Return ``text`` with paths below the working directory as they are named from there."""
     here = Path.cwd()
     return text if here == here.parent else re.sub(rf"(?<![\w/.:-]){re.escape(str(here))}/", "", text)
+
+
+def colours_wanted() -> bool | None:
+    """Return what ``NO_COLOR`` and ``FORCE_COLOR`` choose; None where a terminal gets colours, and nothing else does.
+
+    As https://no-color.org and https://force-color.org have it, a variable that is set to nothing is not set.
+    """
+    return False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
 
 
 def visible(text: str, *, colours: bool = False) -> str:

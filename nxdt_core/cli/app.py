@@ -18,7 +18,7 @@ from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 from nxdt_core.cli.verb import without_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.garbage_collection import collect_once_at_exit, rare_collections
-from nxdt_core.visible_text import VisibleFormatter
+from nxdt_core.visible_text import VisibleFormatter, colours_wanted
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Of standard output; errors of files name them, and commands explain those."""
@@ -26,30 +26,48 @@ _INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells report it."""
 
 
-def _command(target: str, summary: str) -> LazyCommand:
-    return LazyCommand(f"nxdt_core.cli.{target}", summary)
+def _commands(section: str, **commands: tuple[str, str]) -> dict[str, LazyCommand]:
+    """Return the commands of one section of the help text, from their target in this package and their summary."""
+    return {
+        name: LazyCommand(f"nxdt_core.cli.{target}", summary, section) for name, (target, summary) in commands.items()
+    }
 
 
 COMMANDS = {
-    "train": _command("train:train", "Train a model from a YAML file or a recipe."),
-    "compile": _command("compile:compile_ahead", "Compile the graphs of a run before it starts."),
-    "launch": _command("launch:launch", "Write the job of a run for a cluster, and submit it."),
-    "plan": _command("plan:plan", "Estimate the memory, traffic and time of a run, without its devices."),
-    "env": _command("env:env", "Show devices, versions and drivers, and what they can run."),
-    "plot": _command("plot:plot", "Plot loss, validation and learning rate of runs."),
-    "generate": _command("generate:generate", "Continue prompts with a model."),
-    "chat": _command("generate:chat", "Talk to a model."),
-    "evaluate": _command("evaluate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
-    "report": _command("report:report", "Write an HTML report with the metrics and configuration of runs."),
-    "watch": _command("report:watch", "Serve the report of runs while they train."),
-    "data": _command("data:data", "Preview and prepare training data."),
-    "config": _command("config:config", "Check, show and describe configurations."),
-    "recipes": _command("recipes:recipes", "List and print ready-made runs."),
-    "plugins": _command("plugins:plugins", "List, inspect and pin plugins."),
-    "checkpoint": _command("checkpoint:checkpoint", "List, check, compare, copy, export and import checkpoints."),
-    "explain": _command("explain:explain", "Explain an error code: cause, example and fix."),
-    "completion": _command("completion:completion", "Print a script that completes nxdt in a shell."),
-    "man": _command("man:man", "Print the manual page."),
+    **_commands(
+        "Train",
+        train=("train:train", "Train a model from a YAML file or a recipe."),
+        plan=("plan:plan", "Estimate memory, traffic and time of a run, without its devices."),
+        compile=("compile:compile_ahead", "Compile the graphs of a run before it starts."),
+        launch=("launch:launch", "Write the job of a run for a cluster, and submit it."),
+    ),
+    **_commands(
+        "Recipes, configuration and data",
+        recipes=("recipes:recipes", "List and print ready-made runs."),
+        config=("config:config", "Check, show and describe configurations."),
+        data=("data:data", "Preview and prepare training data."),
+    ),
+    **_commands(
+        "Follow and compare runs",
+        plot=("plot:plot", "Plot loss, validation and learning rate of runs."),
+        report=("report:report", "Write an HTML report with the metrics and configuration of runs."),
+        watch=("report:watch", "Serve the report of runs while they train."),
+    ),
+    **_commands(
+        "Use a model",
+        generate=("generate:generate", "Continue prompts with a model."),
+        chat=("generate:chat", "Talk to a model."),
+        evaluate=("evaluate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
+        checkpoint=("checkpoint:checkpoint", "List, check, compare, copy, export and import checkpoints."),
+    ),
+    **_commands(
+        "Installation and help",
+        env=("env:env", "Show devices, versions and drivers, and what they can run."),
+        plugins=("plugins:plugins", "List, inspect and pin plugins."),
+        explain=("explain:explain", "Explain an error code: cause, example and fix."),
+        completion=("completion:completion", "Print a script that completes nxdt in a shell."),
+        man=("man:man", "Print the manual page."),
+    ),
 }
 """The commands of the core, in the order of the help text."""
 
@@ -87,9 +105,7 @@ def main(args: Sequence[str] | None = None) -> int:
     _prepare_streams()
     if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line
         logging.lastResort.setFormatter(VisibleFormatter(redact=without_secrets))
-    # As https://no-color.org and https://force-color.org have it, a variable that is set to nothing is not set. With
-    # neither of them, it depends on whether a terminal reads the output.
-    color = False if os.environ.get("NO_COLOR") else True if os.environ.get("FORCE_COLOR") else None
+    color = colours_wanted()
     if os.environ.get("_NXDT_COMPLETE"):
         from nxdt_core.cli.completion import answer
 

@@ -177,7 +177,7 @@ def schema() -> None:
     """Print a JSON Schema of configurations, with the keys of all installed plugins.
 
     Editors with a YAML language server complete and explain keys with it, where the file's first line is
-    `# yaml-language-server: $schema=nxdt.schema.json`.
+    `# yaml-language-server: $schema=nxdt.schema.json`, as `nxdt recipes show` prints it.
     """
     from nxdt_core.config import json_schema
     from nxdt_core.kernel import Kernel

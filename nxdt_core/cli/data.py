@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -44,7 +46,14 @@ def data() -> None:
     ),
 )
 @config_arguments
-@click.option("-n", "--samples", type=click.IntRange(min=0), default=3, show_default=True, help="Samples to show.")
+@click.option(
+    "-n",
+    "--samples",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Documents of the first samples to show; with --json, whole samples.",
+)
 @click.option(
     "--split",
     type=click.Choice(["train", "validation", "test"]),
@@ -58,12 +67,12 @@ def data() -> None:
 def preview(
     source: str, overrides: tuple[str, ...], samples: int, split: SplitName, whole: bool, ids: bool, json_output: bool
 ) -> None:
-    """Show the first samples of a run as training sees them, and mark the text that the loss is computed on.
+    """Show the first documents of a run as training sees them, and mark the text that the loss is computed on.
 
-    CONFIG and KEY=VALUE are those of `nxdt train`. In a terminal, trained text is green; elsewhere it is enclosed
-    in ⟦ and ⟧. Counts follow: by role and turn where the data have them, lengths, what was truncated or left out,
-    and how much of the samples is filled. Of conversations and preference pairs the first 1,000 records are read,
-    unless --all is given.
+    CONFIG and KEY=VALUE are those of `nxdt train`. A packed sample has several documents, such as conversations. In
+    a terminal, trained text is green; elsewhere it is enclosed in ⟦ and ⟧. Counts follow: by role and turn where the
+    data have them, lengths, what was truncated or left out, and how much of the samples is filled. Of conversations
+    and preference pairs the first 1,000 records are read, unless --all is given.
     """
     from nxdt_core.cli.checks import require_set
     from nxdt_core.config import load
@@ -85,7 +94,7 @@ def preview(
 
     title = f"{split} samples of {source}"
     for name, each in found.items() if isinstance(found, dict) else [("", found)]:
-        print_preview(each, title=f"{title}: {name}" if name else title, ids=ids)
+        print_preview(each, samples, title=f"{title}: {name}" if name else title, ids=ids)
 
 
 def _json(found: Preview) -> dict[str, Any]:
@@ -135,17 +144,24 @@ _TURNS = 8
 """Turns that the table has rows for; later ones share the last."""
 
 
-def print_preview(found: Preview, *, title: str, ids: bool) -> None:
-    """Print samples, then counts.
+def print_preview(found: Preview, documents: int, *, title: str, ids: bool) -> None:
+    """Print the first documents, then counts.
 
     Args:
         found: the preview of one dataset.
+        documents: to print; the rows of a sample, such as a chosen and a rejected answer, count once.
         title: what the samples are from, for the first line.
         ids: put each token's id behind it.
     """
     coloured = _coloured()
-    for sample in found.shown:
-        _print_sample(sample, ids, coloured)
+    printed = 0
+    for _, group in groupby(found.shown, attrgetter("index")):
+        if printed >= documents:
+            break
+        sample = list(group)
+        for row in sample:
+            _print_sample(row, printed, documents, ids, coloured)
+        printed += max(len(row.documents) for row in sample)
     print_facts(list(_facts(found, title)))
     rows = [(role, *_cells(count)) for role, count in found.report.by_role.items()]
     rows += [(f"assistant's turn {name}", *_cells(count)) for name, count in _turns(found.report)]
@@ -169,14 +185,19 @@ def _coloured() -> bool:
     return sys.stdout.isatty() if wanted is None else wanted
 
 
-def _print_sample(sample: ShownSample, ids: bool, coloured: bool) -> None:
+def _print_sample(sample: ShownSample, printed: int, most: int, ids: bool, coloured: bool) -> None:
+    """Print documents until ``most`` are printed, of which ``printed`` are those of earlier samples."""
     filled = sample.length - sample.padding
     row = f", row {sample.row}" if sample.row else ""
-    click.secho(f"sample {sample.index}{row}: {filled:,} of {sample.length:,} positions filled", bold=True)
-    for number, document in enumerate(sample.documents):
+    end = printed + len(sample.documents)
+    by = f" by {len(sample.documents)} documents" if len(sample.documents) > 1 else ""
+    click.secho(f"sample {sample.index}{row}: {filled:,} of {sample.length:,} positions filled{by}", bold=True)
+    for number, document in enumerate(sample.documents[: most - printed]):
         count = document.count
         click.secho(f"── document {number}: {count.tokens:,} tokens, {count.trained:,} trained ──", bold=True)
         click.echo("".join(_part(part, ids, coloured) for part in document.parts))
+    if end > most:
+        click.secho(f"── {end - most} more in this sample: -n {end} ──", bold=True)
     click.echo()
 
 

@@ -21,6 +21,7 @@ import click
 from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 from nxdt_core.errors.base import ErrorCode, NxdtError
+from nxdt_core.errors.configuration import ConfigProblem
 
 _PREFIX = "NXDT-"
 _EXAMPLES = 3
@@ -103,7 +104,10 @@ def _rows(modules: Sequence[str]) -> dict[str, tuple[str, ErrorCode[NxdtError]]]
                 found[value.code] = name, value
             elif isinstance(value, type) and issubclass(value, NxdtError) and hasattr(value, "happened"):
                 cause = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
-                texts = {each: getattr(value, each) for each in ("happened", "remedy", "usual_remedy", "exit_status")}
+                texts = {
+                    each: getattr(value, each)
+                    for each in ("happened", "remedy", "usual_remedy", "exit_status", "example")
+                }
                 found[value.code] = name, value.define(value.code, cause, **texts)
     return found
 
@@ -120,6 +124,13 @@ def _modules() -> list[str]:
 
 def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> Explanation:
     own = re.fullmatch(r"\{(\w+)\}", row.remedy)
+    fix = re.sub(r"^(‹[^›]+›)+(?=[A-Z])", "", _filled(row.usual_remedy or row.remedy))
+    met = []
+    if row.example:
+        error = row(**row.example)
+        where = [error.place, error.key] if isinstance(error, ConfigProblem) else []
+        advice = error.do().strip()
+        met.append((": ".join(filter(None, (*where, error.what().rstrip(".")))), advice if advice != fix else ""))
     examples = []
     for use in uses:
         found = "; ".join(_filled(use[name]).rstrip(".") for name in ("reason", "problem") if name in use)
@@ -130,9 +141,9 @@ def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> 
         code=row.code,
         cause=_plain(row.cause),
         message=_filled(row.happened),
-        fix=re.sub(r"^(‹[^›]+›)+(?=[A-Z])", "", _filled(row.usual_remedy or row.remedy)),
+        fix=fix,
         depends=own is not None,
-        examples=tuple(sorted(dict.fromkeys(examples), key=lambda example: not example[1])[:_EXAMPLES]),
+        examples=tuple(dict.fromkeys([*met, *sorted(examples, key=lambda example: not example[1])]))[:_EXAMPLES],
     )
 
 

@@ -22,6 +22,8 @@ class LazyCommand:
     target: str
     """``package.module:attribute`` of a :class:`click.Command`."""
     summary: str
+    section: str = "Commands"
+    """Heading above the command in the help text of its group."""
 
     def load(self) -> click.Command:
         """Import the command, whose summary in other listings is this one, too."""
@@ -79,12 +81,17 @@ class SuggestingGroup(WithExamples, click.Group):
         return SuggestingGroup(name=cmd_name, help=entry.summary, examples=examples)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write both listings from the summaries, importing nothing."""
-        contributed = {name: entry.summary for name, entry in self._contributed().items()}
-        for title, rows in (("Commands", self.summaries()), ("Commands of plugins", contributed)):
+        """Write the commands by section, those of plugins last, from the summaries, importing nothing."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, summary in self.summaries().items():
+            section = getattr(self.lazy.get(name), "section", "Commands")
+            sections.setdefault(section, []).append((name, summary))
+        sections["Commands of plugins"] = [(name, entry.summary) for name, entry in self._contributed().items()]
+        width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+        for title, rows in sections.items():
             if rows:
                 with formatter.section(title):
-                    formatter.write_dl(list(rows.items()))
+                    formatter.write_dl([(name.ljust(width), summary) for name, summary in rows])
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

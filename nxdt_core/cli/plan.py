@@ -87,28 +87,32 @@ def plan(
         print_note(note)
 
     check_torch_folder()
-    from nxdt_core.train.plan import EFFICIENCY
-    from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
+    ranks = config.run.trainer.devices * config.run.trainer.num_nodes
+    show_progress(f"estimating {ranks:,} rank{'s' * (ranks > 1)}")
+    try:
+        from nxdt_core.train.plan import EFFICIENCY
+        from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
 
-    reached = EFFICIENCY if efficiency is None else efficiency
-    if search and device is not None:
-        from nxdt_core.train.layout_search import search as find
+        reached = EFFICIENCY if efficiency is None else efficiency
+        if search and device is not None:
+            from nxdt_core.train.layout_search import search as find
 
-        def load_layout(settings: Sequence[str]) -> ResolvedConfig:
-            return load(source, (*overrides, *world, *settings))
+            def load_layout(settings: Sequence[str]) -> ResolvedConfig:
+                return load(source, (*overrides, *world, *settings))
 
-        found = find(load_layout, product=device, efficiency=reached, trying=print_progress)
-        if json_output:
-            print_json(found.to_dict())
+            def trying(number: int, count: int) -> None:
+                show_progress(f"sizes {number} of {count}")
+
+            found = find(load_layout, product=device, efficiency=reached, trying=trying)
         else:
-            print_ranking(found)
+            memory_bytes = None if memory_gib is None else round(memory_gib * _GIB)
+            made = make(config, memory_bytes=memory_bytes, product=device, efficiency=reached)
+    finally:
+        show_progress("")
+    if search:
+        print_json(found.to_dict()) if json_output else print_ranking(found)
         return
-    memory_bytes = None if memory_gib is None else round(memory_gib * _GIB)
-    made = make(config, memory_bytes=memory_bytes, product=device, efficiency=reached)
-    if json_output:
-        print_json(made.to_dict())
-    else:
-        print_report(made)
+    print_json(made.to_dict()) if json_output else print_report(made)
     ctx.exit(1 if made.fits is False else 0)
 
 
@@ -288,10 +292,10 @@ _SHOWN = 10
 _TITLES = ("", "TP", "PP", "CP", "EP", "DP", "ZERO", "RECOMPUTES", "MEMORY", "S/STEP", "TOKENS/S", "MFU")
 
 
-def print_progress(number: int, count: int) -> None:
-    """Show on a terminal which combination of sizes is being tried."""
+def show_progress(text: str) -> None:
+    """Show on a terminal what is being estimated, in place of what was shown before; an empty text clears the line."""
     if sys.stderr.isatty():
-        click.echo("\r\x1b[K" if number == count else f"\rsizes {number} of {count}", err=True, nl=False)
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def print_ranking(search: Search) -> None:

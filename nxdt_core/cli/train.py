@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import sys
 from typing import TYPE_CHECKING
 
@@ -13,7 +14,7 @@ from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, prin
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
 from nxdt_core.progress import PROGRESS, process_age_s
-from nxdt_core.visible_text import from_here
+from nxdt_core.visible_text import from_here, visible
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -121,7 +122,8 @@ def _train(config: ResolvedConfig, client: Client | None = None, json_output: bo
         if json_output:
             print_json(summary.to_dict())
         else:
-            say(from_here(str(summary)) if sys.stdout.isatty() else str(summary))
+            text = visible(from_here(str(summary)) if sys.stdout.isatty() else str(summary))
+            click.echo(re.sub("^[a-z/]+:", lambda name: click.style(name[0], bold=True), text, flags=re.MULTILINE))
     return summary.exit_status
 
 

@@ -92,6 +92,11 @@ def _package_directory(package: str) -> Path | None:
 
 
 RECIPE_SCHEME = "recipe:"
+EDITOR_LINES = """\
+# yaml-language-server: $schema=nxdt.schema.json
+# Completes keys in editors; `nxdt config schema > nxdt.schema.json` writes it.
+"""
+"""Beginning of a printed recipe. The path is relative to the file that it is in."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,9 +110,15 @@ class Recipe:
 
     @property
     def summary(self) -> str:
-        """Return the first comment line of the file; empty where the file does not start with one."""
-        first = self.text.lstrip().partition("\n")[0]
+        """Return the first comment line of the file but those for editors; empty where it does not start with one."""
+        first = self.text.removeprefix(EDITOR_LINES).lstrip().partition("\n")[0]
         return first.lstrip("#").strip() if first.startswith("#") else ""
+
+    @property
+    def rank(self) -> int:
+        """Return the recipe's place among those to start with, from a line ``# Start here: 1``; 0 without one."""
+        found = re.search(r"^# Start here: (\d+)$", self.text, re.MULTILINE)
+        return int(found[1]) if found else 0
 
     @property
     def text(self) -> str:

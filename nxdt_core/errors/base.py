@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar, dataclass_transform
+from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from nxdt_core.visible_text import visible
 
@@ -30,6 +30,8 @@ class NxdtError(Exception):
     usual_remedy: str = ""
     """What to do in general, where ``remedy`` depends on what was found: for the page of error codes and
     ``nxdt explain``."""
+    example: ClassVar[Mapping[str, Any]] = {}
+    """Values of a case that users meet, for the same."""
     _names: tuple[str, ...] | None = None
     """Of an error that a row gave: the attributes that are values of its templates."""
     _also: Callable[[Any], Mapping[str, Any]] | None = None
@@ -116,6 +118,8 @@ class ErrorCode(Generic[E]):
     remedy: str
     usual_remedy: str = ""
     """What to do in general, where ``remedy`` depends on what was found."""
+    example: Mapping[str, Any] = field(default_factory=dict)
+    """Values of a case that users meet, for ``nxdt explain`` and the page of error codes."""
     exit_status: int = 2
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Values that a call may leave out."""

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
 
 from nxdt_core.errors.base import NxdtError, listing
 
@@ -19,6 +19,7 @@ class UnknownRecord(NxdtError):
         "A record needs 'messages', 'conversations' (ShareGPT), or a question and an answer such as 'prompt' and "
         "'completion' or 'instruction' and 'output'; data.columns names columns that are called otherwise.{hint}"
     )
+    example: ClassVar[Mapping[str, Any]] = {"place": "chats.jsonl:1", "keys": ("question", "reply")}
     place: str
     keys: tuple[str, ...]
 
@@ -34,6 +35,11 @@ BadMessage = NxdtError.define(
     "{place}{which}: {reason}.",
     'A message is an object such as {{"role": "user", "content": "..."}}; correct or remove the record.',
     also=lambda error: {"which": f", message {error.number}" if error.number else ""},
+    example={
+        "place": "chats.jsonl:1",
+        "number": 2,
+        "reason": "its content is of type int; only text can be trained on",
+    },
 )
 
 
@@ -48,6 +54,12 @@ UnknownRole = NxdtError.define(
     "{place}, message {number}: the role {role!r} is unknown.",
     "Roles are {known:list}.{hint}",
     also=lambda error: {"hint": _hint(error.role.lower(), error.known)},
+    example={
+        "place": "chats.jsonl:1",
+        "number": 2,
+        "role": "bot",
+        "known": ("system", "developer", "user", "assistant", "tool"),
+    },
 )
 
 
@@ -58,6 +70,7 @@ RolesOutOfOrder = NxdtError.define(
     "After an optional system message, user and assistant take turns, the user first; tool messages answer an "
     "assistant's tool calls. Correct or remove the record.",
     also=lambda error: {"position": f"follows {error.before!r}" if error.before else "speaks first"},
+    example={"place": "chats.jsonl:1", "number": 2, "role": "user", "before": "user", "allowed": ("assistant",)},
 )
 
 EmptyTurn = NxdtError.define(
@@ -65,6 +78,7 @@ EmptyTurn = NxdtError.define(
     "An assistant's turn that teaches to say nothing.",
     "{place}, message {number}: the assistant's turn is empty.",
     "Fill it, give it tool calls, or remove the record.",
+    example={"place": "chats.jsonl:1", "number": 2},
 )
 
 
@@ -85,6 +99,7 @@ TemplateUnknown = NxdtError.define(
     "data.chat_template: there is no template {name!r}.",
     "Templates are {known:list99}.{hint} A file is named by data.chat_template_file.",
     also=lambda error: {"hint": _hint(error.name, error.known)},
+    example={"name": "chatmll", "known": ("chatml", "gemma", "llama2", "llama3", "mistral", "plain", "zephyr")},
 )
 
 TemplateUnreadable = NxdtError.define(

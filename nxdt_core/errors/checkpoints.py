@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
 from nxdt_core.errors.base import NxdtError
 
 
@@ -98,6 +101,7 @@ class CheckpointNotFound(StorageError):
     code = "NXDT-S011"
     happened = "There is no checkpoint at {where}: {reason}."
     remedy = "'nxdt checkpoint list' shows what an address holds; name its root or one of its step directories."
+    example: ClassVar[Mapping[str, Any]] = {"where": "nxdt_experiments/my_run", "reason": "it does not exist"}
 
 
 class CheckpointTooNew(StorageError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
@@ -56,6 +56,7 @@ ConfigFileNotFound = ConfigProblem.define(
     also=lambda error: {
         "near": f"Did you mean {one_of(error.candidates, 3)}?" if error.candidates else "Check the path."
     },
+    example={"place": "my_rnu.yaml", "key": "", "path": "my_rnu.yaml", "candidates": ("my_run.yaml",)},
 )
 
 ConfigUnreadable = ConfigProblem.define(
@@ -72,6 +73,11 @@ class YamlSyntax(ConfigProblem):
     code = "NXDT-C004"
     happened = "not valid YAML: {reason}."
     remedy = "Correct that line or the one above it."
+    example: ClassVar[Mapping[str, Any]] = {
+        "place": "my_run.yaml:3",
+        "key": "",
+        "reason": "while parsing a flow sequence, did not find expected ',' or ']'",
+    }
     reason: str
 
 
@@ -89,6 +95,7 @@ DuplicateKey = ConfigProblem.define(
     "A key that is given twice in one mapping; YAML libraries keep the last one silently.",
     "the key occurs twice; first at {first}.",
     "Remove one of them.",
+    example={"place": "my_run.yaml:4", "key": "trainer.max_steps", "first": "my_run.yaml:3"},
 )
 
 BadOverride = ConfigProblem.define(
@@ -96,6 +103,7 @@ BadOverride = ConfigProblem.define(
     "An argument of the command line that sets no key.",
     "'{text}' sets no key: {reason}.",
     "Write key.path=value, such as trainer.max_steps=100.",
+    example={"place": "command line", "key": "", "text": "trainer.max_steps:50", "reason": "it has no '='"},
 )
 
 
@@ -106,6 +114,12 @@ class UnknownRecipe(ConfigProblem):
     happened = "{reason}."
     remedy = "{near}"
     usual_remedy = "Take the close name that the message suggests, or one of 'nxdt recipes list'."
+    example: ClassVar[Mapping[str, Any]] = {
+        "place": "recipe:lama-tiny",
+        "key": "",
+        "reason": "no plugin has a recipe of that name",
+        "candidates": ("recipe:llama-tiny",),
+    }
     reason: str
     candidates: tuple[str, ...] = ()
     advice: str = ""
@@ -124,6 +138,11 @@ class UnknownKey(ConfigProblem):
     happened = "unknown key."
     remedy = "{near}"
     usual_remedy = "Correct the spelling, or remove the key. The message suggests close keys or lists the known ones."
+    example: ClassVar[Mapping[str, Any]] = {
+        "place": "command line",
+        "key": "model.num_layerz",
+        "candidates": ("model.num_layers",),
+    }
     candidates: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     unneeded: str = ""
@@ -146,6 +165,7 @@ MissingKey = ConfigProblem.define(
     "A key that must be given.",
     "required key is missing.",
     "Give it {allowed}.",
+    example={"place": "my_run.yaml:3", "key": "data.seq_length", "allowed": "an integer of at least 1"},
 )
 
 WrongValue = ConfigProblem.define(
@@ -155,6 +175,12 @@ WrongValue = ConfigProblem.define(
     "{hint}",
     usual_remedy="Write a value of the type and range that the message names.",
     defaults={"hint": ""},
+    example={
+        "place": "command line",
+        "key": "trainer.max_steps",
+        "found": "'many' (text)",
+        "allowed": "an integer of at least 1",
+    },
 )
 
 
@@ -171,6 +197,13 @@ BadInterpolation = ConfigProblem.define(
     usual_remedy="Correct the name between the braces; it is a dotted key path or a resolver such as oc.env.",
     defaults={"advice": "", "candidates": ()},
     also=_bad_interpolation,
+    example={
+        "place": "command line",
+        "key": "trainer.max_steps",
+        "text": "${trainer.steps}",
+        "reason": "there is no key 'trainer.steps'",
+        "candidates": ("trainer.min_steps",),
+    },
 )
 
 NotSupported = ConfigProblem.define(
@@ -202,6 +235,12 @@ class ImpossibleCombination(ConfigProblem):
     happened = "{reason}."
     remedy = "{advice}"
     usual_remedy = "Change one of the values that the message names."
+    example: ClassVar[Mapping[str, Any]] = {
+        "place": "command line",
+        "key": "data.global_batch_size",
+        "reason": "15 does not divide by data.micro_batch_size 2 x 1 data parallel ranks",
+        "advice": "Write a multiple of 2.",
+    }
     reason: str
     advice: str
     cause: Misfit | None = None
@@ -246,6 +285,13 @@ ComponentFinding = ConfigProblem.define(
     "{advice}",
     usual_remedy="Change the value as the component's message says.",
     defaults={"advice": ""},
+    example={
+        "place": "my_run.yaml:6",
+        "key": "data.name",
+        "message": "the dataset 'text' has no prompts, and the objective 'grpo' generates answers to them "
+        "(plugin 'grpo').",
+        "advice": "Set data.name to prompts.",
+    },
 )
 
 SecretNotKept = ConfigProblem.define(
@@ -361,4 +407,8 @@ ValuesNotSet = NxdtError.define(
     "{source}: {count} to set: {keys:, }.",
     "Add {examples} to the command, or set {them} in a file that starts with 'base: {source}'.",
     also=_values_not_set,
+    example={
+        "source": "recipe:llama2-7b-sft",
+        "keys": ("data.tokenizer.model", "data.train_files", "checkpoint.resume_from"),
+    },
 )

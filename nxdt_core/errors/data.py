@@ -19,6 +19,7 @@ DataFileNotFound = NxdtError.define(
     "Correct the path; a relative path starts at the directory of the file that names it.",
     defaults={"candidates": ()},
     also=found_nearby,
+    example={"key": "data.train_files", "path": "shrot.txt", "candidates": ("short.txt",)},
 )
 
 EmptyTextFile = NxdtError.define(
@@ -33,6 +34,7 @@ DataFileUnreadable = NxdtError.define(
     "A data file that the operating system or a decompressor refuses.",
     "{path} cannot be read: {reason}.",
     "Check that it is complete, of a format that is read, and that you may read it.",
+    example={"path": "corpus.jsonl.gz", "reason": "Compressed file ended before the end-of-stream marker was reached"},
 )
 
 
@@ -44,6 +46,15 @@ TextNotUtf8 = NxdtError.define(
     also=lambda error: {
         "guess": f"; it looks like {error.encoding}, in which the text reads {error.shown!r}" if error.encoding else ""
     },
+    example={
+        "path": "latin.txt",
+        "byte": 233,
+        "position": 3,
+        "line": 1,
+        "encoding": "CP1252",
+        "shown": "Café in the morning",
+        "command": "iconv -f CP1252 -t UTF-8 latin.txt > latin.utf-8.txt",
+    },
 )
 
 BadJsonLine = NxdtError.define(
@@ -53,6 +64,12 @@ BadJsonLine = NxdtError.define(
     "Each line holds one whole object{such}; correct or remove this one.",
     defaults={"example": ""},
     also=lambda error: {"such": f", such as {error.example}" if error.example else ""},
+    example={
+        "path": "chats.jsonl",
+        "line": 2,
+        "reason": "Expecting value at column 15",
+        "example": '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}',
+    },
 )
 
 JsonTextMissing = NxdtError.define(
@@ -60,6 +77,7 @@ JsonTextMissing = NxdtError.define(
     "A JSON object without a string under the key that holds the text.",
     "{path}:{line}: no text under the key '{key}'; {found}.",
     "Set data.text_key to the key that holds the text, or correct the line.",
+    example={"path": "corpus.jsonl", "line": 1, "key": "text", "found": "its keys are 'content'"},
 )
 
 DocumentWeightWrong = NxdtError.define(
@@ -75,6 +93,7 @@ TooFewTokens = NxdtError.define(
     "The {split} data has {found} tokens; one sample of sequence length {seq_length} needs {needed}.",
     "Add text, or lower the sequence length{hint}.",
     defaults={"hint": ""},
+    example={"split": "train", "found": 19, "needed": 129, "seq_length": 128},
 )
 
 EmptyDataset = NxdtError.define(
@@ -141,6 +160,7 @@ SplitMissing = NxdtError.define(
     "A split that is asked for and that the configuration names no data for.",
     "The configuration names no {split} data.",
     "Name files for them in the data section, or ask for another split.",
+    example={"split": "test"},
 )
 
 TokenizerLibraryMissing = NxdtError.define(
@@ -157,6 +177,7 @@ TokenizerFileNotFound = NxdtError.define(
     "Correct the path, or download the tokenizer's files there first.",
     defaults={"candidates": ()},
     also=found_nearby,
+    example={"key": "data.tokenizer.model", "path": "my-tokenizer", "wanted": "tokenizer.json or directory with one"},
 )
 
 BadTokenizerFile = NxdtError.define(

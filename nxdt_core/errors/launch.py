@@ -11,6 +11,7 @@ UnknownAccelerator = NxdtError.define(
     "A device type that no profile describes.",
     "trainer.accelerator names no device type: {accelerator!r}.",
     "Write one of {known:list}, or auto.",
+    example={"accelerator": "gpu", "known": ("cpu", "cuda", "neuron")},
 )
 
 AcceleratorMissing = NxdtError.define(
@@ -18,6 +19,11 @@ AcceleratorMissing = NxdtError.define(
     "A device type that this machine, or this build of torch, does not have.",
     "trainer.accelerator is {accelerator!r}, and torch finds only {found!r} here.",
     "Install {install}, and the driver, or set trainer.accelerator=auto. 'nxdt env' shows what this machine has.",
+    example={
+        "accelerator": "cuda",
+        "found": "cpu",
+        "install": "a build of torch for the version of CUDA that the driver has",
+    },
 )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from nxdt_core.errors.base import NxdtError, listing
 
@@ -132,6 +133,16 @@ class WeightsDoNotFit(NxdtError):
     happened = "The weights{place} do not fit the model: {summary}."
     remedy = "{advice}"
     usual_remedy = "Name the configuration that the weights were trained with."
+    example: ClassVar[Mapping[str, Any]] = {
+        "missing": (),
+        "extra": (),
+        "shapes": (
+            "model.embed_tokens.weight: (320, 64) instead of (272, 64)",
+            "lm_head.weight: (320, 64) instead of (272, 64)",
+        ),
+        "directory": "weights",
+        "says_sizes": True,
+    }
     missing: list[str]
     extra: list[str]
     shapes: list[str]
@@ -189,6 +200,7 @@ VocabularyTooSmall = NxdtError.define(
     "{advice}",
     also=_rows_to_set,
     usual_remedy="Set model.vocab_size to the number of ids or more.",
+    example={"tokenizer": 259, "model": 128, "added": False},
 )
 
 SequenceTooLongForModel = NxdtError.define(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, ClassVar
 
 from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
@@ -31,6 +32,12 @@ class UnknownComponent(NxdtError):
     happened = "No {kind} is called {name!r} ({section}).{bad}"
     remedy = "{advice}"
     usual_remedy = "Choose an available name, or install the distribution that the message names."
+    example: ClassVar[Mapping[str, Any]] = {
+        "kind": "adapter",
+        "name": "lora",
+        "section": "adapter.name",
+        "install": "nxdt-plugin-lora",
+    }
     kind: str
     name: str
     section: str

@@ -58,6 +58,7 @@ NoCheckpointToResume = NxdtError.define(
     "The run must resume, and there is no checkpoint to resume from.",
     "There is no good checkpoint at {uri} to resume from.",
     "Check the path with `nxdt checkpoint list`, or start at step 0 with checkpoint.resume_ignore_no_checkpoint=true.",
+    example={"uri": "nxdt_experiments/my_run/checkpoints"},
 )
 
 CannotWriteRunDirectory = NxdtError.define(

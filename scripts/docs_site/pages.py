@@ -100,8 +100,9 @@ WEIGHTS = {
     "reference/plugins/": 2.0,
     "reference/components/": 0.5,
     "reference/api/": 0.3,
+    "reference/api/nxdt_testing": 0.05,
 }
-"""Beginning of a page's path → factor on its place in the results of the site's search."""
+"""Beginning of a page's path → factor on its place in the results of the site's search; the last that fits counts."""
 HIDDEN = ("decisions", "defects.md", "reference/schema.md")
 """Beginnings of the pages for contributors, which the site's search leaves out."""
 

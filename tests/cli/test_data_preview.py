@@ -24,14 +24,29 @@ def test_on_a_terminal_what_is_trained_is_green_and_underlined_and_the_rest_has_
     words = ("data", "preview", RECIPE, "-n", "1")
     status, text = nxdt_on_terminal(*words)
     assert status == 0, text
-    parts = [part for document in json.loads(nxdt(*words, "--json").stdout)["shown"][0]["documents"]
-             for part in document["parts"]]  # fmt: skip
+    parts = json.loads(nxdt(*words, "--json").stdout)["shown"][0]["documents"][0]["parts"]
     green = re.findall(r"\x1b\[32m\x1b\[4m(.*?)\x1b\[0m", text, re.DOTALL)
-    assert len(green) > 1
+    assert green
     assert green == [part["text"].replace("\n", "↵\n") for part in parts if part["trained"]]
     plain = "".join(re.split(r"\x1b\[32m\x1b\[4m.*?\x1b\[0m", text, flags=re.DOTALL))
     assert all(part["text"] in plain for part in parts if not part["trained"])
     assert "⟦" not in text
+
+
+def test_a_packed_sample_shows_as_many_documents_as_are_asked_for(nxdt):
+    whole = nxdt("data", "preview", RECIPE, "-n", "13").stdout
+    first, second = map(int, re.findall(r"^sample .* by (\d+) documents$", whole, re.MULTILINE))
+    assert whole.count("── document ") == 13
+    assert f"\n── {first + second - 13} more in this sample: -n {first + second} ──\n" in whole
+    one = nxdt("data", "preview", RECIPE, "-n", "1").stdout
+    assert one.count("── document ") == 1
+    assert f"── {first - 1} more in this sample: -n {first} ──\n\ndata " in one
+    assert nxdt("data", "preview", RECIPE, "-n", "0").stdout.startswith("data ")
+
+
+def test_the_answers_of_a_pair_are_one_document(nxdt):
+    text = nxdt("data", "preview", "recipe:llama-tiny-dpo", "data.packing=true", "-n", "1").stdout
+    assert re.findall(r"^(sample|── document)", text, re.MULTILINE) == ["sample", "── document"] * 2
 
 
 def test_json_has_samples_and_counts(nxdt):

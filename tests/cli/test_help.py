@@ -58,6 +58,21 @@ def test_the_root_lists_every_command(nxdt):
     assert nxdt().stdout == "" or "Usage: nxdt" in nxdt().stdout + nxdt().stderr
 
 
+def test_the_root_lists_commands_by_section_within_80_columns():
+    formatter = click.HelpFormatter(width=80)
+    root.format_commands(click.Context(root), formatter)
+    lines = formatter.getvalue().splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    titles = [line for line in lines if line.endswith(":") and not line.startswith(" ")]
+    assert titles == [f"{section}:" for section in dict.fromkeys(each.section for each in COMMANDS.values())] + [
+        "Commands of plugins:"
+    ]
+    below = lines[lines.index("Train:") + 1 : lines.index("")]
+    assert [line.split()[0] for line in below] == [name for name, each in COMMANDS.items() if each.section == "Train"]
+    listed = [line.split()[0] for line in lines if line.startswith("  ")]
+    assert listed == root.list_commands(click.Context(root))
+
+
 def test_version_is_that_of_the_package(nxdt):
     from nxdt_core import __version__
 

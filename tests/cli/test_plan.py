@@ -1,11 +1,14 @@
 """``nxdt plan``: what it prints, refuses and promises to scripts."""
 
+import io
 import json
 import re
+import sys
 from pathlib import Path
 
 import pytest
 
+from nxdt_core.cli.app import root
 from tests.sampling import slow
 
 HEAVY = ("torch", "numpy", "pytorch_lightning", "transformers")
@@ -209,3 +212,19 @@ def test_experts_whose_sizes_follow_from_data_are_refused_for_fixed_shapes(nxdt)
     assert nxdt(
         "plan", "recipe:mixtral-tiny", "trainer.accelerator=neuron", "model.moe.capacity_factor=2"
     ).returncode in (0, 1)
+
+
+class Terminal(io.StringIO):
+    """Keeps what is written."""
+
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_is_told_what_is_estimated_until_the_plan_is_printed(monkeypatch, capsys):
+    for stream in (Terminal(), io.StringIO()):
+        monkeypatch.setattr(sys, "stderr", stream)
+        assert root.main(["plan", "recipe:llama-tiny", "--world-size", "2"], standalone_mode=False) == 0
+        shown = "\r\x1b[Kestimating 2 ranks\r\x1b[K" if stream.isatty() else ""
+        assert stream.getvalue() == shown
+        assert capsys.readouterr().out.startswith("run ")

@@ -365,6 +365,14 @@ def test_the_search_leaves_out_pages_for_contributors(search):
     assert not {"decisions/", "defects/", "reference/schema/"} & {section.partition("#")[0] for (section, *_) in pages}
 
 
+def test_pages_for_authors_of_tests_come_late_in_a_search_unless_they_are_meant(search):
+    found = search("adapter", "dataset", "optimizer", "rank", "schedule", "tokenizer", "contract")
+    testing = "reference/api/nxdt_testing"
+    (meant,) = [found.pop("contract")]
+    assert meant[0][0].startswith(testing)
+    assert {query for query, pages in found.items() if any(page[0].startswith(testing) for page in pages[:5])} == set()
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 VIEWED = (
     "",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, look
-from nxdt_core.cli.terminal import human_size, print_table, shade
+from nxdt_core.cli.terminal import human_size, print_table, print_wrapped, shade
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointStatus
 
 
-_METRICS_SHOWN = 3
-_HEADER = ("STEP", "TIME (UTC)", "STATE", "ARCHIVE", "SIZE", "MESH", "METRICS", "PROBLEM", "URI")
+_METRICS_SHOWN = 2
+_HEADER = ("STEP", "TIME (UTC)", "STATE", "ARCHIVE", "SIZE", "MESH", "METRICS", "PROBLEM")
 
 
 @click.command(
@@ -41,8 +41,8 @@ def list_(uri: str, json_output: bool) -> None:
     if json_output:
         print_json([_facts(status) for status in found])
     elif found:
-        rows = [_row(status) for status in found]
-        print_table(_HEADER, rows, right=("STEP", "SIZE"), optional=("URI", "METRICS", "MESH"))
+        print_wrapped("checkpoints", storage.uri)
+        print_table(_HEADER, [_row(each) for each in found], right=("STEP", "SIZE"), optional=("METRICS", "MESH"))
     else:
         say(f"There is no checkpoint at {uri}: {nothing_at(storage, found)}.", err=True)
 
@@ -76,7 +76,6 @@ def _row(status: CheckpointStatus) -> tuple[str, ...]:
         _mesh(facts.mesh) if facts else "",
         _metrics(facts.metrics) if facts else "",
         status.problem,
-        status.uri,
     )
 
 
@@ -86,4 +85,6 @@ def _mesh(mesh: Mapping[str, int]) -> str:
 
 
 def _metrics(metrics: Mapping[str, float]) -> str:
-    return " ".join(f"{name}={value:.4g}" for name, value in list(metrics.items())[:_METRICS_SHOWN])
+    """``loss=2.671 val_loss=2.728``; of a run that has neither losses nor rewards, what it saved first."""
+    names = [name for name in metrics if name.endswith(("loss", "reward"))] or list(metrics)
+    return " ".join(f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 import sys
 import textwrap
@@ -10,16 +11,24 @@ import threading
 from collections.abc import Mapping
 from typing import Any, TextIO
 
+import click
 from tqdm import tqdm
 
 from nxdt_core.train.run.log import VALUES
-from nxdt_core.visible_text import from_here, visible
+from nxdt_core.visible_text import colours_wanted, from_here, visible
 
 _log = logging.getLogger(__name__)
 _BAR = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}, ETA {remaining}{postfix}"
 """At 80 columns the bar has 15 of them."""
 _TICK_S = 1.0
 _NO_END = "step {n_fmt}, {elapsed}{postfix}"
+_STYLES: Mapping[str, Mapping[str, Any]] = {
+    r"step \d+: validation": {"fg": "magenta"},
+    r"step \d+: checkpoint saved": {"fg": "green"},
+    r"note:|step \d+: no checkpoint|.*\bstopping\b": {"fg": "yellow"},
+    r"step [\d/]+|[a-z]+(?=  )|checkpoints(?= )": {"bold": True},
+}
+"""Pattern → style of the beginning of a line that it matches; the first pattern counts."""
 
 
 class Console:
@@ -45,6 +54,8 @@ class Console:
         self._total = max_steps if max_steps > 0 else None
         self._stream = stream or sys.stderr
         self._draws = prints and (self._stream.isatty() if bar is None else bar)
+        wanted = colours_wanted()
+        self._coloured = self._stream.isatty() if wanted is None else wanted
         self._prints = prints
         self._speaks = speaks
         self._bar: Any = None
@@ -75,6 +86,10 @@ class Console:
             wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="  ")
             wrapper.break_long_words = wrapper.break_on_hyphens = False
             text = wrapper.fill(from_here(text))
+        for pattern, style in _STYLES.items() if self._coloured else ():
+            if start := re.match(pattern, text):
+                text = click.style(start[0], **style) + text[start.end() :]
+                break
         print(text, file=self._stream, flush=True)
 
     def begin(self, step: int) -> None:
@@ -89,6 +104,7 @@ class Console:
             miniters=1,
             dynamic_ncols=True,
             bar_format=_BAR if self._total else _NO_END,
+            colour="green" if self._coloured else None,
         )
         self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
         self._ticker.start()

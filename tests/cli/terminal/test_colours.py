@@ -26,6 +26,7 @@ def used():
     ]
     names = {name for call in calls for name in re.findall(r"""fg=['"](\w+)""", call)}
     tables = (ROOT / "nxdt_core/cli/terminal.py").read_text().partition("_SHADES = {")[2].partition("}")[0]
+    names |= {name for path in SOURCES for name in re.findall(r'"fg": "(\w+)"', path.read_text())}
     return names | set(re.findall(r': "(\w+)"', tables)), [
         each for each in calls if "bold=True" in each and "fg=" in each
     ]

@@ -48,7 +48,9 @@ def test_a_run_shows_a_banner_then_what_it_does_then_a_bar_that_fits(nxdt_on_ter
     again, text = nxdt_on_terminal("train", "recipe:llama-tiny", *RUN, "trainer.max_steps=6", columns=80)
     assert again == 0
     assert "loading step 4" in text
-    assert "checkpoint saved to nxdt_experiments/llama-tiny/checkpoints/step-00000006" in " ".join(text.split())
+    assert "checkpoint saved to nxdt_experiments/llama-tiny/checkpoints/step-00000006" in " ".join(
+        click.unstyle(text).split()
+    )
     log = next((work / "nxdt_experiments/llama-tiny").glob("logs/*")).read_text()
     assert "sequences of 16 = 64 tokens per step" in log
 
@@ -68,6 +70,35 @@ class Terminal(io.StringIO):
 
     def isatty(self):
         return True
+
+
+def test_lines_and_the_bar_have_colours_on_a_terminal_unless_they_are_turned_off(monkeypatch):
+    for name in ("NO_COLOR", "FORCE_COLOR"):
+        monkeypatch.delenv(name, raising=False)
+    row = {"step": 2, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3, "mfu": None, "tokens_per_s": 10.0, "tokens": 8}
+    lines = ("checkpoints ./here", "building the model", "step 2: checkpoint saved to s3://bucket/step-00000002")
+
+    def printed(stream):
+        console = Console(4, stream=stream)
+        console.step(row)
+        console.validation(row)
+        for line in lines:
+            console.say(line)
+        console.close()
+        return stream.getvalue()
+
+    text = printed(Terminal())
+    assert "\x1b[1mstep 2/4\x1b[0m  loss 1.0000" in text
+    assert "\x1b[35mstep 2: validation\x1b[0m loss" in text
+    assert "\x1b[1mcheckpoints\x1b[0m ./here" in text
+    assert "\nbuilding the model\n" in text.replace("\r", "\n")
+    assert "\x1b[32mstep 2: checkpoint saved\x1b[0m to" in text
+    assert re.search(r"step 2/4 \|\x1b\[32m", text)
+    assert "\x1b" not in printed(io.StringIO())
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert "\x1b[1mstep 2/4\x1b[0m" in printed(io.StringIO())
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "\x1b[" not in printed(Terminal()).replace("\x1b[A", "")
 
 
 def test_the_bar_moves_with_each_step_and_its_clock_in_a_long_one():
@@ -93,4 +124,4 @@ def test_a_line_wider_than_the_terminal_is_wrapped_between_words(monkeypatch):
     monkeypatch.setenv("COLUMNS", "40")
     stream, path = Terminal(), "/a/directory/whose-name/is-wider/than-the-terminal"
     Console(5, stream=stream).say(f"step 4: checkpoint saved to {path} (1 MiB in 0.1 s)")
-    assert stream.getvalue() == f"step 4: checkpoint saved to\n  {path}\n  (1 MiB in 0.1 s)\n"
+    assert click.unstyle(stream.getvalue()) == f"step 4: checkpoint saved to\n  {path}\n  (1 MiB in 0.1 s)\n"

@@ -19,6 +19,7 @@ ChatTooLong = NxdtError.define(
     "Raise data.seq_length, or set data.truncation: drop leaves them out, keep_start and keep_end cut their end "
     "or their start off.",
     also=lambda error: {"longest_held": error.seq_length + 1},
+    example={"place": "chats.jsonl:1", "tokens": 919, "seq_length": 512, "count": 2, "longest": 1219},
 )
 
 NothingTrained = NxdtError.define(
