@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -213,13 +214,25 @@ class EmaConfig(Section):
     """Validate the average instead of the weights."""
 
 
+_GOOD_SMALL = re.compile(r"(val_)?(\w+_)?(loss|perplexity)(/.*)?")
+_GOOD_LARGE = re.compile(
+    r"step|consumed_(samples|tokens)|(val_)?(reward|rewards/(?!chosen|rejected).+|(\w+_)?(accuracy|agreement))(/.*)?"
+)
+
+
+def mode_of(metric: str, mode: Literal["min", "max"] | None = None) -> Literal["min", "max"] | None:
+    """Return whether a small or a large value of a metric is good: ``mode``, else what its name says; None where the
+    name does not say it."""
+    return mode or ("min" if _GOOD_SMALL.fullmatch(metric) else "max" if _GOOD_LARGE.fullmatch(metric) else None)
+
+
 class EarlyStoppingParams(Section):
     """Early stopping: judged after each validation, with the same result on all ranks."""
 
     monitor: str = "val_loss"
     """Metric that is judged: ``val_loss``, or one of ``metrics.jsonl``."""
-    mode: Literal["min", "max"] = "min"
-    """Whether a small or a large one is good."""
+    mode: Literal["min", "max"] | None = None
+    """Whether a small or a large one is good. ``null`` follows the metric's name, as ``checkpoint.mode``."""
     min_delta: NonNegativeFloat = 0.001
     """Smallest change that counts as an improvement."""
     patience: PositiveInt = 10
@@ -342,8 +355,9 @@ class CheckpointConfig(Section):
     """Number of the newest checkpoints that are always kept, independent of ``monitor``."""
     monitor: str = "step"
     """Metric that ranks checkpoints, such as ``val_loss``; ``step`` keeps the newest. Those without it rank last."""
-    mode: Literal["min", "max"] = "max"
-    """Whether a small or a large metric is good."""
+    mode: Literal["min", "max"] | None = None
+    """Whether a small or a large metric is good. ``null`` follows its name: losses and perplexities are good when small;
+    steps, rewards, margins and accuracies when large. Of other metrics the mode must be set."""
     async_save: bool = True
     """Continue training while a checkpoint is written; host memory holds a copy of it meanwhile."""
     when_busy: Literal["wait", "skip"] = "wait"
