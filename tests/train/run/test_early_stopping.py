@@ -70,7 +70,9 @@ def test_whether_a_small_value_is_good_follows_the_metrics_name(small_run, metri
         given = (*switch, f"{params}.monitor={metric}")
         assert mode_of(metric) == mode
         if mode is None:
-            with pytest.raises(ConfigError, match=rf"{metric}.*does not say whether(.|\n)*Set {params}.mode to min or max"):
+            with pytest.raises(
+                ConfigError, match=rf"{metric}.*does not say whether(.|\n)*Set {params}.mode to min or max"
+            ):
                 small_run("trainer.max_steps=4", *given)
             assert small_run("trainer.max_steps=4", *given, f"{params}.mode=min")
 
