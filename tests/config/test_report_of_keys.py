@@ -46,8 +46,21 @@ KEYS = {
     ),
     "number for text": (
         "name=3",
-        "name: found 3 (an integer); allowed: text. Write it in quotes: '3'. [NXDT-C012]",
+        "name: found 3 (an integer); allowed: text. Write it in quotes: name=\"'3'\". [NXDT-C012]",
     ),
+    **{
+        f"{text} for text": (
+            f"name={text}",
+            f"name: found {value} ({kind}); allowed: text. Write it in quotes: name=\"'{text}'\". [NXDT-C012]",
+        )
+        for text, value, kind in (
+            ("2026_11_28", 20261128, "an integer"),
+            ("007", 7, "an integer"),
+            ("0x10", 16, "an integer"),
+            ("1e5", 100000.0, "a number"),
+            ("3.10", 3.1, "a number"),
+        )
+    },
     "out of bounds": (
         "trainer.max_steps=0",
         "trainer.max_steps: found 0 (an integer); allowed: an integer of at least 1. [NXDT-C012]",
