@@ -356,8 +356,8 @@ class CheckpointConfig(Section):
     monitor: str = "step"
     """Metric that ranks checkpoints, such as ``val_loss``; ``step`` keeps the newest. Those without it rank last."""
     mode: Literal["min", "max"] | None = None
-    """Whether a small or a large metric is good. ``null`` follows its name: losses and perplexities are good when small;
-    steps, rewards, margins and accuracies when large. Of other metrics the mode must be set."""
+    """Whether a small or a large metric is good. ``null`` follows its name: losses and perplexities are good when
+    small; steps, rewards, margins and accuracies when large. Of other metrics the mode must be set."""
     async_save: bool = True
     """Continue training while a checkpoint is written; host memory holds a copy of it meanwhile."""
     when_busy: Literal["wait", "skip"] = "wait"

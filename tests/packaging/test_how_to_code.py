@@ -25,11 +25,13 @@ def blocks(page, language):
     return re.findall(rf"```{language}\n(.*?)```", PAGES[page], re.DOTALL)
 
 
+OTHERS = {"groups", "livenessProbe", "instance_type"}
+"""Keys of Prometheus, of Kubernetes and of a platform's file."""
 YAML = [
     (page, number)
     for page in PAGES
     for number, block in enumerate(blocks(page, "yaml"))
-    if not {"groups", "livenessProbe", "instance_type"} & yaml.safe_load(block).keys()  # of other programs, of a platform
+    if not OTHERS & yaml.safe_load(block).keys()
 ]
 
 
