@@ -68,7 +68,8 @@ class TrainerConfig(Section):
     """Components of kind ``callback``: a name, or a mapping of ``name`` and the component's own keys."""
     max_epochs: Annotated[int, Range(-1)] | None = -1
     """Passes over the training data, after which the run ends even before ``max_steps``; -1 or ``null`` sets no such
-    end. A learning-rate schedule that ends at ``max_steps`` then ends with the passes."""
+    end. They are rounded down to whole steps. A learning-rate schedule that ends at ``max_steps`` then ends with the
+    passes."""
     min_steps: NonNegativeInt | None = None
     """Steps before which early stopping does not stop the run."""
     min_epochs: NonNegativeInt | None = None
