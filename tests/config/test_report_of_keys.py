@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core import config
+from nxdt_core.config import section
 from nxdt_core.errors.configuration import ConfigError
 
 KEYS = {
@@ -15,6 +16,14 @@ KEYS = {
     "key of another section": (
         "context_parallel_size=2",
         "context_parallel_size: unknown key. Did you mean 'distributed_strategy.context_parallel_size'? [NXDT-C010]",
+    ),
+    "name of a key in other programs": (
+        "model.learning_rate=1e-3",
+        "model.learning_rate: unknown key. Did you mean 'model.optim.lr'? [NXDT-C010]",
+    ),
+    "name in other programs, in its section": (
+        "model.optim.learning_rate=1e-3",
+        "model.optim.learning_rate: unknown key. Did you mean 'model.optim.lr'? [NXDT-C010]",
     ),
     "key of two other sections": (
         "model.max_steps=5",
@@ -250,3 +259,8 @@ def test_a_section_with_a_value_that_cannot_be_read_is_not_judged_by_its_default
     """``factor`` has a default that ``check()`` of its section would refuse."""
     problems = config.check("recipe:llama3.1-8b", ["model.rope_scaling.factor=${nope}"])
     assert [problem.code for problem in problems] == ["NXDT-C013"]
+
+
+def test_names_of_other_programs_stand_for_keys_that_exist():
+    known = {path.rpartition(".")[2] for path, _ in config.load("recipe:llama-tiny").values()}
+    assert set(section._NAMES_ELSEWHERE.values()) <= known
