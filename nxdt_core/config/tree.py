@@ -355,8 +355,8 @@ class _Document:
                 origin.line, f"with its aliases (*name) written out it has over {_MOST_NODES:,} values"
             )
         if isinstance(node, yaml.ScalarNode):
-            value = self._scalar(node, path, origin)
-            return Node(value, replace(origin, text=node.value if type(value) in (int, float) else ""))
+            scalar = self._scalar(node, path, origin)
+            return Node(scalar, replace(origin, text=node.value if type(scalar) in (int, float) else ""))
         if id(node) in self.open:
             self._wrong(path, origin, "an anchor that contains itself", "values that end")
             return Node(None, origin)
