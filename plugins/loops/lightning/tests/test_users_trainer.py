@@ -198,6 +198,12 @@ def test_arguments_that_would_do_nothing_are_refused(small_run, arguments, named
     assert all(part in str(caught.value) for part in named)
 
 
+def test_epochs_of_the_configuration_are_refused(small_run):
+    config = small_run(*SHORT, "trainer.max_epochs=1")
+    with raises(TrainerArgumentsIgnored, match=r"(?s)trainer\.max_epochs=1.*trainer\.max_steps"):
+        trainer_of(config).fit(NxdtModule(config), NxdtDataModule(config))
+
+
 class Average(pl.Callback):
     """An average of the weights, as callbacks for Lightning compute it."""
 
