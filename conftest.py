@@ -15,7 +15,7 @@ import pytest
 
 from tests import processes
 from tests.rewriting import rewrite_tests
-from tests.sampling import DEFAULT, resolve, takes_all
+from tests.sampling import DEFAULT, takes_all
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before anything imports torch; child processes inherit it
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # else each of the hundreds of processes compiles the package once more
@@ -32,18 +32,7 @@ _RANK_VARIABLES = {
     "MASTER_PORT",
 } - os.environ.keys()
 """By which a process knows that it is a rank; tests that a rank runs keep its own."""
-pytest_plugins = ["tests.s3_server"]
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """The option of :mod:`tests.sampling`."""
-    parser.addoption(
-        "--samples",
-        type=resolve,
-        default=DEFAULT,
-        metavar="all|today|SEED",
-        help="cases to take of tests that have too many: all, or a sample by the date or a seed (default: 0)",
-    )
+pytest_plugins = ["nxdt_testing.samples", "tests.s3_server"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -54,6 +43,7 @@ def pytest_configure(config: pytest.Config) -> None:
     GPUs are hidden from this process and its children, since a test has more ranks than a workstation has GPUs, and
     compares bits and seconds of the CPU. Tests of an accelerator run by themselves.
     """
+    config.option.samples = config.option.samples or DEFAULT
     if config.option.markexpr != "accelerator":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     if takes_all(config):

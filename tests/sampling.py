@@ -1,29 +1,23 @@
 """Which of many cases a test run takes: all of them, or a sample that a seed decides.
 
-The ``conftest.py`` of the repository adds the option ``--samples``. Its default is a fixed seed, so that one commit
-always gives the same tests.
+``nxdt_testing.samples`` adds the option ``--samples``. Its default in this repository is a fixed seed, so that one
+commit always gives the same tests.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Container, Iterable
-from datetime import date
 from typing import Any, TypeVar
 
 import pytest
 
-__all__ = ["DEFAULT", "asked", "resolve", "sampled", "shortened", "slow", "slow_except", "takes_all"]
+__all__ = ["DEFAULT", "asked", "sampled", "shortened", "slow", "slow_except", "takes_all"]
 
 Case = TypeVar("Case")
 
 DEFAULT = "0"
-_ALL, _TODAY = "all", "today"
-
-
-def resolve(option: str) -> str:
-    """Return ``all`` or the seed that an option means: ``today`` is the number of the date."""
-    return str(date.today().toordinal()) if option == _TODAY else option
+_ALL = "all"
 
 
 def takes_all(config: pytest.Config) -> bool:

@@ -33,6 +33,10 @@ class LazyCommand:
         return command
 
 
+_NAMES_ELSEWHERE = {"compare": "diff", "delete": "prune", "finetune": "train", "ls": "list", "run": "train"}
+"""Other programs' names of commands → names here that are not like them."""
+
+
 class SuggestingGroup(WithExamples, click.Group):
     """A group with examples, which names the command that was probably meant, and which plugins may add verbs to.
 
@@ -108,7 +112,8 @@ class SuggestingGroup(WithExamples, click.Group):
             dist = missing_dist("command", f"{self.place} {args[0]}".strip(), Kernel.start().plugins)
             if dist is not None:
                 raise click.UsageError(f"{error.message} Install it: pip install {dist}", ctx) from None
-            close = get_close_matches(args[0], self.list_commands(ctx), n=1)
+            known = self.list_commands(ctx)
+            close = get_close_matches(_NAMES_ELSEWHERE.get(args[0], args[0]), known, n=1)
             if not close:
                 raise
             raise click.UsageError(f"{error.message} Did you mean '{close[0]}'?", ctx) from None

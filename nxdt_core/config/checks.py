@@ -6,6 +6,7 @@ A setting without an effect gives a note, not an error: a file may run on fewer 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -16,8 +17,8 @@ from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
 from nxdt_core.config.schema import Composition, Selected
 from nxdt_core.config.secrets import describe_node
 from nxdt_core.config.section import keys_of
-from nxdt_core.config.training_schema import DistributedStrategyConfig, EarlyStoppingParams, EmaConfig
-from nxdt_core.config.tree import Node, Origin, Place, join
+from nxdt_core.config.training_schema import DistributedStrategyConfig, EarlyStoppingParams, EmaConfig, mode_of
+from nxdt_core.config.tree import Node, Origin, Place, find_node, join
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit, WrongValue
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.protocols.engine import Settings
@@ -68,8 +69,15 @@ class Checked:
         return None if any(type(value) not in (int, float) for value in found) else found  # type: ignore[return-value]
 
     def origin(self, key: str) -> Origin:
-        """Return where the value of ``key`` comes from."""
-        return (self.tree.find(key) or self.tree).origin
+        """Return where the value of ``key``, such as ``objective.rewards[0]``, comes from; where there is none, where
+        what is around it does."""
+        node = self.tree
+        for name, number in re.findall(r"([^.\[\]]+)|\[(\d+)\]", key):
+            inside = find_node(node, (name or int(number),))
+            if inside is None:
+                break
+            node = inside
+        return node.origin
 
     def place(self, *keys: str) -> Place:
         """Return the place of a problem between ``keys``: the first that is written, by default the first."""
@@ -136,6 +144,12 @@ def _of_the_run(checked: Checked) -> Iterator[ImpossibleCombination]:
     if given(stopping) and given(by_steps, "") is None and given(by_passes, "") is None:
         reason = "early stopping judges after each validation, and the run has none"
         yield checked.impossible(stopping, by_steps, reason=reason, advice=f"Set {by_steps}.")
+    judging = {"checkpoint": "checkpoint.enabled", "exp_manager.early_stopping_callback_params": stopping}
+    for section, switch in judging.items():
+        monitor, mode = f"{section}.monitor", f"{section}.mode"
+        if given(switch) and given(mode, "") is None and mode_of(metric := given(monitor, "step")) is None:
+            reason = f"the name {metric!r} does not say whether a small or a large value is good"
+            yield checked.impossible(monitor, mode, reason=reason, advice=f"Set {mode} to min or max.")
     saving = ("checkpoint.every_n_train_steps", "checkpoint.every_n_epochs")
     for steps, passes in ((by_steps, by_passes), saving):
         if given(passes) and given(steps):

@@ -231,7 +231,7 @@ class Reading:
         if where not in self._keys or where in self._bad:
             return
         key, node = self._keys[where]
-        hint = _hint(to_plain(node), key, where) if node.shown is None else _hint_hidden(node, key)
+        hint = _hint(node, key, where) if node.shown is None else _hint_hidden(node, key)
         hidden = is_hidden(node) or where in self._absolute
         self._wrong(where, node, describe_node(node) if hidden else found, key.describe(), hint)
 
@@ -264,8 +264,9 @@ _SHARES = {
 """Keys whose floats mean something else in Lightning than the same number as an integer → what to write."""
 
 
-def _hint(value: Any, key: Key, path: str) -> str:
+def _hint(node: Node, key: Key, path: str) -> str:
     """Return what to write instead, where it is clear what was meant."""
+    value = to_plain(node)
     found = members(key.annotation)
     kinds = {bool, int, float, str} & {each for each in found if isinstance(each, type)}
     if isinstance(value, float) and path in _SHARES:
@@ -281,7 +282,12 @@ def _hint(value: Any, key: Key, path: str) -> str:
         return f"Write {int(value)}."
     quoted = str in kinds and int not in kinds and not key.holds_path
     if quoted and isinstance(value, (int, float)) and not isinstance(value, bool):
-        return f"Write it in quotes: '{value}'."
+        text = f"'{node.origin.text or value}'"  # a shell removes the outer quotes
+        return (
+            f'Write it in quotes: {path}="{text}".'
+            if node.origin.kind == "override"
+            else f"Write it in quotes: {text}."
+        )
     if isinstance(value, str) and any((get_origin(each) or each) in LISTS for each in found):
         return f"Write a list: [{value}]."
     choices = [text for each in found if get_origin(each) is Literal for text in get_args(each) if type(text) is str]

@@ -343,9 +343,29 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
     return [f"{_ALLOWED[kind]} {bounds.describe()}".rstrip()]
 
 
+_NAMES_ELSEWHERE = {
+    "learning_rate": "lr",
+    "num_train_epochs": "max_epochs",
+    "epochs": "max_epochs",
+    "batch_size": "global_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "max_length": "seq_length",
+    "cutoff_len": "seq_length",
+    "max_grad_norm": "gradient_clip_val",
+    "gradient_checkpointing": "activations_checkpoint_granularity",
+    "save_steps": "every_n_train_steps",
+    "eval_steps": "val_check_interval",
+    "logging_steps": "log_every_n_steps",
+    "output_dir": "exp_dir",
+}
+"""Names of keys in Transformers, TRL and LLaMA-Factory → names here that are not like them."""
+
+
 def nearest_keys(key: str, known: Sequence[str], limit: int = 2) -> tuple[str, ...]:
     """Return the known key paths that ``key`` was probably meant to be, best first; none where nothing is near."""
     section, _, name = key.rpartition(".")
+    if meant := [path for path in known if path.rpartition(".")[2] == _NAMES_ELSEWHERE.get(name)]:
+        return tuple(sorted(meant, key=lambda path: path.rpartition(".")[0] != section)[:limit])
     here = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
     elsewhere = [path for path in known if path.rpartition(".")[2] == name]

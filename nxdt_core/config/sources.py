@@ -297,7 +297,10 @@ def override_node(text: str) -> Node | ConfigProblem:
     if problems or "value" not in document.children:
         return _bad(f"{path}=…", _reason(problems))  # the value may hold a secret
     return Node({}, COMMAND_LINE).set(
-        path, mapped(document.children["value"], lambda each: replace(each, origin=COMMAND_LINE))
+        path,
+        mapped(
+            document.children["value"], lambda each: replace(each, origin=replace(COMMAND_LINE, text=each.origin.text))
+        ),
     )
 
 

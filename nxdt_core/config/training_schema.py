@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -67,7 +68,8 @@ class TrainerConfig(Section):
     """Components of kind ``callback``: a name, or a mapping of ``name`` and the component's own keys."""
     max_epochs: Annotated[int, Range(-1)] | None = -1
     """Passes over the training data, after which the run ends even before ``max_steps``; -1 or ``null`` sets no such
-    end. A learning-rate schedule that ends at ``max_steps`` then ends with the passes."""
+    end. They are rounded down to whole steps. A learning-rate schedule that ends at ``max_steps`` then ends with the
+    passes."""
     min_steps: NonNegativeInt | None = None
     """Steps before which early stopping does not stop the run."""
     min_epochs: NonNegativeInt | None = None
@@ -213,13 +215,25 @@ class EmaConfig(Section):
     """Validate the average instead of the weights."""
 
 
+_GOOD_SMALL = re.compile(r"(val_)?(\w+_)?(loss|perplexity)(/.*)?")
+_GOOD_LARGE = re.compile(
+    r"step|consumed_(samples|tokens)|(val_)?(reward|rewards/(?!chosen|rejected).+|(\w+_)?(accuracy|agreement))(/.*)?"
+)
+
+
+def mode_of(metric: str, mode: Literal["min", "max"] | None = None) -> Literal["min", "max"] | None:
+    """Return whether a small or a large value of a metric is good: ``mode``, else what its name says; None where the
+    name does not say it."""
+    return mode or ("min" if _GOOD_SMALL.fullmatch(metric) else "max" if _GOOD_LARGE.fullmatch(metric) else None)
+
+
 class EarlyStoppingParams(Section):
     """Early stopping: judged after each validation, with the same result on all ranks."""
 
     monitor: str = "val_loss"
     """Metric that is judged: ``val_loss``, or one of ``metrics.jsonl``."""
-    mode: Literal["min", "max"] = "min"
-    """Whether a small or a large one is good."""
+    mode: Literal["min", "max"] | None = None
+    """Whether a small or a large one is good. ``null`` follows the metric's name, as ``checkpoint.mode``."""
     min_delta: NonNegativeFloat = 0.001
     """Smallest change that counts as an improvement."""
     patience: PositiveInt = 10
@@ -342,8 +356,9 @@ class CheckpointConfig(Section):
     """Number of the newest checkpoints that are always kept, independent of ``monitor``."""
     monitor: str = "step"
     """Metric that ranks checkpoints, such as ``val_loss``; ``step`` keeps the newest. Those without it rank last."""
-    mode: Literal["min", "max"] = "max"
-    """Whether a small or a large metric is good."""
+    mode: Literal["min", "max"] | None = None
+    """Whether a small or a large metric is good. ``null`` follows its name: losses and perplexities are good when
+    small; steps, rewards, margins and accuracies when large. Of other metrics the mode must be set."""
     async_save: bool = True
     """Continue training while a checkpoint is written; host memory holds a copy of it meanwhile."""
     when_busy: Literal["wait", "skip"] = "wait"

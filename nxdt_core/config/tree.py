@@ -73,6 +73,8 @@ class Origin:
     """Of a value that follows another key: where that key was written."""
     own: str = ""
     """Of a Hugging Face ``config.json``: its own name of the key."""
+    text: str = ""
+    """Of a number: its characters, which may be those of a name, such as ``2026_11_28``."""
     directory: Path | None = None
     """Of a file: its directory, where its relative paths start; None for a mapping in memory."""
 
@@ -353,7 +355,8 @@ class _Document:
                 origin.line, f"with its aliases (*name) written out it has over {_MOST_NODES:,} values"
             )
         if isinstance(node, yaml.ScalarNode):
-            return Node(self._scalar(node, path, origin), origin)
+            scalar = self._scalar(node, path, origin)
+            return Node(scalar, replace(origin, text=node.value if type(scalar) in (int, float) else ""))
         if id(node) in self.open:
             self._wrong(path, origin, "an anchor that contains itself", "values that end")
             return Node(None, origin)
@@ -384,7 +387,7 @@ class _Document:
                 place = self._origin(line).at(join(path, name))
                 self.problems.append(DuplicateKey(**place, first=own[name].origin.where))
             child = self._node(value_node, join(path, name))
-            own[name] = Node(child.value, self._origin(line))
+            own[name] = Node(child.value, replace(self._origin(line), text=child.origin.text))
         return {**merged, **own}
 
     def _merged(self, node: yaml.Node, path: str) -> dict[str, Node]:

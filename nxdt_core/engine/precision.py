@@ -23,7 +23,7 @@ from nxdt_core.engine.tensor.layers import (
 )
 from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.patterns import matches
-from nxdt_core.models.quantised import BLOCK, BaseDtype, QuantisedWeight
+from nxdt_core.models.quantised import BaseDtype, QuantisedWeight
 from nxdt_core.models.random.positions import noise, rounded
 from nxdt_core.models.updates import ProductLinear
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -71,18 +71,14 @@ def quantise_frozen(module: nn.Module, plan: ParallelPlan, dtype: BaseDtype) -> 
     """
     for path, layer in [*frozen_layers(module, plan)]:
         piece = piece_of(layer.weight)
-        columns = piece.box.shape[1]
         reason, instead = "", "Use another tensor_model_parallel_size"
         if getattr(layer, "padded", None):
             reason = f"'{path}' has rows or columns of zeros on each rank (distributed_strategy.pad_heads)"
-        elif dtype == "nf4" and columns % BLOCK:
-            reason = f"'{path}' has {columns} inputs on each rank, not a multiple of the block of {BLOCK}"
-            instead = "Use int8, or another tensor_model_parallel_size"
         elif piece.tensor.dtype == torch.float64:
             reason, instead = f"'{path}' has float64 weights", "Train in another dtype (precision.type)"
         if reason:
             raise BaseNotQuantised(dtype=dtype, reason=reason, instead=instead)
-        places = [row * columns + column for _, (row, column) in piece.box.samples(piece.shape)]
+        places = [row * piece.box.shape[1] + column for _, (row, column) in piece.box.samples(piece.shape)]
         held = QuantisedWeight.empty(piece.tensor, dtype, places)
         layer.weight = nn.Parameter(placed_like(held, layer.weight), requires_grad=False)
 

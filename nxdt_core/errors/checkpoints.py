@@ -83,7 +83,7 @@ NoBestCheckpoint = NxdtError.define(
     "An address ends in ``best``, and no checkpoint there is ranked by a metric.",
     "No checkpoint at {where} is the best one: checkpoint.monitor is {monitor!r}, and none has such a metric.",
     "Name a step ('nxdt checkpoint list' shows them). For the next run, set checkpoint.monitor to a logged metric such "
-    "as val_loss, with checkpoint.mode.",
+    "as val_loss.",
 )
 
 LockIsNoFile = CheckpointDamaged.define(

@@ -56,7 +56,7 @@ class ShardNotComputed(NxdtError):
 
 BaseNotQuantised = NxdtError.define(
     "NXDT-P072",
-    "Frozen weights that ``adapter.base_dtype`` cannot have in this layout or of these sizes.",
+    "Frozen weights that ``adapter.base_dtype`` cannot have in this layout or dtype.",
     "adapter.base_dtype is {dtype}, and {reason}.",
     "Leave adapter.base_dtype out. {instead}.",
 )

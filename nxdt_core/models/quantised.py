@@ -1,8 +1,9 @@
 """Frozen weights in 4 or 8 bits, which matrix products read in the dtype that they compute in.
 
 ``nf4`` is that of QLoRA (Dettmers et al. 2023, arXiv:2305.14314): blocks of 64 elements of a rank's part in row-major
-order are divided by their largest magnitude, and each quotient becomes the nearest of 16 quantiles of a normal
-distribution. The magnitudes, less their mean, are quantised too: 8 bits each, in groups of 256. That is
+order, the last of which may be shorter, are divided by their largest magnitude, and each quotient becomes the nearest
+of 16 quantiles of a normal distribution. The magnitudes, less their mean, are quantised too: 8 bits each, in groups of
+256. That is
 ``4 + 8 / 64 + 32 / (64 * 256) = 4.127`` bits an element. ``int8`` divides each row by its largest magnitude (Dettmers
 et al. 2022, arXiv:2208.07339, without its outliers): 8 bits an element and 32 a row.
 
@@ -24,11 +25,11 @@ from torch.utils._pytree import tree_map
 from nxdt_core.errors.models import QuantisationLibraryMissing
 from nxdt_core.models.autocast import compute_dtype
 
-__all__ = ["BLOCK", "BaseDtype", "QuantisedWeight", "requantised"]
+__all__ = ["BaseDtype", "QuantisedWeight", "requantised"]
 
 BaseDtype = Literal["nf4", "int8"]
 
-BLOCK = 64
+_BLOCK = 64
 """Elements that share a magnitude in nf4."""
 _GROUP = 256
 """Magnitudes of blocks that share one."""
@@ -45,7 +46,7 @@ class QuantisedWeight(torch.Tensor):
     """
 
     codes: torch.Tensor
-    """uint8 [out * in / 2], two elements each, or int8 [out, in]."""
+    """uint8 [out * in / 2], two elements each, or int8 [out, in]; these numbers and those of blocks are rounded up."""
     scales: torch.Tensor
     """Magnitudes of blocks: uint8 [out * in / 64]. Of rows: float32 [out]."""
     groups: torch.Tensor
@@ -75,13 +76,13 @@ class QuantisedWeight(torch.Tensor):
     def empty(cls, weight: torch.Tensor, dtype: BaseDtype, places: Sequence[int] = ()) -> Self:
         """Return one without values in place of ``weight`` [out, in], on its device."""
         rows, columns = weight.shape
-        blocks = weight.numel() // BLOCK
+        blocks = -(-weight.numel() // _BLOCK)
 
         def part(*shape: int, dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=weight.device)
 
         if dtype == "nf4":
-            codes, scales = part(weight.numel() // 2, dtype=torch.uint8), part(blocks, dtype=torch.uint8)
+            codes, scales = part(-(-weight.numel() // 2), dtype=torch.uint8), part(blocks, dtype=torch.uint8)
             groups = part(1 - -blocks // _GROUP, dtype=torch.float32)
         else:
             codes, scales = part(rows, columns, dtype=torch.int8), part(rows, dtype=torch.float32)
@@ -235,8 +236,9 @@ def _values(
     blockwise, four_bits = torch.ops.bitsandbytes.dequantize_blockwise, torch.ops.bitsandbytes.dequantize_4bit
     magnitudes = blockwise.default(scales, groups[1:], _map(scales.device), _GROUP, torch.float32)
     magnitudes += groups[0]
-    found = four_bits.default(codes.view(-1, 1), magnitudes, BLOCK, "nf4", (rows, columns), dtype)
-    return found
+    # The kernel for CPUs begins a block with each row, and takes no odd number: it gets the blocks in one row.
+    found = four_bits.default(codes.view(-1, 1), magnitudes, _BLOCK, "nf4", (2 * codes.numel(),), dtype)
+    return found.view(-1)[: rows * columns].view(rows, columns)
 
 
 @_values.register_fake
@@ -256,9 +258,9 @@ def _fill_nf4(held: QuantisedWeight, weight: torch.Tensor) -> None:
     """Quantise ``weight``, as peft and transformers do: in parts, since on a host the library needs 20 bytes per
     element meanwhile."""
     library, magnitudes = load_library(), torch.empty_like(held.scales, dtype=torch.float32)
-    whole = (weight.view(-1), _AT_ONCE), (held.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // BLOCK)
+    whole = (weight.view(-1), _AT_ONCE), (held.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // _BLOCK)
     for part, codes, found in zip(*(torch.split(tensor, size) for tensor, size in whole), strict=True):
-        made = torch.ops.bitsandbytes.quantize_4bit.default(part, BLOCK, "nf4", torch.uint8)
+        made = torch.ops.bitsandbytes.quantize_4bit.default(part, _BLOCK, "nf4", torch.uint8)
         codes.copy_(made[0].view(-1))
         found.copy_(made[1])
     mean = magnitudes.mean()

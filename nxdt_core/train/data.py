@@ -15,7 +15,7 @@ from nxdt_core.data.sampler import first_batches, limit_sets
 from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataset import IterableDataset, MapDataset, SplitName
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset, Split, SplitName
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
@@ -69,20 +69,29 @@ class RunData:
         self.tokenizer: Tokenizer | None = None
         self._train: Dataset | None = None
         self._validation: dict[str, Dataset] = {}
+        self._test: dict[str, Dataset] | None = None
+        """None until they are read; training does not read them."""
 
-    def prepare(self) -> None:
+    def prepare(self, *, test: bool = False) -> None:
         """Read tokenizer and data, so that errors in them are reported before a model is built.
+
+        Args:
+            test: read the test sets too.
 
         Raises:
             NoTrainingData: the loader has no training split.
             LengthUnknown: a limit of the training data, and they are a stream.
         """
-        if self._train is not None:
+        if self._train is not None and (self._test is not None or not test):
             return
         vocab_size = build.model_builder(self.config).vocab_size
         self.tokenizer = build.tokenizer(self.config, vocab_size)
         cache_dir = self.config.run_dir / _CACHE
         source = build.dataset(self.config, self.tokenizer, vocab_size, cache_dir=cache_dir)
+        if test:
+            self._test = _by_name(source.split("test"))
+        if self._train is not None:
+            return
         train, validation = source.split("train"), source.split("validation")
         if train is None or isinstance(train, Mapping):
             raise NoTrainingData(loader=type(source).__name__)
@@ -92,8 +101,7 @@ class RunData:
         elif trainer.limit_train_batches is not None:
             train = self._first(train, "trainer.limit_train_batches", trainer.limit_train_batches)
         self._train = train
-        if validation is not None:
-            self._validation = dict(validation) if isinstance(validation, Mapping) else {UNNAMED: validation}
+        self._validation = _by_name(validation)
         limit = trainer.limit_val_batches
         if isinstance(limit, float) and limit < 1:
             self._validation = {name: self._share(dataset, limit) for name, dataset in self._validation.items()}
@@ -110,14 +118,18 @@ class RunData:
         """Names of the validation sets in the order of their loaders; :data:`UNNAMED` where there is one."""
         return tuple(self._validation)
 
+    @property
+    def test_sets(self) -> tuple[str, ...]:
+        """Names of the test sets in the order of their loaders; :data:`UNNAMED` where there is one."""
+        return tuple(self._test or ())
+
     def replace_datasets(self, replacement: Callable[[Dataset, str], Dataset]) -> None:
         """Replace each split by ``replacement(dataset, name of the split)``."""
         self.prepare()
         assert self._train is not None
         self._train = replacement(self._train, "train")
-        self._validation = {
-            name: replacement(dataset, name or "validation") for name, dataset in self._validation.items()
-        }
+        for split, sets in (("validation", self._validation), ("test", self._test or {})):
+            sets.update({name: replacement(dataset, name or split) for name, dataset in sets.items()})
 
     def train_loader(self, engine: ParallelEngine, position: Mapping[str, Any]) -> TrainLoader:
         """Return this rank's share of endless global batches.
@@ -136,8 +148,22 @@ class RunData:
     def validation_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
         """Return one loader per validation set, each a single pass; none where the configuration names no such data."""
         self.prepare()
-        sets = self._validation.values()
-        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
+        return self._single_passes(engine, self._validation)
+
+    def test_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
+        """Return one loader per test set, each a single pass.
+
+        Raises:
+            SplitMissing: the configuration names no test data.
+        """
+        self.prepare(test=True)
+        if not self._test:
+            raise SplitMissing(split="test")
+        return self._single_passes(engine, self._test)
+
+    def _single_passes(self, engine: ParallelEngine, sets: Mapping[str, Dataset]) -> list[TrainLoader]:
+        loaders = (build.batches(self.config, engine, dataset, repeat=False) for dataset in sets.values())
+        return [TrainLoader(loader) for loader in loaders]
 
     def _first(self, dataset: Dataset, key: str, limit: int | float) -> Dataset:
         """The first global batches of the training data: a count, or a share."""
@@ -156,6 +182,13 @@ class RunData:
         if not isinstance(dataset, MapDataset):
             raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
         return first_batches(dataset, share, self.config.run.data.global_batch_size)
+
+
+def _by_name(split: Split) -> dict[str, Dataset]:
+    """Return the sets of a split by name, a single one as :data:`UNNAMED`; empty where there are no such data."""
+    if split is None:
+        return {}
+    return dict(split) if isinstance(split, Mapping) else {UNNAMED: split}
 
 
 def preview(

@@ -82,7 +82,8 @@ _STEP = "trainer/global_step"
 
 @final
 class TensorBoard(Callback):
-    """Event files directly in the run's directory, made with the first metric."""
+    """Event files directly in the run's directory, made with the first metric. Steps that a resumed run repeats replace
+    those before."""
 
     def __init__(self, config: object, run_dir: Path) -> None:
         self._run_dir = run_dir
@@ -91,7 +92,7 @@ class TensorBoard(Callback):
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Write the metrics through to the file."""
-        writer = self._opened()
+        writer = self._opened(run)
         for name, value in metrics.items():
             writer.add_scalar(name, value, run.step)
         with suppress(OSError):  # reported at the end
@@ -99,7 +100,7 @@ class TensorBoard(Callback):
 
     def on_text(self, run: Run, name: str, text: str) -> None:
         """Write a text."""
-        self._opened().add_text(name, text, run.step)
+        self._opened(run).add_text(name, text, run.step)
 
     def close(self, run: Run) -> None:
         """Close the file; what cannot be written is lost with a warning, and the run is not."""
@@ -109,7 +110,7 @@ class TensorBoard(Callback):
         except OSError as error:
             _log.warning("TensorBoard's event files in %s are incomplete: %s", self._run_dir, error.strerror or error)
 
-    def _opened(self) -> Any:
+    def _opened(self, run: Run) -> Any:
         if self._writer is None:
             with (
                 _starting("tensorboard", install="tensorboard", advice="Reinstall tensorboard"),
@@ -117,7 +118,8 @@ class TensorBoard(Callback):
             ):
                 from torch.utils.tensorboard import SummaryWriter
 
-            self._writer = SummaryWriter(log_dir=str(self._run_dir))
+            first = run.step + 1 if run.step else 0  # a run that starts again in a used directory replaces all
+            self._writer = SummaryWriter(log_dir=str(self._run_dir), purge_step=first)
         return self._writer
 
 

@@ -28,11 +28,11 @@ class WarmupConfig(Section):
 
 
 class AnnealingConfig(WarmupConfig):
-    """Warm-up, then down to ``min_lr`` at ``max_steps``."""
+    """Warm-up, then down to ``min_lr``, which the rate reaches after ``max_steps`` steps."""
 
     reads_max_steps: ClassVar[bool] = True
     min_lr: NonNegativeFloat = 0.0
-    """Learning rate at the end (absolute, not a share)."""
+    """Learning rate after the last step of the schedule (absolute, not a share)."""
 
 
 class CosineAnnealingConfig(AnnealingConfig):

@@ -280,6 +280,16 @@ class TrainSession:
         self._add_references()
         return self.data.validation_loaders(self.engine)
 
+    def test_loaders(self) -> list[TrainLoader]:
+        """Return one loader per test set, each a single pass over this rank's share.
+
+        Raises:
+            SplitMissing: the configuration names no test data.
+        """
+        self.data.prepare(test=True)
+        self._add_references()
+        return self.data.test_loaders(self.engine)
+
     def batches(self) -> Iterator[StepInput]:
         """Yield this rank's share of each global batch until ``trainer.max_steps`` steps are done.
 

@@ -78,6 +78,7 @@ def test_usage_errors_have_status_2_and_no_traceback(nxdt):
 def test_a_misspelt_command_gets_a_suggestion(nxdt):
     assert "Did you mean 'train'?" in nxdt("trian").stderr
     assert "Did you mean 'verify'?" in nxdt("plugins", "verfy").stderr
+    assert "Did you mean 'diff'?" in nxdt("checkpoint", "compare").stderr
 
 
 def test_a_command_of_a_plugin_that_is_not_installed_says_which_to_install(nxdt):

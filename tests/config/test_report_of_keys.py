@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core import config
+from nxdt_core.config import section
 from nxdt_core.errors.configuration import ConfigError
 
 KEYS = {
@@ -15,6 +16,14 @@ KEYS = {
     "key of another section": (
         "context_parallel_size=2",
         "context_parallel_size: unknown key. Did you mean 'distributed_strategy.context_parallel_size'? [NXDT-C010]",
+    ),
+    "name of a key in other programs": (
+        "model.learning_rate=1e-3",
+        "model.learning_rate: unknown key. Did you mean 'model.optim.lr'? [NXDT-C010]",
+    ),
+    "name in other programs, in its section": (
+        "model.optim.learning_rate=1e-3",
+        "model.optim.learning_rate: unknown key. Did you mean 'model.optim.lr'? [NXDT-C010]",
     ),
     "key of two other sections": (
         "model.max_steps=5",
@@ -46,8 +55,21 @@ KEYS = {
     ),
     "number for text": (
         "name=3",
-        "name: found 3 (an integer); allowed: text. Write it in quotes: '3'. [NXDT-C012]",
+        "name: found 3 (an integer); allowed: text. Write it in quotes: name=\"'3'\". [NXDT-C012]",
     ),
+    **{
+        f"{text} for text": (
+            f"name={text}",
+            f"name: found {value} ({kind}); allowed: text. Write it in quotes: name=\"'{text}'\". [NXDT-C012]",
+        )
+        for text, value, kind in (
+            ("2026_11_28", 20261128, "an integer"),
+            ("007", 7, "an integer"),
+            ("0x10", 16, "an integer"),
+            ("1e5", 100000.0, "a number"),
+            ("3.10", 3.1, "a number"),
+        )
+    },
     "out of bounds": (
         "trainer.max_steps=0",
         "trainer.max_steps: found 0 (an integer); allowed: an integer of at least 1. [NXDT-C012]",
@@ -237,3 +259,8 @@ def test_a_section_with_a_value_that_cannot_be_read_is_not_judged_by_its_default
     """``factor`` has a default that ``check()`` of its section would refuse."""
     problems = config.check("recipe:llama3.1-8b", ["model.rope_scaling.factor=${nope}"])
     assert [problem.code for problem in problems] == ["NXDT-C013"]
+
+
+def test_names_of_other_programs_stand_for_keys_that_exist():
+    known = {path.rpartition(".")[2] for path, _ in config.load("recipe:llama-tiny").values()}
+    assert set(section._NAMES_ELSEWHERE.values()) <= known

@@ -60,7 +60,8 @@ def site(tmp_path_factory, pytestconfig):
 def outcomes(site, pytestconfig):
     """Lines of pytest, which by default runs quick tests of both repositories in one process."""
     path, written = site
-    options = ("-v", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={path.parent}")
+    samples = f"--samples={pytestconfig.getoption('samples')}"
+    options = ("-v", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={path.parent}", samples)
     tests = [directory / "tests" for directory in written.values()]
     runs = [[each] for each in tests] if takes_all(pytestconfig) else [[*tests, "-k", QUICK]]
     lines = []

@@ -73,7 +73,7 @@ def test_commands_of_checkpoints_show_it(run):
 
 
 def test_it_outlives_retention_and_is_what_is_generated_with_and_exported(run, tmp_path):
-    directory = run("kept", "checkpoint.monitor=val_loss", "checkpoint.mode=min", "checkpoint.save_top_k=1")
+    directory = run("kept", "checkpoint.monitor=val_loss", "checkpoint.save_top_k=1")  # the mode of a loss is min
     store = checkpoint.open_storage(str(directory / "checkpoints"))
     kept = [status.step for status in checkpoint.list_checkpoints(store)]
     _, best = locate(str(directory / "best"), None)

@@ -16,6 +16,7 @@ from nxdt_core.checkpoint.format.file_names import manifest_key, step_name, step
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, newest_first, verify
 from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.config.training_schema import mode_of
 from nxdt_core.errors.checkpoints import NoBestCheckpoint
 from nxdt_core.protocols.store import CheckpointStore
 
@@ -101,8 +102,8 @@ def _best_step(storage: CheckpointStore) -> int | None:
     if not committed or committed[-1].facts is None:
         return None
     saved = committed[-1].facts.config.get("checkpoint", {})
-    mode: Literal["min", "max"] = "min" if saved.get("mode") == "min" else "max"
-    policy = Retention(monitor=str(saved.get("monitor", "step")), mode=mode)
+    monitor, mode = str(saved.get("monitor", "step")), saved.get("mode")
+    policy = Retention(monitor=monitor, mode=mode_of(monitor, mode if mode in ("min", "max") else None) or "max")
     best = max(committed, key=policy.score)
     if policy.monitor == "step" or not policy.score(best)[0]:
         raise NoBestCheckpoint(where=storage.uri, monitor=policy.monitor)

@@ -261,7 +261,7 @@ class RecordFiles(Section):
     validation_files: tuple[Path, ...] = ()
     """Files to validate on."""
     test_files: tuple[Path, ...] = ()
-    """Files to test on."""
+    """Files to test on, with ``trainer.test`` of the Lightning plugin. ``nxdt train`` does not read them."""
     train_dir: Path | None = None
     """``train_files`` with one path, as NxD Training calls it."""
     val_dir: Path | None = None

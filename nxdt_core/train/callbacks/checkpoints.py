@@ -15,6 +15,7 @@ from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.checkpoint.write.retention import RunRetention
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.annotations import seconds_of
+from nxdt_core.config.training_schema import mode_of
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
@@ -200,7 +201,7 @@ class CheckpointSaver(Callback):
                 keep_last=self._config.keep_last or 0,
                 save_top_k=self._config.save_top_k,
                 monitor=self._config.monitor,
-                mode=self._config.mode,
+                mode=mode_of(self._config.monitor, self._config.mode) or "max",
             ),
             saves_ephemeral=self._config.ephemeral_every_n_steps is not None,
         )

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.config.training_schema import EarlyStoppingParams
+from nxdt_core.config.training_schema import EarlyStoppingParams, mode_of
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
@@ -163,19 +163,19 @@ class EarlyStop(Callback):
     def __init__(self, params: EarlyStoppingParams, *, min_steps: int = 0) -> None:
         self._params = params
         self._min_steps = min_steps
-        self._sign = 1.0 if params.mode == "min" else -1.0
+        self._mode = mode_of(params.monitor, params.mode)
+        self._sign = 1.0 if self._mode == "min" else -1.0
         self._best: float | None = None
         self._waited = 0
         """Validations since the best one."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen, of the metric that is judged."""
-        judged = {"monitor": self._params.monitor, "mode": self._params.mode}
-        return {**judged, "best": self._best, "waited": self._waited}
+        return {"monitor": self._params.monitor, "mode": self._mode, "best": self._best, "waited": self._waited}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over what was seen, unless another metric is judged now."""
-        if (state["monitor"], state["mode"]) == (self._params.monitor, self._params.mode):
+        if (state["monitor"], state["mode"]) == (self._params.monitor, self._mode):
             self._best, self._waited = state["best"], state["waited"]
 
     def on_fit_start(self, run: Run) -> None:

@@ -135,8 +135,14 @@ class _Training:
         data, start = RunData(config), self._start(config)
         if counts_epochs(config):
             data.prepare()
-            config = epochs_to_steps(config, data.train_samples)
-            self.console.set_max_steps(config.run.trainer.max_steps)
+            trainer, config = config.run.trainer, epochs_to_steps(config, data.train_samples)
+            steps, passes, batch = config.run.trainer.max_steps, trainer.max_epochs, config.run.data.global_batch_size
+            if passes and 0 < (left := passes * (data.train_samples or 0) - steps * batch) < batch:
+                self.console.say(
+                    f"note: trainer.max_epochs {passes} takes {steps} steps of {batch} samples;"
+                    f" the last {left} samples do not fill a step and are not trained on"
+                )
+            self.console.set_max_steps(steps)
         self.monitor.max_steps = config.run.trainer.max_steps
         if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
             return self._nothing_to_do(config, start)

@@ -17,7 +17,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase, CheckpointNotFound
 from nxdt_core.errors.training import AdapterBaseUnknown
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.adapter import OpensAdapters, SavedAdapter
@@ -135,8 +135,15 @@ def teacher_run(objective: TaughtObjective, config: ResolvedConfig) -> ResolvedC
 
 
 def _teacher(objective: TaughtObjective, config: ResolvedConfig) -> FoundWeights:
-    trusted = config.run.checkpoint.sign.trusted
-    return find_weights(objective.teacher, config=objective.teacher_config, trusted=trusted)
+    trusted, described = config.run.checkpoint.sign.trusted, objective.teacher_config
+    try:
+        return find_weights(objective.teacher, config=described, trusted=trusted)
+    except CheckpointNotFound as error:
+        if described is None:
+            raise
+        key = "checkpoint.uri" if "://" in objective.teacher else "exp_manager.explicit_log_dir"
+        train = f"objective.teacher is trained by 'nxdt train {described} {key}={objective.teacher}'"
+        raise CheckpointNotFound(where=error.where, reason=f"{error.reason}. {train}") from None
 
 
 def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> FoundWeights:

@@ -133,8 +133,8 @@ class CallbackContract(_InRuns):
             pytest.fail(f"on two ranks the run does not end: {failed.summary}")
 
     def tries_ranks(self, config: pytest.Config) -> bool:
-        """Return whether this run of pytest trains on two ranks: where it takes all samples, or has no such option."""
-        return bool(config.getoption("samples", default="all") == "all")
+        """Return whether this run of pytest trains on two ranks: unless ``--samples`` asks for less than all."""
+        return config.getoption("samples") in (None, "all")
 
     def _whole(self, directory: Path) -> dict[int, float]:
         return _once(json.dumps([self.entry, *self.plugins]), self._config(directory, "whole"))

@@ -8,7 +8,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
-from nxdt_core.config.training_schema import EarlyStoppingParams
+from nxdt_core.config.training_schema import EarlyStoppingParams, mode_of
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MetricNotLogged
 from nxdt_core.train import build, train
@@ -53,6 +53,39 @@ def test_min_steps_holds_it(small_run):
 def test_it_judges_a_metric_of_the_training(small_run):
     better = ("model.optim.lr=0", "model.optim.sched.min_lr=0", f"{PARAMS}.monitor=grad_norm", f"{PARAMS}.mode=max")
     assert train(small_run("trainer.max_steps=20", *HOPELESS, *better)).step == 3
+
+
+@pytest.mark.parametrize(
+    ("metric", "mode"),
+    [
+        *((name, "min") for name in ("val_loss", "loss", "val_perplexity/books", "val_kd_loss", "nll_loss")),
+        *((name, "max") for name in ("step", "consumed_tokens", "reward", "val_reward", "rewards/match")),
+        *((name, "max") for name in ("val_rewards/margins", "rewards/accuracies", "val_accuracy/books")),
+        *((name, "max") for name in ("top1_agreement",)),
+        *((name, None) for name in ("grad_norm", "reward_std", "rewards/rejected", "kl", "lossless", "tokens_per_s")),
+    ],
+)
+def test_whether_a_small_value_is_good_follows_the_metrics_name(small_run, metric, mode):
+    for params, switch in ((PARAMS, ON), ("checkpoint", ())):
+        given = (*switch, f"{params}.monitor={metric}")
+        assert mode_of(metric) == mode
+        if mode is None:
+            with pytest.raises(
+                ConfigError, match=rf"{metric}.*does not say whether(.|\n)*Set {params}.mode to min or max"
+            ):
+                small_run("trainer.max_steps=4", *given)
+            assert small_run("trainer.max_steps=4", *given, f"{params}.mode=min")
+
+
+def test_a_reward_that_rises_does_not_stop_the_run():
+    judge = EarlyStop(EarlyStoppingParams(monitor="reward", patience=1))
+    ranks = SimpleNamespace(any_rank=lambda flag: flag)
+    session = SimpleNamespace(engine=SimpleNamespace(ranks=ranks))
+    run = SimpleNamespace(step=1, stopping=False, say=print, session=session)
+    for value, stops in ((0.1, False), (0.2, False), (0.15, True)):
+        run.metrics = {"reward": value}
+        judge.on_validation_end(run)
+        assert run.stopping is stops
 
 
 def test_a_first_figure_that_is_no_number_is_not_taken_for_the_best():

@@ -2,6 +2,7 @@
 
 import csv
 import re
+import shutil
 import struct
 import sys
 import time
@@ -124,6 +125,24 @@ def test_two_trainings_of_a_process_are_in_their_own_mlflow_stores(small_run):
         (run,) = client.search_runs([client.get_experiment_by_name("lightning_logs").experiment_id])
         assert run.info.run_name == name
         assert len(client.get_metric_history(run.info.run_id, "train/loss")) == 1
+
+
+@pytest.mark.parametrize("left", [2, 0])
+def test_tensorboard_shows_each_step_once_after_a_resume(small_run, metric_rows, left):
+    """From a checkpoint before the last steps, and from step 0 in the same directory."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    saving = ("checkpoint.every_n_train_steps=2", "checkpoint.save_top_k=-1")
+    config = small_run("trainer.max_steps=4", *saving)
+    train(config)
+    for step in {2, 4} - {left}:
+        shutil.rmtree(config.run_dir / "checkpoints" / f"step-{step:08}")
+    train(small_run("trainer.max_steps=3", *saving))
+    events = EventAccumulator(str(config.run_dir))
+    events.Reload()
+    shown = {event.step: event.value for event in events.Scalars("train/loss")}
+    assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3]
+    assert shown == pytest.approx({step: row["loss"] for step, row in metric_rows(config.run_dir).items()})
 
 
 def test_a_logger_that_cannot_start_is_told_in_words(small_run):

@@ -26,7 +26,7 @@ def logs(run_dir):
 
 
 def test_a_log_has_what_the_console_said_and_what_was_warned_of(small_run, capsys):
-    config = small_run("trainer.max_steps=2", "checkpoint.monitor=nonsense")
+    config = small_run("trainer.max_steps=2", "checkpoint.monitor=nonsense", "checkpoint.mode=min")
     train(config)
     (text,) = logs(config.run_dir).values()
     assert re.search(r"INFO rank 0 nxdt_core\S*: step 1/2  loss", text)

@@ -52,6 +52,16 @@ def test_steps_end_a_run_before_the_passes_do(small_run):
     assert train(small_run("trainer.max_steps=2", "trainer.max_epochs=2", SMALL_DATA)).step == 2
 
 
+@pytest.mark.parametrize(("passes", "steps", "left"), [(1, 2, 4), (2, 5, 0)])
+def test_samples_that_do_not_fill_a_step_are_counted(small_run, tmp_path, capsys, passes, steps, left):
+    """20 samples in batches of 8."""
+    (tmp_path / "text.txt").write_text("a" * (20 * 32 + 1))
+    data = (f"data.train_files=[{tmp_path}/text.txt]", "data.validation_fraction=0", "data.add_eos=false")
+    assert train(small_run("trainer.max_steps=100", f"trainer.max_epochs={passes}", *data)).step == steps
+    said = f"note: trainer.max_epochs {passes} takes {steps} steps of 8 samples; the last {left} samples"
+    assert (said in capsys.readouterr().err) == bool(left)
+
+
 def test_a_pass_is_the_data_over_the_global_batch(small_run):
     config = small_run("trainer.max_steps=100000", "trainer.max_epochs=1", "trainer.limit_train_batches=0.002")
     train_split = build.dataset(config, build.tokenizer(config)).split("train")

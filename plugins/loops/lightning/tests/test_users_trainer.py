@@ -15,6 +15,7 @@ from nxdt_testing.ranks import RankPool
 from pytorch_lightning import callbacks
 from pytorch_lightning.demos.boring_classes import BoringModel
 
+from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import NotOurCallback
 from nxdt_core.train import train
 from tests.sampling import slow
@@ -42,7 +43,12 @@ def everything(directory, overrides):
     """Figures of each entry point, called one after the other on one model, in one trainer and in a second one."""
     from nxdt_core.config import load
 
-    config = load("recipe:llama-tiny", [*SMALL, *SHORT, f"exp_manager.exp_dir={directory}", "name=run", *overrides])
+    text = Path(directory) / "text.txt"
+    text.write_text("In the beginning God created the heaven and the earth. " * 40)
+    files = (f"data.validation_files=[{text}]", f"data.test_files=[{text}]", "data.validation_fraction=0")
+    config = load(
+        "recipe:llama-tiny", [*SMALL, *SHORT, f"exp_manager.exp_dir={directory}", "name=run", *files, *overrides]
+    )
     module, data, trainer = NxdtModule(config), NxdtDataModule(config), trainer_of(config)
     found = {}
     trainer.fit(module, data)
@@ -73,6 +79,35 @@ def test_every_entry_point_works_after_every_other(alone):
     assert alone["validate"] == alone["test"] == pytest.approx(sum(alone["predict"]) / len(alone["predict"]), rel=1e-5)
     assert alone["more"] < alone["fit"]
     assert alone["other trainer"] < alone["validate"]
+
+
+def losses_of_texts(directory, overrides):
+    """The test loss of a model that was not trained, of two texts, and the error without a test split."""
+    from nxdt_core.config import load
+
+    found = []
+    for text in ("In the beginning God created the heaven and the earth. ", "zyxwvutsrqponmlkjihgfedcba!", None):
+        path = Path(directory) / f"{len(found)}.txt"
+        path.write_text((text or "") * 80)
+        files = () if text is None else (f"data.test_files=[{path}]",)
+        config = load("recipe:llama-tiny", [*SMALL, *SHORT, f"exp_manager.exp_dir={directory}", *files, *overrides])
+        trainer, module, data = trainer_of(config), NxdtModule(config), NxdtDataModule(config)
+        if text is None:
+            with raises(SplitMissing, match="names no test data"):
+                trainer.test(module, data)
+            continue
+        found.append(trainer.test(module, data)[0]["test_loss"])
+        judged = load(
+            "recipe:llama-tiny", [*SMALL, *SHORT, "data.validation_fraction=0", f"data.validation_files=[{path}]"]
+        )
+        found.append(trainer_of(judged).validate(NxdtModule(judged), NxdtDataModule(judged))[0]["val_loss"])
+    return found
+
+
+def test_a_test_reads_the_test_split(tmp_path):
+    ((first, same, second, also_same),) = RankPool(1).run(losses_of_texts, str(tmp_path), (), timeout_s=240)
+    assert (first, second) == (same, also_same)
+    assert first != second
 
 
 @pytest.mark.parametrize(
@@ -161,6 +196,12 @@ def test_arguments_that_would_do_nothing_are_refused(small_run, arguments, named
     with raises(TrainerArgumentsIgnored) as caught:
         trainer_of(config, **arguments).fit(NxdtModule(config), NxdtDataModule(config))
     assert all(part in str(caught.value) for part in named)
+
+
+def test_epochs_of_the_configuration_are_refused(small_run):
+    config = small_run(*SHORT, "trainer.max_epochs=1")
+    with raises(TrainerArgumentsIgnored, match=r"(?s)trainer\.max_epochs=1.*trainer\.max_steps"):
+        trainer_of(config).fit(NxdtModule(config), NxdtDataModule(config))
 
 
 class Average(pl.Callback):

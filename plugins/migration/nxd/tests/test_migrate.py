@@ -486,6 +486,7 @@ def test_modules_to_recompute_are_those_that_the_model_has(installed, tmp_path, 
         ({}, ("val_loss", "min")),
         ({"monitor": "step", "mode": "max"}, ("step", "max")),
         ({"monitor": "val_loss"}, ("val_loss", "min")),
+        ({"monitor": "accuracy"}, ("accuracy", "min")),
     ],
 )
 def test_the_metric_that_checkpoints_are_kept_by_is_the_default_there(installed, tmp_path, saving, kept):

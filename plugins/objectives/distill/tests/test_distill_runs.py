@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import CheckpointNotFound
 from nxdt_core.errors.models import SequenceTooLongForModel
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import TrainSession, build
@@ -234,6 +235,9 @@ def test_what_cannot_work_is_said_before_anything_is_built(override, said):
 def test_a_teacher_that_is_not_there_is_an_error(small, tmp_path):
     with pytest.raises(NxdtError, match=f"{tmp_path}/nowhere"):
         train(small(f"objective.teacher={tmp_path}/nowhere"))
+    command = rf"'nxdt train recipe:llama-small exp_manager.explicit_log_dir={tmp_path}/nowhere'"
+    with pytest.raises(CheckpointNotFound, match=command):
+        train(small(f"objective.teacher={tmp_path}/nowhere", "objective.teacher_config=recipe:llama-small"))
 
 
 def test_rows_that_are_no_tokens_of_both_are_not_compared(small, teacher):

@@ -17,7 +17,7 @@ from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core import checkpoint
 from nxdt_core.cli.plan import print_report
-from nxdt_core.config import load
+from nxdt_core.config import check, load
 from nxdt_core.errors import NxdtError
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
@@ -256,6 +256,22 @@ def test_a_reward_that_fails_is_named_with_the_record(small, short, body, said):
 def test_what_cannot_work_is_said_before_anything_is_built(small, override, said):
     with pytest.raises(NxdtError, match=said):
         small(override)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "override", "place"),
+    [
+        ("[nosuch]", (), "run.yaml:5: objective.rewards[0]"),
+        ("\n    - match\n    - {name: characters, key: 3}", (), "run.yaml:7: objective.rewards[1].key"),
+        ("\n    - match\n    - name: characters\n      keys: a", (), "run.yaml:8: objective.rewards[1].keys"),
+        ("[match]", ("objective.rewards=[{name: nosuch}]",), "command line: objective.rewards[0]"),
+    ],
+)
+def test_what_is_wrong_with_a_reward_is_placed_where_it_is_set(tmp_path, rewards, override, place):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"\n\nbase: recipe:llama-tiny-grpo\nobjective:\n  rewards: {rewards}\n")
+    (problem,) = check(path, override)
+    assert problem.row().removeprefix(f"{tmp_path}/").startswith(f"{place}: ")
 
 
 def test_a_prompt_that_leaves_no_room_is_refused_with_its_place(small):

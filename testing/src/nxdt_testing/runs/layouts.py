@@ -192,11 +192,11 @@ class TriesLayouts:
     """A contract whose component is trained in layouts."""
 
     exhaustive: ClassVar[Collection[str]] = ()
-    """Layouts that are left out, unless pytest has an option ``--samples`` and that is ``all``."""
+    """Layouts that are left out, unless the option ``--samples`` of pytest is ``all``."""
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
         """Return whether this run of pytest trains in ``layout``, a key of :data:`LAYOUTS`."""
-        return layout not in self.exhaustive or config.getoption("samples", default=None) == "all"
+        return layout not in self.exhaustive or config.getoption("samples") == "all"
 
     def assert_agrees(
         self, layout: str, builder: ModelBuilder, config: pytest.Config, advice: str = "", **parts: Any

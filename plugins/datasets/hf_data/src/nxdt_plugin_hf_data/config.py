@@ -43,7 +43,7 @@ class HfDataConfig(Section):
     val_dir: Path | None = None
     """What to validate on."""
     test_dir: Path | None = None
-    """What to test on."""
+    """What to test on, with ``trainer.test`` of the Lightning plugin. ``nxdt train`` does not read it."""
     sources: Mapping[str, SourceConfig] = Field(default_factory=dict)
     """Several sources by names that you choose, instead of the three keys above."""
     streaming: bool = False

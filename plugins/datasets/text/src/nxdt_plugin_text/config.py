@@ -26,7 +26,7 @@ class TextConfig(Section):
     validation_sets: Mapping[str, tuple[Path, ...]] = Field(default_factory=dict)
     """Named sets of files, instead of ``validation_files``; loss and perplexity are reported for each set."""
     test_files: tuple[Path, ...] = ()
-    """Files to test on."""
+    """Files to test on, with ``trainer.test`` of the Lightning plugin. ``nxdt train`` does not read them."""
     validation_fraction: Fraction = 0.0
     """Share of the training tokens, taken from their end, to validate on instead of files; 0 takes none."""
     text_key: str = "text"

@@ -38,6 +38,11 @@ class NxdtDataModule(pl.LightningDataModule):
         """Names of the validation sets in the order of their loaders."""
         return self.data.validation_sets
 
+    @property
+    def test_sets(self) -> tuple[str, ...]:
+        """Names of the test sets in the order of their loaders."""
+        return self.data.test_sets
+
     def prepare(self) -> None:
         """Read tokenizer and data, so that errors in them are reported before a model is built.
 
@@ -45,7 +50,7 @@ class NxdtDataModule(pl.LightningDataModule):
             NoTrainingData: the loader has no training split.
             LengthUnknown: a limit of the training data, and they are a stream.
         """
-        self.data.prepare()
+        self.data.prepare(test=True)
 
     def setup(self, stage: str) -> None:
         """Call :meth:`prepare`, as a hook of Lightning."""
@@ -61,8 +66,12 @@ class NxdtDataModule(pl.LightningDataModule):
         return self._session.validation_loaders()
 
     def test_dataloader(self) -> list[TrainLoader]:
-        """Return the loaders of :meth:`val_dataloader`: the configuration names no third split."""
-        return self.val_dataloader()
+        """Return one pass over each test set.
+
+        Raises:
+            SplitMissing: the configuration names no test data.
+        """
+        return self._session.test_loaders()
 
     def predict_dataloader(self) -> list[TrainLoader]:
         """Return the loaders of :meth:`val_dataloader`."""

@@ -55,13 +55,13 @@ def check_trainer(module: pl.LightningModule, world_size: int) -> None:
     """
     if not isinstance(module, NxdtModule):
         raise NotOurModule(found=type(module).__name__)
-    found = tuple(_ignored(module.trainer, world_size))
+    found = tuple(_ignored(module.trainer, world_size, module.config.run.trainer.max_epochs))
     if found:
         raise TrainerArgumentsIgnored(arguments=found)
 
 
-def _ignored(trainer: pl.Trainer, world_size: int) -> Iterator[tuple[str, str]]:
-    """Arguments, and what does their work here."""
+def _ignored(trainer: pl.Trainer, world_size: int, passes: int | None) -> Iterator[tuple[str, str]]:
+    """Arguments, and what does their work here; ``passes`` are those of the configuration."""
     precision = trainer.precision
     if precision != "32-true":
         yield f"precision={precision!r}", "precision.type in the configuration"
@@ -75,6 +75,8 @@ def _ignored(trainer: pl.Trainer, world_size: int) -> Iterator[tuple[str, str]]:
             f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
             "data.global_batch_size and data.micro_batch_size in the configuration",
         )
+    if passes is not None and passes > 0:  # nothing turns them into the steps that a schedule needs
+        yield f"trainer.max_epochs={passes} of the configuration", "trainer.max_steps in the configuration"
     owners: tuple[object, ...] = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
     for owner in owners:
         unfit = (each.__name__ for each in type(owner).__mro__ if each.__module__.startswith("pytorch_lightning"))

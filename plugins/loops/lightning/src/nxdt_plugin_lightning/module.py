@@ -207,7 +207,7 @@ class NxdtModule(pl.LightningModule):
         if figures is None:
             return
         data: Any = getattr(self.trainer, "datamodule", None)
-        row = figures.row(getattr(data, "validation_sets", (UNNAMED,)))
+        row = figures.row(getattr(data, "test_sets" if stage == "test" else "validation_sets", (UNNAMED,)))
         named = scalars(row, traits_of(self.objective).unit, stage)
         self.log_dict({name: math.nan if value is None else value for name, value in named.items()}, batch_size=1)
 

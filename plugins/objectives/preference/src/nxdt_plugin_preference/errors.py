@@ -81,7 +81,7 @@ EmptySplit = NxdtError.define(
     "NXDT-A012",
     "A share of so few records that one side gets none.",
     "data.validation_fraction {fraction} of {records} records leaves none to {split}.",
-    "Change the share, or name data.validation_files.",
+    "Change the share, name data.validation_files, or set data.validation_fraction to 0 to train without validation.",
 )
 
 PairsCutAlike = NxdtError.define(

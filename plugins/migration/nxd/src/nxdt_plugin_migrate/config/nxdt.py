@@ -284,8 +284,8 @@ def _defaults(document: Document) -> None:
         _missing_of_experts(document)
     if document.value("trainer.val_check_interval") and document.value("trainer.limit_val_batches") != 0:
         document.put("checkpoint.monitor", "val_loss", "the default there; here the newest checkpoints are kept")
-        if document.value("checkpoint.monitor") == "val_loss":
-            document.put("checkpoint.mode", "min", "the default there; here it is max")
+    if document.value("checkpoint.monitor") not in (None, "step"):
+        document.put("checkpoint.mode", "min", "the default there; here it follows from the metric's name")
     document.put("trainer.gradient_clip_val", None, "gradients are not clipped there unless the file says so")
     if document.value("data.name") in ("sft-chat", "preference"):
         document.put("data.add_bos", True, "NxD Training puts the begin token before each sample")
