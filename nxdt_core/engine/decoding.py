@@ -90,10 +90,7 @@ class CachedDecoding:
         padded = functional.pad(input_ids, (0, -tokens % self._multiple))  # no token sees a later one
         positions, documents = self._cache.places(padded.shape[1])
         positions[:, tokens:] = 0  # a text is no longer for what fills it up
-        padding = torch.arange(padded.shape[1]).expand_as(padded) >= tokens
-        if documents is not None:
-            padding |= documents < 0
-        batch = Batch(input_ids=padded, labels=padded, position_ids=positions, document_ids=documents, padding=padding)
+        batch = Batch(input_ids=padded, labels=padded, position_ids=positions, document_ids=documents)
         return self._last_logits(batch, tokens, self._cache)
 
     def keep(self, rows: Sequence[int]) -> None:

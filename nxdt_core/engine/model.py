@@ -181,12 +181,8 @@ class TorchModel:
         length = input_ids.shape[1]
         filling = (0, -length % self._sequence_multiple)
         padded = functional.pad(input_ids, filling)  # no token sees a later one
-        positions = padding = None
-        if filling[1]:
-            positions = functional.pad(torch.arange(length), filling).expand_as(padded)
-            padding = torch.arange(padded.shape[1]).expand_as(padded) >= length
-        batch = Batch(input_ids=padded, labels=padded, position_ids=positions, padding=padding)
-        batch = shard_sequence(batch, self._mesh)
+        positions = functional.pad(torch.arange(length), filling).expand_as(padded) if filling[1] else None
+        batch = shard_sequence(Batch(input_ids=padded, labels=padded, position_ids=positions), self._mesh)
         with self._forward_only():
             logits = unshard_sequence(self._whole_logits(batch), self._mesh)
         return logits[:, :length]
@@ -222,9 +218,8 @@ class TorchModel:
             return _whole(logits[:, index : index + 1] if one and index is not None else logits)
 
         if self._pipeline is None:
-            moved = batch.to(self._compute.device)
-            return wanted(self._logits(moved, _context(moved)))
-        found = self._pipeline.forward([batch], _inputs, _context, lambda logits, *_: wanted(logits))
+            return wanted(self._logits(batch.to(self._compute.device), StepContext()))
+        found = self._pipeline.forward([batch], _inputs, lambda _: StepContext(), lambda logits, *_: wanted(logits))
         return self._pipeline.broadcast_from_last(found[0] if found else None)
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -382,11 +377,6 @@ def _whole(logits: torch.Tensor) -> torch.Tensor:
         return logits
     whole: torch.Tensor = logits.full_tensor()
     return whole
-
-
-def _context(batch: Batch) -> StepContext:
-    """The context of a pass without a loss."""
-    return StepContext(padding=batch.padding_mask())
 
 
 def _inputs(batch: Batch) -> dict[str, Any]:

@@ -247,7 +247,9 @@ class TopKRouter(nn.Module):
             normalize: let each token's weights add up to 1 (they do anyway with ``topk_softmax``).
             capacity_factor: an expert takes ``ceil(capacity_factor · tokens · top_k / experts)`` assignments of each
                 micro-batch, those of the earliest positions (row after row); the others are dropped, and the weights
-                of a token's other experts stay what they are. None drops nothing.
+                of a token's other experts stay what they are. ``tokens`` are positions, padding included. None drops
+                nothing; nor does a pass in evaluation mode that has no labels: a text's logits do not depend on the
+                others of a batch, and a cache of keys gives the logits of the whole text.
             balance_coefficient: of :func:`~nxdt_core.models.moe.router.balance_loss_sum`.
             z_coefficient: of :func:`~nxdt_core.models.moe.router.z_loss_sum`.
             pooled: (n, layers): of the router with number n of so many, the balance loss multiplies mean probabilities
@@ -304,7 +306,7 @@ class TopKRouter(nn.Module):
         # [batch, segments, tokens, experts]
         segments = _without(padding, chosen).view(len(hidden), self.shards.segments, -1, self.experts)
         counts = segments.sum(2)
-        before, total = self._counted(counts)
+        before, total = self._counted(counts, step_of(step))
         slots = None if before is None else self._slots(segments, before, experts)
         self._record(logits, probabilities, counts, slots, padding)
         return Routing(
@@ -330,11 +332,11 @@ class TopKRouter(nn.Module):
             return experts, best.softmax(-1)
         return experts, best / best.sum(-1, keepdim=True) if self.normalize else best
 
-    def _counted(self, counts: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _counted(self, counts: torch.Tensor, step: StepContext) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(assignments before each segment, in the whole micro-batch), each None where nothing depends on it: the
         processes that share the micro-batch then need not talk."""
         balanced = self.balance_coefficient > 0 and torch.is_grad_enabled()
-        limited = self.capacity_factor is not None
+        limited = self.capacity_factor is not None and (self.training or step.labels is not None)
         if not (balanced or limited):
             return None, None
         before, total = self.shards.count(counts)

@@ -81,6 +81,7 @@ class GlobalBatch:
             numbers=step_numbers(self._around.seed, self._step, batch),
             ids=batch.input_ids,
             padding=batch.padding_mask(),
+            labels=batch.labels,
             # The library divides summed gradients by the data parallel ranks: those of auxiliary losses, too.
             aux_loss_scale=self._around.data_ranks / self._tokens,
             vocabulary_loss=sharded_cross_entropies,

@@ -175,18 +175,16 @@ class NxdModel:
         self._set_training(False)
         length = input_ids.shape[1]
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
-        padding = torch.arange(padded.shape[1]).expand_as(padded) >= length
-        batch = Batch(input_ids=padded, labels=padded, padding=padding).to(self._around.device)
-        step = StepContext(padding=batch.padding)
+        batch = Batch(input_ids=padded, labels=padded)
         if self._pipeline is None:
-            return whole_logits(self._logits(batch, step))[:, :length]
+            return whole_logits(self._logits(batch.to(self._around.device), StepContext()))[:, :length]
         kept: list[torch.Tensor] = []
 
         def keep(logits: Any, *_: object) -> torch.Tensor:
             kept.append(whole_logits(logits))
             return kept[0].sum()
 
-        self._pipeline.forward([batch], lambda _: step, keep)
+        self._pipeline.forward([batch], lambda _: StepContext(), keep)
         shape = max(self._around.ranks.all_gather_object(tuple(kept[0].shape) if kept else ()), key=len)
         return self._from_last_stage(kept[0] if kept else None, shape)[:, :length]
 
