@@ -10,9 +10,9 @@ with ``L_m`` the published, dimensionless loss of one layer over one micro-batch
 statistics to itself, whichever data parallel rank computes it, so the same micro-batches give the same losses in every
 layout; context parallel ranks hold parts of one micro-batch and share them.
 
-Padding (:attr:`~nxdt_core.protocols.step_context.StepContext.padding`) is no token: it takes no place of an expert, and
-no loss and no statistic counts it. Shapes do not depend on data, so without a capacity experts compute its rows, too:
-they are spread evenly and have the weight 0.
+Padding (:attr:`~nxdt_core.protocols.step_context.StepContext.padding`) takes no place of an expert, and no loss and no
+statistic counts it. Shapes do not depend on data, so without a capacity experts compute its rows, too: they are spread
+evenly and have the weight 0.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def _micro_batch(number: int, count: int, packed: bool, random: torch.Generator)
     if packed:
         starts = torch.rand(ROWS, SEQ, generator=random) < 0.2
         starts[:, 0] = True
-        padding = torch.arange(SEQ) >= SEQ - 4 * torch.arange(ROWS).unsqueeze(1)
+        padding = torch.arange(SEQ) >= SEQ - (4 * torch.arange(ROWS).unsqueeze(1) + number) % 9
         document_ids = (starts.long().cumsum(1) - 1).masked_fill(padding, -1)
         labels = labels.masked_fill(padding, IGNORE_INDEX)
         places = torch.arange(SEQ).expand(ROWS, SEQ)

@@ -179,6 +179,7 @@ def test_texts_get_the_begin_and_end_tokens_of_the_tokenizer(write):
     sample = loader(train_files=(write([record]),), seq_length=8).split("train")[0]
     assert sample.input_ids.tolist() == [[256, 97, 98, 99, 257, 258, 258, 258], [256, 97, 98, 100, 101, 257, 258, 258]]
     assert sample.labels[0].tolist() == [97, 98, 99, 257, -100, -100, -100, -100]
+    assert sample.padding.tolist() == (sample.input_ids == 258).tolist()
     assert sample.loss_weights.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
 
 
