@@ -27,6 +27,7 @@ def mixtral(**moe):
 
 MODELS = {
     "dropless": mixtral(dropless=True, router_aux_loss_coef=0.1),
+    "pooled": mixtral(pool_router_aux_loss=True, router_aux_loss_coef=0.1),
     "capacity": mixtral(capacity_factor=0.75, router_aux_loss_coef=0.1),
     "window": {**mixtral(router_aux_loss_coef=0.1), "sliding_window": 5},
     "shuffled": mixtral(output_router_logits=False),  # nothing is dropped, so that mixing changes nothing
@@ -59,6 +60,8 @@ CASES = {
     "dropless-ep2-recompute": ("dropless", Layout(dp=2, ep=2, recompute="full")),
     "dropless-ep2-pp2-recompute": ("dropless", Layout(dp=2, ep=2, pp=2, recompute="MixtralDecoderLayer")),
     "dropless-replicas": ("dropless", Layout(dp=4, replicas=2, ep=2)),
+    "pooled-pp2-packed": ("pooled", Layout(pp=2, packed=True)),
+    "pooled-cp2-packed": ("pooled", Layout(cp=2, cp_method="ring", packed=True)),
     "capacity-dp2": ("capacity", Layout(dp=2)),
     "capacity-ep2": ("capacity", EP2),
     "capacity-ep2-tp2": ("capacity", EP2_TP2),
