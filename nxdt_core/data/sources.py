@@ -59,11 +59,12 @@ def collate(samples: Sequence[Sample]) -> Batch:
 
 
 def blank_like(sample: Sample) -> Sample:
-    """Return a sample of the same shape that takes no part in the loss; fills up the last batch of a pass."""
+    """Return a sample of the same shape that is all padding, without a loss; fills up the last batch of a pass."""
     return replace(
         sample,
         labels=np.full_like(sample.labels, IGNORE_INDEX),
         loss_weights=None if sample.loss_weights is None else np.zeros_like(sample.loss_weights),
+        padding=np.ones(sample.labels.shape, np.bool_),
         origin=None,
     )
 
@@ -80,6 +81,10 @@ _OPTIONAL: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]]
         lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
     ),
     "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
+    "padding": (
+        np.bool_,
+        lambda sample: np.zeros(sample.labels.shape) if sample.document_ids is None else sample.document_ids < 0,
+    ),
     "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
 }
 """By field: its dtype, and what its absence means."""

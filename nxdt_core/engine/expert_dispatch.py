@@ -40,7 +40,14 @@ from nxdt_core.models.moe.router import Routing
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["AllToAllDispatcher", "ExchangingDispatcher", "Sliced", "apply_token_shuffle", "exchange_tokens"]
+__all__ = [
+    "AllToAllDispatcher",
+    "ExchangingDispatcher",
+    "Sliced",
+    "apply_token_shuffle",
+    "exchange_padding",
+    "exchange_tokens",
+]
 
 
 class ExchangingDispatcher(LocalDispatcher):
@@ -270,3 +277,14 @@ def exchange_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Ten
     splits = [count // ranks] * ranks
     arrived = all_to_all(by_rank.flatten(0, 1), splits, splits, group, equal=True)
     return arrived.view(ranks, -1, width).transpose(0, 1).reshape(hidden.shape)
+
+
+def exchange_padding(padding: torch.Tensor, mesh: ParallelMesh, *, parts: int) -> torch.Tensor:
+    """Return which of the tokens that this rank gets are padding, of ``padding`` bool [batch, seq] on each of n ranks.
+
+    ``parts``: of each sequence, whose tokens are exchanged separately.
+    """
+    group = mesh.group("token_shuffle")
+    assert group is not None
+    numbers = padding.unsqueeze(-1).byte()
+    return torch.cat([exchange_tokens(part, group) for part in numbers.chunk(parts, 1)], 1).squeeze(-1).bool()

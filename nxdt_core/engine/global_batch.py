@@ -15,6 +15,7 @@ from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.context.apply import shard_sequence
 from nxdt_core.engine.expert import RouterMetrics
+from nxdt_core.engine.expert_dispatch import exchange_padding
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.optim.rounding import masters_rounded
@@ -79,11 +80,13 @@ class GlobalBatch:
         compute: ComputeContext,
         metric_names: dict[type, tuple[str, ...]],
         step: int = 0,
+        mixed_parts: int = 0,
     ) -> None:
         """Sum the weight over all ranks; ``micro_batches`` stay on the host until they are run.
 
         ``step``: number of the step, which random numbers depend on.
         ``metric_names``: those of each kind of objective, agreed between ranks once.
+        ``mixed_parts``: parts of each sequence whose tokens data parallel ranks exchange before experts; 0: none.
         """
         self._metric_names = metric_names
         self._objective = objective
@@ -93,7 +96,7 @@ class GlobalBatch:
         self.weight = weights[0]
         divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
         self._divisors, self._tokens = divisors[:-1], divisors[-1]
-        self._step, self._aux_loss_scale = step, 1 / self._tokens
+        self._step, self._aux_loss_scale, self._mixed_parts = step, 1 / self._tokens, mixed_parts
         group = mesh.group("cp")
         self._sequences = SequenceShards() if group is None else _shards(group)
         self.micro_batches: list[Batch] = []
@@ -107,10 +110,16 @@ class GlobalBatch:
             row += batch.input_ids.shape[0]
 
     def step_context(self, batch: Batch) -> StepContext:
-        """Return what the passes of a micro-batch on the device depend on in addition to it."""
+        """Return what the passes of a micro-batch on the device depend on in addition to it. Collective where ranks
+        exchange tokens before experts."""
+        padding = batch.padding_mask()
+        if self._mixed_parts:
+            padding = torch.zeros_like(batch.labels, dtype=torch.bool) if padding is None else padding
+            padding = exchange_padding(padding, self._mesh, parts=self._mixed_parts)
         return StepContext(
             numbers=step_numbers(self._compute.seed, self._step, batch),
             ids=batch.input_ids,
+            padding=padding,
             labels=batch.labels,
             head_loss=getattr(self._objective, "head_loss", None),
             aux_loss_scale=self._aux_loss_scale,
@@ -175,13 +184,13 @@ class GlobalBatch:
         return self._metric_names[kind]
 
     def _global_weights(self, micro_batches: Sequence[Batch]) -> torch.Tensor:
-        """Return the weights of the objective's terms, then that of the tokens, the divisor of auxiliary losses.
+        """Return the weights of the objective's terms, then the number of tokens, the divisor of auxiliary losses.
 
         Sums over all data parallel ranks, on the device; of the ranks that read the same samples, only one contributes.
         """
         # Computed from the host's copy of the batch, without waiting for a kernel.
         of_batches = [
-            torch.cat([self._objective.weight(batch).reshape(-1), batch.weight().reshape(1)]) for batch in micro_batches
+            torch.cat([self._objective.weight(batch).reshape(-1), batch.tokens().reshape(1)]) for batch in micro_batches
         ]
         compute, on_host = self._compute, torch.stack(of_batches).sum(0)
         # Without pinned memory, a device may still read the host's copy after it is freed.

@@ -312,7 +312,12 @@ class TorchModel:
     def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
         for module in self._layout.modules:
             module.train(training)
-        return GlobalBatch(micro_batches, objective, self._mesh, self._compute, self._metric_names, self._step)
+        mixed_parts = 0
+        if training and self._mesh.size("token_shuffle") > 1:
+            mixed_parts = self._mesh.size("tp") if self._layout.sequence_parallel else 1
+        return GlobalBatch(
+            micro_batches, objective, self._mesh, self._compute, self._metric_names, self._step, mixed_parts
+        )
 
     def _contexts(self, *, training: bool) -> Iterator[AbstractContextManager[None]]:
         """Yield the contexts around the micro-batches of a step, only those that this layout needs."""

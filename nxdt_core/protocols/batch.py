@@ -33,6 +33,8 @@ class Sample:
     """None means 0, 1, 2, …; packed documents restart at 0."""
     document_ids: np.ndarray | None = None
     """None means one document; packed documents are numbered from 0, padding is −1."""
+    padding: np.ndarray | None = None
+    """bool [seq]: positions that hold no token; None means those whose document is −1."""
     reference_log_probs: np.ndarray | None = None
     """float32 [seq]: log-probability of each label under the model that the run began with; 0 where it is not needed.
     None where it is not requested."""
@@ -56,6 +58,8 @@ class Batch:
     """int64; None means 0 … seq−1."""
     document_ids: torch.Tensor | None = None
     """int64; None means that each row is one document."""
+    padding: torch.Tensor | None = None
+    """bool: positions that hold no token, which routers of experts leave out; None means those whose document is −1."""
     reference_log_probs: torch.Tensor | None = None
     """float32: of each label under the model that the run began with; None where it is not requested."""
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
@@ -88,6 +92,17 @@ class Batch:
     def samples(self) -> int:
         """Samples of the dataset that it holds, blank ones included."""
         return self.input_ids.shape[0] // self.rows_per_sample
+
+    def padding_mask(self) -> torch.Tensor | None:
+        """Return which positions hold no token, bool; None where all hold one."""
+        if self.padding is None and self.document_ids is not None:
+            return self.document_ids < 0
+        return self.padding
+
+    def tokens(self) -> torch.Tensor:
+        """Return the number of positions that hold a token. Scalar, float32."""
+        padding = self.padding_mask()
+        return (self.input_ids.new_ones(self.input_ids.shape) if padding is None else ~padding).sum().float()
 
     def weight(self) -> torch.Tensor:
         """Return the sum of the loss weights: the number of loss tokens where they are all 1. Scalar, float32."""

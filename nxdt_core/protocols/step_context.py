@@ -53,6 +53,9 @@ class StepContext:
     batch. Dropout masks follow from it; None: from the generator of random numbers."""
     ids: torch.Tensor | None = None
     """[rows, tokens]: the micro-batch's token ids in this process; dropout masks need their shape."""
+    padding: torch.Tensor | None = None
+    """bool [rows, tokens]: positions that hold no token. Routers of experts give them no place and count them nowhere.
+    None: all hold one."""
     expert_rows: torch.Tensor | None = None
     """int64, within experts that have dropout: the number of each of their rows."""
     labels: torch.Tensor | None = None
@@ -69,8 +72,8 @@ class StepContext:
     """[experts] by number of the router, for each that has seen the micro-batch: its experts' shares of the
     assignments, where a loss pools them over layers; under :data:`ALL_LAYERS` the sum over all stages of a pipeline."""
     aux_loss_scale: float | torch.Tensor = 1.0
-    """Factor of auxiliary losses, which are sums over the micro-batch's tokens: 1 over the weight of the global batch,
-    a scalar on the device."""
+    """Factor of auxiliary losses, which are sums over the micro-batch's tokens: 1 over the tokens of the global batch
+    without padding, a scalar on the device."""
     vocabulary_loss: VocabularyLoss | None = None
     """Computes cross-entropies; None: for logits of the whole vocabulary, in stock operations."""
     sequences: SequenceShards = SequenceShards()

@@ -51,6 +51,7 @@ def test_fields_that_only_some_samples_have_are_filled_with_their_meaning():
     assert batch.loss_weights.tolist() == [[0.5, 2.0, 0.0], [1.0, 1.0, 0.0]]
     assert batch.position_ids.tolist() == [[0, 0, 1], [0, 1, 2]]
     assert batch.document_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
+    assert batch.padding is None
     assert batch.loss_weights.dtype == torch.float32
 
 
@@ -65,6 +66,17 @@ def test_a_blank_sample_has_the_shape_but_no_weight():
     assert batch.weight() == 0
     assert batch.loss_weights.sum() == 0
     assert batch.position_ids.tolist() == [[0, 1, 2]]
+    assert batch.tokens() == 0
+
+
+def test_padding_is_what_a_sample_marks_or_else_documents_of_minus_one():
+    marked = sample(padding=np.array([False, True, True]), document_ids=np.array([0, 1, -1]))
+    filled = sample(document_ids=np.array([0, 1, -1]))
+    whole = collate([sample(), sample()])
+    assert (whole.padding_mask(), whole.tokens()) == (None, 6)
+    for rows, tokens in (([marked, filled, sample(), blank_like(filled)], 1 + 2 + 3), ([filled, sample()], 2 + 3)):
+        batch = collate(rows)
+        assert (~batch.padding_mask()).sum() == batch.tokens() == tokens
 
 
 def test_rows_of_one_sample_are_adjacent_rows_of_the_batch():

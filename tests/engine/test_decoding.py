@@ -19,7 +19,7 @@ RECOMPUTED = (
 LAYOUTS = {
     "one": ("trainer.devices=1",),
     "one-dropout": ("recipe:gpt-tiny", "trainer.devices=1", "model.attention_dropout=0.1"),
-    "one-experts": ("recipe:mixtral-tiny", "trainer.devices=1"),
+    "one-experts": ("recipe:mixtral-tiny", "trainer.devices=1", "model.moe.capacity_factor=1.0"),
     "one-recomputed": ("trainer.devices=1", *RECOMPUTED),
     "one-compiled": ("trainer.devices=1", "model.compile=true"),
     "dp2-zero3": (TWO, f"{STRATEGY}zero_stage=3"),
@@ -30,7 +30,7 @@ LAYOUTS = {
     "pp2": (TWO, f"{STRATEGY}pipeline_model_parallel_size=2"),
     "pp2-hf": ("recipe:hf-tiny", TWO, f"{STRATEGY}pipeline_model_parallel_size=2"),
 }
-QUICK = ("one", "one-dropout", "one-recomputed", "tp2-sp", "pp2")
+QUICK = ("one", "one-dropout", "one-experts", "one-recomputed", "tp2-sp", "pp2")
 MISTRAL = ("recipe:mistral-tiny", "model.sliding_window=8")
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [90, 4], [33, 34, 35, 36, 37]]
 STEPS = 12

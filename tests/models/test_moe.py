@@ -31,19 +31,23 @@ def mixture(*, hidden=8, ffn=12, experts=4, top_k=2, shared=0, dtype=torch.float
     return module
 
 
-def dense_reference(module, hidden):
+def dense_reference(module, hidden, padding=None):
     """(output, auxiliary loss) by the definitions, one token after the other, nothing shared with the module's code."""
     router, experts = module.router, module.experts
     tokens = hidden.reshape(-1, hidden.shape[-1])
-    count, number, top_k = len(tokens), len(router.weight), router.top_k
+    left_out = [False] * len(tokens) if padding is None else padding.flatten().tolist()
+    count, number, top_k = left_out.count(False), len(router.weight), router.top_k
     capacity = math.inf
     if router.capacity_factor is not None:
-        capacity = math.ceil(router.capacity_factor * count * top_k / number)
+        capacity = math.ceil(router.capacity_factor * len(tokens) * top_k / number)
     taken, chosen = [0] * number, [0] * number
     probability_sums = torch.zeros(number, dtype=hidden.dtype)
     z_loss = 0.0
     outputs = []
-    for token in tokens:
+    for token, padded in zip(tokens, left_out, strict=True):
+        if padded:
+            outputs.append(torch.zeros_like(token) if module.shared is None else module.shared(token))
+            continue
         logits = router.weight @ token
         probabilities = logits.exp() / logits.exp().sum()
         best = sorted(range(number), key=lambda e: -logits[e].item())[:top_k]
@@ -78,12 +82,12 @@ def gradients(module, hidden, loss):
     return {name: torch.zeros_like(t) if g is None else g for name, t, g in zip(names, tensors, found, strict=True)}
 
 
-def assert_like_the_reference(module, hidden):
+def assert_like_the_reference(module, hidden, padding=None):
     hidden.requires_grad_()
     grad_output = torch.randn_like(hidden)
-    with at_border(StepContext(aux_loss_scale=0.5)):
+    with at_border(StepContext(aux_loss_scale=0.5, padding=padding)):
         output = module(hidden)
-    expected, aux = dense_reference(module, hidden)
+    expected, aux = dense_reference(module, hidden, padding)
     torch.testing.assert_close(output, expected, **TIGHT)
     found = gradients(module, hidden, (output * grad_output).sum())
     reference = gradients(module, hidden, (expected * grad_output).sum() + 0.5 * aux)
@@ -105,6 +109,38 @@ def test_outputs_and_gradients_are_the_definitions(router, capacity_factor):
     module = mixture(**router, capacity_factor=capacity_factor, balance_coefficient=0.3, z_coefficient=0.05, shared=6)
     found = assert_like_the_reference(module, torch.randn(2, 8, 8, dtype=torch.float64))
     assert all(value.abs().max() > 0 for value in found.values())
+
+
+def padded_rows():
+    """Hidden states [3, 8, 8] and which of them are padding: at the end, at the beginning, and a whole row."""
+    padding = torch.zeros(3, 8, dtype=torch.bool)
+    padding[0, 5:] = padding[1, :2] = padding[2] = True
+    return torch.randn(3, 8, 8, dtype=torch.float64), padding
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.4])
+@pytest.mark.parametrize("router", ROUTERS, ids=["normalized", "plain", "topk-first"])
+def test_padding_goes_to_no_expert_and_counts_nowhere(router, capacity_factor):
+    module = mixture(**router, capacity_factor=capacity_factor, balance_coefficient=0.3, z_coefficient=0.05, shared=6)
+    hidden, padding = padded_rows()
+    assert_like_the_reference(module, hidden, padding)
+    found = module.router.statistics
+    assert found.tokens == 11
+    capacity = math.inf if capacity_factor is None else 5  # 0.4 · 24 · 2 / 4
+    assert found.dropped == (found.assigned - capacity).clamp(min=0).sum()
+    assigned, entropy = found.assigned.tolist(), found.entropy.clone()
+    module(hidden[~padding][None])  # the same tokens without what is around them
+    assert module.router.statistics.assigned.tolist() == assigned
+    torch.testing.assert_close(module.router.statistics.entropy, entropy)
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 1.0])
+def test_a_micro_batch_of_padding_alone_has_no_gradient(capacity_factor):
+    module = mixture(capacity_factor=capacity_factor, balance_coefficient=0.3, z_coefficient=0.05)
+    hidden = torch.randn(1, 6, 8, dtype=torch.float64, requires_grad=True)
+    with at_border(StepContext(padding=torch.ones(1, 6, dtype=torch.bool))):
+        module(hidden).backward(torch.randn_like(hidden))
+    assert all(tensor.grad.abs().max() == 0 for tensor in (hidden, *module.parameters()))
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -195,9 +231,9 @@ def test_balanced_routing_has_a_loss_of_one_a_token():
 
     for top_k in (1, 2):
         uniform, assigned = torch.full((2, 6, 4), 0.25), torch.full((4,), 12 * top_k // 4)
-        assert balance_loss_sum(uniform, assigned, top_k=top_k, micro_batch_tokens=12) == pytest.approx(12.0)
+        assert balance_loss_sum(uniform, assigned) == pytest.approx(12.0)
     collapsed = functional.one_hot(torch.zeros(2, 6, dtype=torch.int64), 4).float()
-    assert balance_loss_sum(collapsed, torch.tensor([12, 0, 0, 0]), top_k=1, micro_batch_tokens=12) == 48.0
+    assert balance_loss_sum(collapsed, torch.tensor([12, 0, 0, 0])) == 48.0
 
 
 def test_the_router_computes_in_float32_whatever_surrounds_it():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from nxdt_core.models.moe.sinkhorn import SinkhornRouter, sinkhorn_offsets
+from nxdt_core.protocols.step_context import StepContext
 
 
 @pytest.fixture
@@ -24,6 +25,19 @@ def test_more_iterations_than_the_tolerance_asks_for_change_nothing(logits):
     rough = sinkhorn_offsets(logits, iterations=200, tolerance=0.1)
     assert torch.equal(rough, sinkhorn_offsets(logits, iterations=400, tolerance=0.1))
     assert not torch.equal(rough, sinkhorn_offsets(logits, iterations=200))
+
+
+def test_padding_moves_no_token_to_another_expert(logits):
+    router = SinkhornRouter(4, 4, balance_coefficient=0.1).double()
+    router.weight.data = torch.eye(4, dtype=torch.float64)
+    alone = router(logits[None])
+    padded = torch.cat([logits, logits[:1].expand(64, 4)])[None]
+    among = router(padded, StepContext(padding=torch.arange(128)[None] >= 64))
+    assert torch.equal(among.experts[:64], alone.experts)
+    torch.testing.assert_close(among.weights[:64], alone.weights)
+    assert among.weights[64:].abs().max() == 0
+    torch.testing.assert_close(among.aux_loss, alone.aux_loss)
+    assert router.statistics.assigned.tolist() == alone.counts.tolist()
 
 
 def test_logits_that_exp_cannot_hold_are_no_matter(logits):

@@ -1,14 +1,18 @@
 """Top-k routing of tokens to experts, with capacity and the losses that keep it balanced.
 
 Auxiliary losses are sums over the tokens that this process has (:mod:`nxdt_core.models.moe.layer`): the step divides
-them by the weight of the global batch, as it divides the main loss. What a coefficient multiplies is therefore
+them by the number of tokens of the global batch. What a coefficient multiplies is therefore the mean of ``L_m`` over
+the tokens, with or without a label:
 
-    (sum over the micro-batches m of the global batch of  tokens_m · L_m)  /  weight of the global batch
+    (sum over the micro-batches m of the global batch of  tokens_m · L_m)  /  (sum of tokens_m)
 
-with ``L_m`` the published, dimensionless loss of one layer over one micro-batch. Where every token bears loss with
-weight 1 that is the mean of ``L_m`` over the tokens; where few do, it grows as each loss token's share of the main loss
-does. Layers add up. A micro-batch has its statistics to itself, whichever data parallel rank computes it, so the same
-micro-batches give the same losses in every layout; context parallel ranks hold parts of one micro-batch and share them.
+with ``L_m`` the published, dimensionless loss of one layer over one micro-batch. Layers add up. A micro-batch has its
+statistics to itself, whichever data parallel rank computes it, so the same micro-batches give the same losses in every
+layout; context parallel ranks hold parts of one micro-batch and share them.
+
+Padding (:attr:`~nxdt_core.protocols.step_context.StepContext.padding`) takes no place of an expert, and no loss and no
+statistic counts it. Shapes do not depend on data, so without a capacity experts compute its rows, too: they are spread
+evenly and have the weight 0.
 """
 
 from __future__ import annotations
@@ -114,16 +118,14 @@ def slots_within(capacity: int, segments: torch.Tensor, before: torch.Tensor) ->
 
     Returns:
         int64 [batch, segments, tokens, experts]: the number, from 0, among this process's assignments to the expert;
-        −1 where it is refused. Meaningless where the token did not choose the expert.
+        −1 where it is refused, or the token did not choose the expert.
     """
     in_segment = segments.cumsum(2) - 1
     here = in_segment + exclusive_cumsum(segments.sum(2)).unsqueeze(2)
-    return torch.where(in_segment + before.unsqueeze(2) < capacity, here, -1)
+    return torch.where((segments > 0) & (in_segment + before.unsqueeze(2) < capacity), here, -1)
 
 
-def balance_loss_sum(
-    probabilities: torch.Tensor, assigned: torch.Tensor, *, top_k: int, micro_batch_tokens: int
-) -> torch.Tensor:
+def balance_loss_sum(probabilities: torch.Tensor, assigned: torch.Tensor) -> torch.Tensor:
     """``tokens · L`` with ``L = experts · Σ_e f_e P_e`` (Fedus et al. 2021, arXiv:2101.03961, equation 4; GShard,
     arXiv:2006.16668), as far as the tokens of this process contribute to it.
 
@@ -133,14 +135,15 @@ def balance_loss_sum(
     processes add up to the whole, and so do their gradients.
 
     Args:
-        probabilities: [..., experts] of this process's tokens, over all experts.
+        probabilities: [..., experts] of this process's tokens, over all experts; 0 where there is padding.
         assigned: int [experts], assignments of the whole micro-batch.
-        top_k: assignments a token.
-        micro_batch_tokens: tokens of the whole micro-batch.
     """
     experts = probabilities.shape[-1]
-    shares = assigned.to(probabilities.dtype) / (top_k * micro_batch_tokens)
-    return experts * (probabilities.flatten(0, -2).sum(0) * shares).sum()
+    return experts * (probabilities.flatten(0, -2).sum(0) * _shares(assigned, probabilities.dtype)).sum()
+
+
+def _shares(assigned: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return assigned.to(dtype) / assigned.sum().clamp(min=1)  # a micro-batch may be all padding
 
 
 class _PooledBalance(torch.autograd.Function):
@@ -160,9 +163,17 @@ class _PooledBalance(torch.autograd.Function):
         return grad * total / ctx.layers, None, None, None
 
 
-def z_loss_sum(logits: torch.Tensor) -> torch.Tensor:
-    """``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5); ``logits`` [..., experts]."""
-    return logits.logsumexp(-1).square().sum()
+def z_loss_sum(logits: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
+    """``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5); ``logits`` [..., experts],
+    ``padding`` bool [...]."""
+    return _without(padding, logits.logsumexp(-1).square()).sum()
+
+
+def _without(padding: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
+    """``values`` [batch, seq] or [batch, seq, experts], 0 at padding."""
+    if padding is None:
+        return values
+    return values.masked_fill(padding if values.ndim == padding.ndim else padding.unsqueeze(-1), 0)
 
 
 RouterOrder = Literal["softmax_topk", "topk_softmax"]
@@ -196,10 +207,10 @@ class Routing:
     weights: torch.Tensor
     """[tokens, top_k], float32 at the least: factors of the experts' outputs."""
     counts: torch.Tensor
-    """int64 [experts]: this process's assignments, dropped ones included."""
+    """int64 [experts]: this process's assignments, dropped ones and those of padding included."""
     slots: torch.Tensor | None = None
     """int64 [tokens, top_k], with capacity only: the number among this process's assignments to the same expert, −1
-    where the assignment is dropped."""
+    where the assignment is dropped or of padding."""
     capacity: int | None = None
     """With capacity: how many assignments of this process an expert can get at the most; a function of shapes."""
     aux_loss: torch.Tensor | None = None
@@ -236,7 +247,9 @@ class TopKRouter(nn.Module):
             normalize: let each token's weights add up to 1 (they do anyway with ``topk_softmax``).
             capacity_factor: an expert takes ``ceil(capacity_factor · tokens · top_k / experts)`` assignments of each
                 micro-batch, those of the earliest positions (row after row); the others are dropped, and the weights
-                of a token's other experts stay what they are. None drops nothing.
+                of a token's other experts stay what they are. ``tokens`` are positions, padding included. None drops
+                nothing; nor does a pass in evaluation mode that has no labels: a text's logits do not depend on the
+                others of a batch, and a cache of keys gives the logits of the whole text.
             balance_coefficient: of :func:`~nxdt_core.models.moe.router.balance_loss_sum`.
             z_coefficient: of :func:`~nxdt_core.models.moe.router.z_loss_sum`.
             pooled: (n, layers): of the router with number n of so many, the balance loss multiplies mean probabilities
@@ -281,20 +294,25 @@ class TopKRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> Routing:
         """Route ``hidden`` [batch, seq, hidden], this process's part of the micro-batch of ``step``."""
+        padding = step_of(step).padding  # [batch, seq]
         logits = self._logits(hidden)  # [batch, seq, experts]
         probabilities = logits.softmax(-1)
-        experts, weights = self._choose(logits, probabilities)  # [batch, seq, top_k]
+        experts, weights = self._choose(logits, probabilities, padding)  # [batch, seq, top_k]
+        probabilities = _without(padding, probabilities)
+        if padding is not None:
+            spread = torch.arange(experts.numel(), device=experts.device).view_as(experts) % self.experts
+            experts = torch.where(padding.unsqueeze(-1), spread, experts)
         chosen = torch.zeros_like(logits, dtype=torch.int64).scatter_(-1, experts, 1)
         # [batch, segments, tokens, experts]
-        segments = chosen.view(len(hidden), self.shards.segments, -1, self.experts)
+        segments = _without(padding, chosen).view(len(hidden), self.shards.segments, -1, self.experts)
         counts = segments.sum(2)
-        before, total = self._counted(counts)
+        before, total = self._counted(counts, step_of(step))
         slots = None if before is None else self._slots(segments, before, experts)
-        self._record(logits, probabilities, counts, slots)
+        self._record(logits, probabilities, counts, slots, padding)
         return Routing(
             experts=experts.flatten(0, 1),
-            weights=weights.flatten(0, 1),
-            counts=counts.sum((0, 1)),
+            weights=_without(padding, weights).flatten(0, 1),
+            counts=chosen.sum((0, 1)),
             slots=slots,
             capacity=None if slots is None else min(len(slots), self._capacity(len(slots))),
             aux_loss=self._aux_loss(logits, probabilities, total, step),
@@ -305,18 +323,20 @@ class TopKRouter(nn.Module):
         with without_autocast(hidden):
             return functional.linear(hidden.to(dtype), self.weight.to(dtype))
 
-    def _choose(self, logits: torch.Tensor, probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, logits: torch.Tensor, probabilities: torch.Tensor, padding: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         scores = probabilities if self.order == "softmax_topk" else logits
         best, experts = scores.topk(self.top_k, dim=-1)
         if self.order == "topk_softmax":
             return experts, best.softmax(-1)
         return experts, best / best.sum(-1, keepdim=True) if self.normalize else best
 
-    def _counted(self, counts: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    def _counted(self, counts: torch.Tensor, step: StepContext) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """(assignments before each segment, in the whole micro-batch), each None where nothing depends on it: the
         processes that share the micro-batch then need not talk."""
         balanced = self.balance_coefficient > 0 and torch.is_grad_enabled()
-        limited = self.capacity_factor is not None
+        limited = self.capacity_factor is not None and (self.training or step.labels is not None)
         if not (balanced or limited):
             return None, None
         before, total = self.shards.count(counts)
@@ -341,10 +361,9 @@ class TopKRouter(nn.Module):
     ) -> torch.Tensor | None:
         losses = []
         if total is not None:
-            tokens = probabilities[..., 0].numel() * self.shards.shards
-            balance = balance_loss_sum(probabilities, total, top_k=self.top_k, micro_batch_tokens=tokens)
+            balance = balance_loss_sum(probabilities, total)
             if self.pooled is not None:
-                shares, pool = total.to(probabilities.dtype) / (self.top_k * tokens), step_of(step).pooled_shares
+                shares, pool = _shares(total, probabilities.dtype), step_of(step).pooled_shares
                 number, layers = self.pooled
                 pool[number] = shares
                 sums = probabilities.flatten(0, -2).sum(0)
@@ -352,17 +371,23 @@ class TopKRouter(nn.Module):
                 balance = self.experts * balance
             losses.append(self.balance_coefficient * balance)
         if self.z_coefficient > 0 and torch.is_grad_enabled():
-            losses.append(self.z_coefficient * z_loss_sum(logits))
+            losses.append(self.z_coefficient * z_loss_sum(logits, step_of(step).padding))
         return torch.stack(losses).sum() / self.shards.copies if losses else None
 
     @torch.no_grad()
     def _record(
-        self, logits: torch.Tensor, probabilities: torch.Tensor, counts: torch.Tensor, slots: torch.Tensor | None
+        self,
+        logits: torch.Tensor,
+        probabilities: torch.Tensor,
+        counts: torch.Tensor,
+        slots: torch.Tensor | None,
+        padding: torch.Tensor | None,
     ) -> None:
         entropy = logits.logsumexp(-1) - (probabilities * logits).sum(-1)  # [batch, seq]
-        dropped = counts.new_zeros(1) if slots is None else (slots < 0).sum().view(1)
-        self._counts.copy_(torch.cat((counts.sum((0, 1)), dropped, counts.new_full((1,), entropy.numel()))))
-        self._entropy.copy_(entropy.sum())
+        assigned, total = counts.sum((0, 1)), counts.sum()
+        dropped = torch.zeros_like(total) if slots is None else total - (slots >= 0).sum()
+        self._counts.copy_(torch.cat((assigned, torch.stack((dropped, total // self.top_k)))))
+        self._entropy.copy_(_without(padding, entropy).sum())
 
     def extra_repr(self) -> str:
         """Return what is chosen from how many, for ``print(model)``."""

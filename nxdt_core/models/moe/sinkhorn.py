@@ -46,20 +46,26 @@ class SinkhornRouter(TopKRouter):
         super().__init__(hidden_size, experts, top_k=1, **options)
         self.activation, self.iterations, self.tolerance = activation, iterations, tolerance
 
-    def _choose(self, logits: torch.Tensor, probabilities: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, logits: torch.Tensor, probabilities: torch.Tensor, padding: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         balanced = logits.detach()
         if self.training:
             if self.shards.shards > 1:
                 raise ValueError("a balanced assignment needs the whole micro-batch, not a part of its tokens")
-            rows = balanced.flatten(0, -2)
-            balanced = balanced + sinkhorn_offsets(rows, iterations=self.iterations, tolerance=self.tolerance)
+            rows, left_out = balanced.flatten(0, -2), None if padding is None else padding.flatten()
+            balanced = balanced + sinkhorn_offsets(
+                rows, iterations=self.iterations, tolerance=self.tolerance, padding=left_out
+            )
         experts = balanced.argmax(-1, keepdim=True)
         weights = logits.sigmoid() if self.activation == "sigmoid" else probabilities
         return experts, weights.gather(-1, experts)
 
 
 @torch.no_grad()
-def sinkhorn_offsets(logits: torch.Tensor, *, iterations: int, tolerance: float | None = None) -> torch.Tensor:
+def sinkhorn_offsets(
+    logits: torch.Tensor, *, iterations: int, tolerance: float | None = None, padding: torch.Tensor | None = None
+) -> torch.Tensor:
     """Return what to add to each expert's logits so that ``exp`` of them, each token's scaled to one sum, has equal
     sums over the tokens for all experts (Sinkhorn 1964; in logarithms, so that nothing overflows).
 
@@ -67,16 +73,20 @@ def sinkhorn_offsets(logits: torch.Tensor, *, iterations: int, tolerance: float 
         logits: [tokens, experts].
         iterations: at the most.
         tolerance: offsets that move by less on the average stay; None goes on to the end. The host never waits.
+        padding: bool [tokens], which rows are none.
 
     Returns:
         [experts]
     """
-    tokens, experts = logits.shape
-    offsets = logits.new_zeros(experts)
+    if padding is None:
+        padding = torch.zeros(len(logits), dtype=torch.bool, device=logits.device)
+    share = (~padding).sum().to(logits.dtype).div(logits.shape[1]).log()
+    padding = padding.unsqueeze(1)
+    offsets = logits.new_zeros(logits.shape[1])
     settled = torch.zeros((), dtype=torch.bool, device=logits.device)
     for _ in range(iterations):
         scaled = logits - (logits + offsets).logsumexp(1, keepdim=True)
-        moved = math.log(tokens / experts) - scaled.logsumexp(0)
+        moved = share - scaled.masked_fill(padding, -math.inf).logsumexp(0)
         if tolerance is not None:
             small = (moved - offsets).abs().mean() <= tolerance
             moved = torch.where(settled, offsets, moved)

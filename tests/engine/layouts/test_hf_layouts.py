@@ -26,7 +26,7 @@ FAMILIES_OF_A_CASE = 2
 CASES = {
     "tp2-sp-packed": (FAMILIES, Layout(tp=2, sp=True, packed=True)),
     "tp4-sp": (("qwen3", "olmo2", "qwen3-moe", "cohere", "gpt-oss"), Layout(tp=4, sp=True)),
-    "tp2-balanced": (BALANCED, Layout(tp=2)),
+    "tp2-balanced-packed": (BALANCED, Layout(tp=2, packed=True)),
     "tp2-sp-balanced": (BALANCED, Layout(tp=2, sp=True)),
     "pp2": ((*DENSE, "qwen3-moe", "glm4-moe", "deepseek-v3", "gpt-oss"), Layout(pp=2)),
     "pp2-tp2": (("gemma3", "phi3"), Layout(pp=2, tp=2)),
@@ -34,7 +34,7 @@ CASES = {
     "cp2": (("qwen2", "qwen3", "gemma3", "olmo2", "cohere", *SPARSE), Layout(cp=2, cp_method="ring")),
     "dp2-zero2": (SPARSE, Layout(dp=2, zero=2)),
     "dp2-tp2-zero3-norms": (("cohere",), Layout(dp=2, tp=2, zero=3, recompute="full")),
-    "dp2-zero3-recomputed": (("gemma2", "phi3", *BALANCED), Layout(dp=2, zero=3, recompute="full")),
+    "dp2-zero3-recomputed-packed": (("gemma2", "phi3", *BALANCED), Layout(dp=2, zero=3, recompute="full", packed=True)),
     "dp2-tp2": (("gemma3", "olmo2", "olmoe"), Layout(dp=2, tp=2)),
     "dp2-ep2": ((*SPARSE, *BALANCED), Layout(dp=2, ep=2)),
     "dp2-ep2-zero3": (SPARSE, Layout(dp=2, ep=2, zero=3)),

@@ -27,6 +27,7 @@ def mixtral(**moe):
 
 MODELS = {
     "dropless": mixtral(dropless=True, router_aux_loss_coef=0.1),
+    "pooled": mixtral(pool_router_aux_loss=True, router_aux_loss_coef=0.1),
     "capacity": mixtral(capacity_factor=0.75, router_aux_loss_coef=0.1),
     "window": {**mixtral(router_aux_loss_coef=0.1), "sliding_window": 5},
     "shuffled": mixtral(output_router_logits=False),  # nothing is dropped, so that mixing changes nothing
@@ -48,17 +49,19 @@ CASES = {
     "dropless-ep2-dp4": ("dropless", Layout(dp=4, ep=2)),
     "dropless-ep2-zero0": ("dropless", Layout(dp=4, ep=2, zero=0)),
     "dropless-ep2-zero2": ("dropless", Layout(dp=4, ep=2, zero=2)),
-    "dropless-ep2-zero3": ("dropless", Layout(dp=4, ep=2, zero=3)),
-    "dropless-pp2": ("dropless", Layout(pp=2)),
+    "dropless-ep2-zero3-packed": ("dropless", Layout(dp=4, ep=2, zero=3, packed=True)),
+    "dropless-pp2-packed": ("dropless", Layout(pp=2, packed=True)),
     "dropless-ep2-pp2": ("dropless", Layout(dp=2, ep=2, pp=2)),
     "dropless-pp2-vpp2": ("dropless", Layout(pp=2, vpp=2)),
     "dropless-pp2-zbv": ("dropless", Layout(pp=2, zbv=True)),
-    "dropless-ep2-cp2": ("dropless", Layout(cp=2, ep=2, cp_method="ring")),
+    "dropless-ep2-cp2-packed": ("dropless", Layout(cp=2, ep=2, cp_method="ring", packed=True)),
     "window-ep2-tp2-sp": ("window", EP2_TP2_SP),
     "window-ep2-cp2": ("window", Layout(cp=2, ep=2, cp_method="ring")),
     "dropless-ep2-recompute": ("dropless", Layout(dp=2, ep=2, recompute="full")),
     "dropless-ep2-pp2-recompute": ("dropless", Layout(dp=2, ep=2, pp=2, recompute="MixtralDecoderLayer")),
     "dropless-replicas": ("dropless", Layout(dp=4, replicas=2, ep=2)),
+    "pooled-pp2-packed": ("pooled", Layout(pp=2, packed=True)),
+    "pooled-cp2-packed": ("pooled", Layout(cp=2, cp_method="ring", packed=True)),
     "capacity-dp2": ("capacity", Layout(dp=2)),
     "capacity-ep2": ("capacity", EP2),
     "capacity-ep2-tp2": ("capacity", EP2_TP2),
@@ -67,24 +70,24 @@ CASES = {
     "capacity-ep2-zero3": ("capacity", Layout(dp=2, ep=2, zero=3)),
     "capacity-ep2-pp2": ("capacity", Layout(dp=2, ep=2, pp=2)),
     "capacity-pp2-vpp2-tp2-sp": ("capacity", Layout(pp=2, vpp=2, tp=2, sp=True)),
-    "capacity-cp2": ("capacity", Layout(cp=2, cp_method="gather")),
+    "capacity-cp2-packed": ("capacity", Layout(cp=2, cp_method="gather", packed=True)),
     "capacity-ep2-cp2-dp2": ("capacity", Layout(dp=2, cp=2, ep=2, cp_method="ring")),
     "capacity-recompute": ("capacity", Layout(tp=2, sp=True, recompute="LlamaMLP")),
     "shuffled-dp2": ("shuffled", Layout(dp=2, shuffle=2)),
     "shuffled-dp4-by2-ep4-zero3": ("shuffled", Layout(dp=4, ep=4, shuffle=2, zero=3)),
-    "shuffled-ep2-tp2-sp": ("shuffled", Layout(dp=2, ep=2, tp=2, sp=True, shuffle=2)),
+    "shuffled-ep2-tp2-sp-packed": ("shuffled", Layout(dp=2, ep=2, tp=2, sp=True, shuffle=2, packed=True)),
     "shuffled-ep2-pp2": ("shuffled", Layout(dp=2, ep=2, pp=2, shuffle=2)),
     "shuffled-cp2-packed": ("shuffled", Layout(dp=2, cp=2, cp_method="gather", packed=True, shuffle=2)),
     "shuffled-recompute": ("shuffled", Layout(dp=2, ep=2, shuffle=2, recompute="full")),
     "shuffled-recompute-block": ("shuffled", Layout(dp=2, tp=2, sp=True, shuffle=2, recompute="LlamaMLP")),
     "plain-ep2-tp2-sp": ("plain", EP2_TP2_SP),
-    "plain-pp4": ("plain", Layout(pp=4)),
+    "plain-pp4-packed": ("plain", Layout(pp=4, packed=True)),
     "frequency-ep2-tp2": ("frequency", EP2_TP2),
     "frequency-ep2-pp2": ("frequency", Layout(dp=2, ep=2, pp=2)),
     "frequency-pp4": ("frequency", Layout(pp=4)),
     "sinkhorn-ep2": ("sinkhorn", EP2),
-    "sinkhorn-tp2-sp": ("sinkhorn", Layout(tp=2, sp=True)),
-    "sinkhorn-ep2-pp2": ("sinkhorn", Layout(dp=2, ep=2, pp=2)),
+    "sinkhorn-tp2-sp-packed": ("sinkhorn", Layout(tp=2, sp=True, packed=True)),
+    "sinkhorn-ep2-pp2-packed": ("sinkhorn", Layout(dp=2, ep=2, pp=2, packed=True)),
 }
 
 SAMPLE = 2
@@ -93,7 +96,7 @@ FIGURES = {"expert_load_max", "expert_load_layer_max", "expert_load_min", "dropp
 
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
-        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("dropless-ep2",)))
+        metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("dropless-ep2-packed",)))
 
 
 def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):

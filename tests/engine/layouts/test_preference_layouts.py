@@ -148,3 +148,12 @@ def test_pairs_train_experts_in_every_layout(ranks, of_experts, objective):
     (wanted,) = ranks(1).run(follow, objective, 1, packed, MIXTRAL)
     found = ranks(2).run(follow, objective, 2, (*packed, *EXPERTS[of_experts]), MIXTRAL)
     assert not differences(found, wanted, close=1e-9)
+
+
+@pytest.mark.slow  # by default, the mask of a pair alone
+def test_padding_of_pairs_goes_to_no_expert(ranks):
+    """The same pairs in one micro-batch, packed or each with its padding, balance the experts alike."""
+    together = ("data.packing=true", "data.micro_batch_size=4")
+    apart = ("data.global_batch_size=10", "data.micro_batch_size=10")
+    wanted, found = (ranks(1).run(follow, "dpo", 1, (*TOGETHER, *each), MIXTRAL) for each in (together, apart))
+    assert not differences(found, wanted[0], close=1e-9)

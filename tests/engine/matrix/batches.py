@@ -14,7 +14,8 @@ _SEED = 20
 
 
 def global_batch(*, packed: bool, count: int = MICRO_BATCHES) -> list[Batch]:
-    """Return ``count`` micro-batches [3, 24]. Loss tokens are unequal: from all of a micro-batch to none of one."""
+    """Return ``count`` micro-batches [3, 24]. Loss tokens are unequal: from all of a micro-batch to none of one.
+    Packed rows end in padding, none to eight positions of it."""
     random = torch.Generator().manual_seed(_SEED)
     return [_micro_batch(number, count, packed, random) for number in range(count)]
 
@@ -35,7 +36,9 @@ def _micro_batch(number: int, count: int, packed: bool, random: torch.Generator)
     if packed:
         starts = torch.rand(ROWS, SEQ, generator=random) < 0.2
         starts[:, 0] = True
-        document_ids = starts.long().cumsum(1) - 1
+        padding = torch.arange(SEQ) >= SEQ - (4 * torch.arange(ROWS).unsqueeze(1) + number) % 9
+        document_ids = (starts.long().cumsum(1) - 1).masked_fill(padding, -1)
+        labels = labels.masked_fill(padding, IGNORE_INDEX)
         places = torch.arange(SEQ).expand(ROWS, SEQ)
         position_ids = places - torch.where(starts, places, 0).cummax(1).values
     return Batch(input_ids=tokens[:, :-1], labels=labels, position_ids=position_ids, document_ids=document_ids)

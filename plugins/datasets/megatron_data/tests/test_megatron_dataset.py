@@ -191,6 +191,7 @@ def test_what_is_left_of_a_validation_is_filled_up_on_request(by_hand):
     assert rest.input_ids.tolist() == [*range(17, 27), *[0] * 6]
     assert rest.labels.tolist() == [*range(18, 27), *[-100] * 7]
     assert rest.document_ids.tolist() == [0] * 10 + [-1] * 6
+    assert rest.padding.tolist() == [False] * 10 + [True] * 6
     assert len(kept.split("train")) == 1
 
 

@@ -18,7 +18,7 @@ from nxdt_core.models.random.init import initialize
 from tests.sampling import slow_except
 
 SPARSE = ("qwen2-moe", "qwen3-moe", "olmoe", "glm4-moe", "deepseek-v2", "deepseek-v3", "granitemoe", "gpt-oss")
-BALANCED = ("qwen3-moe", "olmoe", "gpt-oss")
+BALANCED = ("qwen2-moe", "qwen3-moe", "olmoe", "granitemoe", "gpt-oss")
 STORED = ("gemma3", "olmo2", "qwen3-moe", "glm4-moe", "gpt-oss")
 """With a tied head, with one of its own, and with experts: ``test_builder.py`` shows for all families that their names
 in files are those of transformers, but for experts."""

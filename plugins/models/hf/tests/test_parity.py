@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional
 
@@ -47,23 +48,35 @@ def _assert_equal_gradients(fused, ours, theirs):
         assert (gradient - expected[name]).abs().max() <= 1e-4 * max(1, expected[name].abs().max()), name
 
 
-def test_the_loss_of_routers_is_the_one_that_transformers_adds(builder, materialised, theirs, fused, balanced):
+@pytest.mark.parametrize("filled", [LENGTH, 25])
+def test_the_loss_of_routers_is_the_one_that_transformers_adds(builder, materialised, theirs, fused, balanced, filled):
     made = builder(balanced, output_router_logits=True, router_aux_loss_coef=2.0)
     ours = materialised(made)
     other = theirs(made, ours)
     ids = tokens(2)
-    loss = other(input_ids=ids, labels=ids, use_cache=False)
+    mask = torch.ones_like(ids)
+    mask[0, filled:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    loss = other(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
     assert loss.aux_loss > 1
     loss.loss.backward()
-    with at_border(StepContext(aux_loss_scale=1 / ids.numel())):
+    with at_border(StepContext(aux_loss_scale=1 / mask.sum(), padding=mask == 0)):
         logits = ours(ids)
-    functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
     _assert_equal_gradients(fused, ours, other)
-    router = f"model.layers.0.mlp.{'router' if balanced == 'gpt-oss' else 'gate'}.weight"
+    ends = (".gate.weight", ".router.weight", ".router.layer.weight")
+    router = next(name for name, _ in ours.named_parameters() if name.endswith(ends))
     plain = materialised(builder(balanced))
     logits = plain(ids)
-    functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten()).backward()
+    functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
     assert (plain.get_parameter(router).grad - ours.get_parameter(router).grad).abs().max() > 1e-3
+
+
+def test_a_micro_batch_of_padding_alone_has_no_loss_of_routers(builder, materialised):
+    ours = materialised(builder("qwen3-moe", output_router_logits=True, router_aux_loss_coef=2.0))
+    with at_border(StepContext(padding=torch.ones(1, LENGTH, dtype=torch.bool))):
+        (0 * ours(tokens(1))).sum().backward()
+    assert all(parameter.grad is None or parameter.grad.abs().max() == 0 for parameter in ours.parameters())
 
 
 def test_packed_documents_are_kept_apart(builder, materialised, family):

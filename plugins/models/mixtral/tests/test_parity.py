@@ -9,8 +9,12 @@ import pytest
 import torch
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.config import load
 from nxdt_core.models.step_border import at_border
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.train import build
+from nxdt_core.train.step import CausalLM
 from tests.sampling import slow_except
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
@@ -165,6 +169,51 @@ def test_the_pooled_balance_loss_is_that_of_transformers(pair, top_k):
         plain(ids).backward(grad)
     router = "layers.0.moe.router.weight"
     assert (plain.get_parameter(router).grad - ours.get_parameter(router).grad).abs().max() > 1e-4
+
+
+ANSWERS, FILLED = 2, (5, 9, 12, 16)
+"""Labels at the end of each row, and its tokens."""
+
+
+def padded_rows(length: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ids, labels (shifted) and attention mask of rows that end in padding."""
+    ids = torch.randint(0, 50, (len(FILLED), max(FILLED)), generator=torch.Generator().manual_seed(6))
+    ids = torch.nn.functional.pad(ids, (0, length - ids.shape[1]))
+    filled, place = torch.tensor(FILLED)[:, None], torch.arange(length)
+    answered = (place < filled - 1) & (place >= filled - 1 - ANSWERS)
+    return ids, ids.roll(-1, 1).masked_fill(~answered, IGNORE_INDEX), (place < filled).long()
+
+
+@pytest.mark.parametrize("rows", [4, 2, 1])
+def test_a_step_over_padded_rows_has_the_gradient_of_transformers_with_a_mask(pair, rows):
+    """In one micro-batch, that of its loss; in several, theirs weighted by their tokens."""
+    config = {**cases()[0], "num_hidden_layers": 2, "num_local_experts": 5, "num_experts_per_tok": 2}
+    theirs, builder, plain = pair({**config, "router_aux_loss_coef": 0.7})
+    moe = builder.config.moe.model_copy(update={"pool_router_aux_loss": True})
+    builder = type(builder)(builder.config.model_copy(update={"moe": moe}))
+    run = load("recipe:mixtral-tiny", ["trainer.accelerator=cpu", "trainer.devices=1"])
+    engine = build.engine(run)
+    engine.start()
+    model = engine.initialize_model(builder, precision=build.precision(run), seed=1)
+    model.load_state_dict(plain.state_dict())
+    found = []
+    for length in (64, 16):
+        model.module.zero_grad()
+        ids, labels, mask = padded_rows(length)
+        fields = [part.split(rows) for part in (ids, labels, mask == 0)]
+        parts = [Batch(input_ids=i, labels=t, padding=p) for i, t, p in zip(*fields, strict=True)]
+        step = model.run_train(parts, CausalLM())
+        figures = {name: float(value) for name, value in step.metrics.items()}
+        found.append({**figures, "loss": float(step.loss), "norm": float(model.finish_gradients())})
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+    total = 0.0
+    for row in range(0, len(ids), rows):
+        at = slice(row, row + rows)
+        output = theirs(ids[at], attention_mask=mask[at], use_cache=False, output_router_logits=True)
+        loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), labels[at].flatten(), reduction="sum")
+        total += loss / (ANSWERS * len(ids)) + 0.7 * output.aux_loss * mask[at].sum() / mask.sum()
+    total.backward()
+    compare_gradients(model.module, theirs, builder)
 
 
 def test_given_positions_and_documents_count(pair):

@@ -156,6 +156,8 @@ def test_a_step_on_drawn_answers_is_that_of_trl_with_lmbda_1_on_the_same_answers
             (places,), (first, *_) = (labels != IGNORE_INDEX).nonzero(as_tuple=True), (told != IGNORE_INDEX).nonzero()
             assert places[0] == first  # the prompt of the data, and behind it the answer
             assert torch.equal(labels[places], ids[places + 1])
+        last = [int((labels != IGNORE_INDEX).nonzero()[-1]) for labels in rows["labels"]]
+        assert sum(int(each.tokens()) for each in drawn) == sum(place + 2 for place in last)
         step = running.step(batches)
         own = student(rows["input_ids"]).logits
         with torch.no_grad():

@@ -19,6 +19,7 @@ from nxdt_core import checkpoint
 from nxdt_core.cli.plan import print_report
 from nxdt_core.config import check, load
 from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
 from nxdt_core.train.run.train import train
@@ -137,6 +138,8 @@ def test_rows_are_as_long_as_the_longest_answer_needs(small):
         batch = next(iter(session.batches()))
         (first, *_), _ = session.objective.generate(session, batch.micro_batches, train=True)
     assert first.input_ids.shape == (8, 64)
+    ends = (first.labels != IGNORE_INDEX).long().cumsum(1).argmax(1) + 1  # the last label is the token behind
+    assert torch.equal(~first.padding, torch.arange(64) <= ends.unsqueeze(1))
 
 
 @pytest.fixture

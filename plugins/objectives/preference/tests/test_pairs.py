@@ -187,6 +187,7 @@ def test_texts_end_with_the_end_token_and_begin_with_the_begin_token_where_that_
     sample = loader(train_files=(file,), seq_length=8, add_bos=True).split("train")[0]
     assert sample.input_ids.tolist() == [[256, 97, 98, 99, 257, 258, 258, 258], [256, 97, 98, 100, 101, 257, 258, 258]]
     assert sample.labels[0].tolist() == [97, 98, 99, 257, -100, -100, -100, -100]
+    assert sample.padding.tolist() == (sample.input_ids == 258).tolist()
     assert sample.loss_weights.tolist() == [[0, 0, 1, 1, 0, 0, 0, 0], [0, 0, 1, 1, 1, 0, 0, 0]]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,12 +69,14 @@ class IndexedDataset:
         labels = window[1:] if cut.extra else np.append(window[1:], IGNORE_INDEX)
         if found < self._window:
             labels = np.where(np.arange(cut.seq_length) < found - 1, labels, IGNORE_INDEX)
-        if cut.packing is None:
-            return Sample(input_ids=inputs, labels=labels)
-        sample = cut.packing.sample(inputs, labels, self._starts(inputs, borders))
+        sample = Sample(input_ids=inputs, labels=labels)
+        if cut.packing is not None:
+            sample = cut.packing.sample(inputs, labels, self._starts(inputs, borders))
+        if found >= cut.seq_length:
+            return sample
         if sample.document_ids is not None:
             sample.document_ids[found:] = -1
-        return sample
+        return replace(sample, padding=np.arange(cut.seq_length) >= found)
 
     def fingerprint(self) -> str:
         """Digest of the file, the indices' settings and how samples are cut."""

@@ -30,6 +30,7 @@ from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.models.moe.router import Routing, TokenShards, WholeMicroBatch
 from nxdt_core.models.patterns import matches
+from nxdt_core.models.step_border import step_of
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 
@@ -270,7 +271,7 @@ class RouterBalance:
     """The loss of a model, as a pair of hooks on what computes its hidden states."""
 
     loss: Callable[..., torch.Tensor]
-    """``(router_logits, experts, top_k) -> scalar``, of the model's module."""
+    """``(router_logits, experts, top_k, attention_mask=…) -> scalar``, of the model's module."""
     experts: int
     top_k: int
     coefficient: float
@@ -286,12 +287,15 @@ class RouterBalance:
         """
         if output.get("router_logits") is None:
             return output
-        hidden = output.last_hidden_state
+        hidden, logits, padding = output.last_hidden_state, output.router_logits, step_of(None).padding
         copies = next(experts for _, experts in routed_experts(base)).shards.copies
-        weight = self.coefficient * output.router_logits[0].shape[0] / copies
-        output.last_hidden_state = add_aux_loss(
-            hidden, weight * self.loss(output.router_logits, self.experts, self.top_k)
-        )
+        tokens: int | torch.Tensor = logits[0].shape[0]
+        mask = None
+        if padding is not None:
+            tokens = (~padding).sum()
+            mask = (~padding | (tokens == 0)).long()  # a mean over no token would be NaN
+        loss = self.loss(logits, self.experts, self.top_k, attention_mask=mask)
+        output.last_hidden_state = add_aux_loss(hidden, self.coefficient * tokens / copies * loss)
         return output
 
 

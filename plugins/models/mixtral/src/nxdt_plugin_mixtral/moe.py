@@ -29,15 +29,15 @@ class MoEConfig(Section):
     normalize_top_k_affinities: bool = True
     """Let the weights of a token's experts add up to 1."""
     capacity_factor: float | None = None
-    """Drop the assignments of a micro-batch that exceed this multiple of an expert's equal share; ``null``, or not
-    above 0, drops nothing."""
+    """Drop the assignments of a micro-batch that exceed this multiple of an expert's equal share of its positions;
+    ``null``, or not above 0, drops nothing. Generation drops nothing."""
     dropless: bool = False
     """State that nothing may be dropped: refuses a ``capacity_factor`` above 0."""
     output_router_logits: bool = True
     """Train with the load-balancing loss; false leaves it out with any coefficient."""
     router_aux_loss_coef: NonNegativeFloat = 0.02
     """Coefficient of the load-balancing loss: the mean over layers of transformers' formula, which is ``top_k`` where
-    all experts get equally many tokens."""
+    all experts get equally many tokens. It is added to the mean loss of the step; padding does not count."""
     pool_router_aux_loss: bool = False
     """Compute the load-balancing loss over the tokens of all layers together, as transformers does, so that layers make
     up for one another."""

@@ -67,9 +67,11 @@ def _prompt(batch: Batch, row: int, config: DistillConfig) -> list[int]:
 
 def _written(batch: Batch, prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]) -> Batch:
     ids, labels = torch.zeros_like(batch.input_ids), torch.full_like(batch.labels, IGNORE_INDEX)
+    padding = torch.ones_like(ids, dtype=torch.bool)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
         whole, last = torch.tensor([*prompt, *answer]), len(prompt) - 1
         ids[row, : len(whole)] = whole
         if bool((batch.labels[row] != IGNORE_INDEX).any()):  # else it is a blank row
             labels[row, last : last + len(answer)] = whole[last + 1 :]
-    return Batch(input_ids=ids, labels=labels)
+            padding[row, : len(whole)] = False
+    return Batch(input_ids=ids, labels=labels, padding=padding)

@@ -274,6 +274,7 @@ class Rows:
         self._size, self._shape = size, (groups * size, length)
         self._ids = torch.zeros(self._shape, dtype=torch.int64, device=HOST)
         self._labels = torch.full(self._shape, IGNORE_INDEX, dtype=torch.int64, device=HOST)
+        self._padding = torch.ones(self._shape, dtype=torch.bool, device=HOST)
         names = ("weights", "advantages", *(_OF_ANSWER + name for name in figures))
         self._values = {name: torch.zeros(self._shape, device=HOST) for name in names}
 
@@ -290,6 +291,7 @@ class Rows:
         first, whole = len(prompt) - 1, torch.tensor([*prompt, *answer], device=HOST)
         at = slice(first, first + len(answer))
         self._ids[row, : len(whole)] = whole
+        self._padding[row, : len(whole)] = False
         self._labels[row, at] = whole[first + 1 :]
         for name, value in {"weights": weight, **of_tokens}.items():
             held = self._values.setdefault(name, torch.zeros(self._shape, device=HOST))
@@ -302,5 +304,10 @@ class Rows:
         values = dict(self._values)
         weights = values.pop("weights")
         return Batch(
-            input_ids=self._ids, labels=self._labels, loss_weights=weights, values=values, rows_per_sample=self._size
+            input_ids=self._ids,
+            labels=self._labels,
+            loss_weights=weights,
+            padding=self._padding,
+            values=values,
+            rows_per_sample=self._size,
         )

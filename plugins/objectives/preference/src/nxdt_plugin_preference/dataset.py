@@ -203,6 +203,7 @@ class PairDataset:
             loss_weights=weights,
             position_ids=positions if packed else None,
             document_ids=documents if packed else None,
+            padding=documents < 0,
             values={SCORES: scores} if self._scored else {},
         )
 

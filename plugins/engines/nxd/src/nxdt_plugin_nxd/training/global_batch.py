@@ -62,7 +62,7 @@ class GlobalBatch:
         """
         self._objective, self._around, self._step, self._metric_names = objective, around, step, metric_names
         own = [
-            torch.cat([objective.weight(batch).reshape(-1), batch.weight().reshape(1)]).float()
+            torch.cat([objective.weight(batch).reshape(-1), batch.tokens().reshape(1)]).float()
             for batch in micro_batches
         ]
         weights = torch.stack(own).sum(0).to(around.device)
@@ -80,6 +80,8 @@ class GlobalBatch:
         return StepContext(
             numbers=step_numbers(self._around.seed, self._step, batch),
             ids=batch.input_ids,
+            padding=batch.padding_mask(),
+            labels=batch.labels,
             # The library divides summed gradients by the data parallel ranks: those of auxiliary losses, too.
             aux_loss_scale=self._around.data_ranks / self._tokens,
             vocabulary_loss=sharded_cross_entropies,
