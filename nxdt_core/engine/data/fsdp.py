@@ -169,10 +169,7 @@ def apply_data_parallel(
     Returns:
         The gathers that send weights in another dtype than FSDP2 passes to them.
     """
-    from torch.distributed.fsdp import (
-        MixedPrecisionPolicy,
-        fully_shard,
-    )  # half a CPU-second: only a run that shards needs it
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a CPU-second, for what is sharded
 
     # What no backward will read is freed after forward in any case.
     keep = mesh.sizes.zero_stage < 3 and any(parameter.requires_grad for parameter in module.parameters())
