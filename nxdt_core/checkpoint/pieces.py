@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.placement import local_of, piece_of, placed_like
+from nxdt_core.distributed.placement import is_dtensor, local_of, piece_of, placed_like
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.piece import Piece, ShardInfo
 
@@ -21,7 +20,7 @@ def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
         TensorStateUnsupported: it has no plain bytes (sparse, quantised, complex, on the meta device, a subclass of
             Tensor, freed memory), or no place in the whole (:func:`nxdt_core.distributed.placement.piece_of`).
     """
-    if not isinstance(tensor, (DTensor, Piece)):
+    if not (is_dtensor(tensor) or isinstance(tensor, Piece)):
         _check_plain(name, tensor)
     piece = piece_of(tensor, name)
     _check_plain(name, piece.tensor)
@@ -61,7 +60,7 @@ def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torc
         if tensor.shape != shape:
             return torch.empty(shape, dtype=dtype, device=tensor.tensor.device)
         return Piece(torch.empty_like(tensor.tensor, dtype=dtype), shape, tensor.box)
-    if not isinstance(tensor, DTensor) or tuple(tensor.shape) != shape:
+    if not is_dtensor(tensor) or tuple(tensor.shape) != shape:
         return torch.empty(shape, dtype=dtype, device=tensor.device)
     local = torch.empty_like(local_of(tensor).detach(), dtype=dtype, memory_format=torch.contiguous_format)
     return placed_like(local, tensor)

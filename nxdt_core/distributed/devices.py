@@ -7,11 +7,13 @@ are those of NVIDIA's DGX and HGX machines. Figures of AWS Trainium are in
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.device_operations import (
     MEMORY_GIB,
@@ -31,6 +33,7 @@ __all__ = [
     "current_device",
     "groups_on_device",
     "max_memory_bytes",
+    "meta_device",
     "peak_flops",
     "profile_of",
     "register_profile",
@@ -268,6 +271,26 @@ def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
     if str(dtype).removeprefix("torch.") not in profile.grouped_products:
         return False
     return not profile.grouped_generations or profile.operations.generation(device) in profile.grouped_generations
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """Make tensors on the meta device within the block. ``normal_`` does nothing there.
+
+    Torch has it for that device as a Python function, which imports ``torch._dynamo``: one CPU-second.
+    """
+    with torch.device("meta"), _WithoutNormal():
+        yield
+
+
+class _WithoutNormal(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func in (torch.Tensor.normal_, torch.nn.init.normal_):
+            return args[0] if args else named["tensor"]
+        return func(*args, **named)
 
 
 def peak_flops(device: torch.device, dtype: str) -> float | None:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch._dynamo.exc import FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from nxdt_core.engine.mesh import ParallelMesh
@@ -96,13 +95,14 @@ class _CompiledForward:
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
         if self._kind in self._in_pieces:
             return self._pieces(*args, **kwargs)
+        exc = torch._dynamo.exc
         try:
             return self._whole(*args, **kwargs)
-        except (FailOnRecompileLimitHit, UncapturedHigherOrderOpError, Unsupported, UserError) as error:
+        except (exc.FailOnRecompileLimitHit, exc.UncapturedHigherOrderOpError, exc.Unsupported, exc.UserError) as error:
             # Tracing has run nothing yet. Where it is the model that fails, that comes out here.
             output = self._pieces(*args, **kwargs)
             self._in_pieces.add(self._kind)
-            kind = TooManyGraphs if isinstance(error, FailOnRecompileLimitHit) else LayerNotWhole
+            kind = TooManyGraphs if isinstance(error, exc.FailOnRecompileLimitHit) else LayerNotWhole
             reason = " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")  # without torch's hints
             _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=reason))
             return output

@@ -7,7 +7,9 @@ folder for compiled graphs when they are imported.
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import unquote
@@ -24,6 +26,7 @@ __all__ = [
     "TORCH_FOLDER",
     "check_folder_writable",
     "check_torch_folder",
+    "compile_seconds",
     "folder_of",
     "graph_origins",
 ]
@@ -77,12 +80,20 @@ def graph_origins() -> GraphOrigins:
 
     Forward and backward of a layer are a graph each.
     """
-    from torch._dynamo.utils import counters
-
-    found = counters["inductor"]
+    utils = sys.modules.get("torch._dynamo.utils")  # what compiles first has imported it
+    found = Counter[str]() if utils is None else utils.counters["inductor"]
     return GraphOrigins(
         new=found["fxgraph_cache_miss"], found=found["fxgraph_cache_hit"], not_kept=found["fxgraph_cache_bypass"]
     )
+
+
+def compile_seconds() -> float:
+    """Return the seconds that torch has spent compiling anywhere in this process so far.
+
+    Forward is compiled when it first runs, and backward with it or when that first runs.
+    """
+    utils = sys.modules.get("torch._dynamo.utils")
+    return 0.0 if utils is None else float(utils.calculate_time_spent()["total_wall_time"])
 
 
 def use_cache(run: RunConfig, profile: DeviceProfile) -> Path | None:

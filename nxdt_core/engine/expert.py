@@ -16,10 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
 from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.distributed.placement import shard_over_mesh
 from nxdt_core.engine.context.blocks import zigzag_chunks, zigzag_unshard
 from nxdt_core.engine.expert_dispatch import AllToAllDispatcher, Sliced
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
@@ -151,10 +151,8 @@ def _sharded(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: Parallel
     local = parameter.detach()
     for dim, along in cuts.items():
         local = local.chunk(mesh.size(dim), along)[mesh.rank(dim)]
-    placements = [Shard(along) for along in cuts.values()]
-    sharded = DTensor.from_local(
-        local.clone(memory_format=torch.contiguous_format), mesh.mesh(*cuts), placements, run_check=False
-    )
+    local = local.clone(memory_format=torch.contiguous_format)
+    sharded = shard_over_mesh(local, mesh.mesh(*cuts), *cuts.values())
     return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
 
 

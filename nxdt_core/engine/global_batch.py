@@ -9,10 +9,10 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST
+from nxdt_core.distributed.placement import is_dtensor
 from nxdt_core.engine.context.apply import shard_sequence
 from nxdt_core.engine.expert import RouterMetrics
 from nxdt_core.engine.expert_dispatch import exchange_padding
@@ -213,12 +213,12 @@ def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, s
     try:
         output: ObjectiveOutput = called_with_step(objective, step, logits, batch)
     except RuntimeError as error:
-        if isinstance(logits, DTensor) and ("DTensor" in str(error) or "sharding strategy" in str(error)):
+        if is_dtensor(logits) and ("DTensor" in str(error) or "sharding strategy" in str(error)):
             reason = str(error).partition(",")[0].partition("\n")[0]
             raise LogitsAreSharded(objective=type(objective).__name__, reason=reason) from error
         raise
     for name, value in {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}.items():
-        if isinstance(value, DTensor):
+        if is_dtensor(value):
             reason = f"its {name} is a DTensor"
             raise LogitsAreSharded(objective=type(objective).__name__, reason=reason)
     return output

@@ -17,10 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional
 
+from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, shard_over_mesh
 from nxdt_core.engine.compile import one_graph
 from nxdt_core.engine.tensor.layers import VocabParallelHead, local_part, local_vocab_rows
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
@@ -108,7 +107,7 @@ class ChunkedHead:
     def logits(self, part: slice) -> torch.Tensor:
         """Return the logits of some rows, without gradients; also after the pass of the head's model. Collective."""
         for each in (self._stage, self._head):
-            if isinstance(each, FSDPModule):
+            if is_fsdp_module(each):
                 each.unshard()
         with torch.no_grad():
             return self._as_sharded(functional.linear(*self.inputs(self.hidden[part])))
@@ -134,7 +133,7 @@ class ChunkedHead:
     def _as_sharded(self, local: torch.Tensor) -> torch.Tensor:
         if not isinstance(self._head, VocabParallelHead):
             return local
-        return DTensor.from_local(local, self._head.mesh, [Shard(-1)], run_check=False)
+        return shard_over_mesh(local, self._head.mesh, -1)
 
 
 class _Measured(torch.autograd.Function):
@@ -332,7 +331,7 @@ def vocabulary_parallel_cross_entropies(
         labels: int64 [...], whole; −100 takes no part.
         kernels: the passes over rows of logits.
     """
-    if not isinstance(logits, DTensor):
+    if not is_dtensor(logits):
         return whole_vocabulary_cross_entropies(logits, labels, kernels)
     mesh, placements = logits.device_mesh, logits.placements
     if len(placements) != 1 or not placements[0].is_shard(logits.ndim - 1):

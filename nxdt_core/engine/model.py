@@ -4,16 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.placement import local_of
+from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
 from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.collectives import ScaledWeights
 from nxdt_core.engine.data.fsdp import begin_micro_batch, uses_copied_masters
@@ -24,8 +22,6 @@ from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogP
 from nxdt_core.engine.layout import Layout
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import Replicas, StageParameters, check_loadable, replica_group, shard_of
-from nxdt_core.engine.pipeline.runner import PipelineRunner
-from nxdt_core.engine.pipeline.stage import HiddenSpec
 from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
@@ -39,6 +35,10 @@ from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
+
+if TYPE_CHECKING:
+    from nxdt_core.engine.pipeline.runner import PipelineRunner
+    from nxdt_core.engine.pipeline.stage import HiddenSpec
 
 
 class TorchModel:
@@ -89,6 +89,8 @@ class TorchModel:
             self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._pipeline: PipelineRunner | None = None
         if mesh.sizes.pp > 1:
+            from nxdt_core.engine.pipeline.runner import PipelineRunner  # imports those of torch: one CPU-second
+
             self._pipeline = PipelineRunner(
                 layout.modules,
                 layout.numbers,
@@ -363,7 +365,7 @@ class TorchModel:
             yield
         for module in self._layout.modules if self._layout.sharded else ():
             for part in module.modules():
-                if isinstance(part, FSDPModule):
+                if is_fsdp_module(part):
                     part.reshard()
 
 
@@ -373,7 +375,7 @@ def _elements(held: torch.Tensor | Piece) -> torch.Tensor:
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:
     """Logits of the whole vocabulary; a collective over tensor parallel ranks where they are cut."""
-    if not isinstance(logits, DTensor):
+    if not is_dtensor(logits):
         return logits
     whole: torch.Tensor = logits.full_tensor()
     return whole

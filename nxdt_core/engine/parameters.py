@@ -10,10 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
 
 from nxdt_core.config.schema import ParamGroupConfig
-from nxdt_core.distributed.placement import piece_of, sharded_over
+from nxdt_core.distributed.placement import is_dtensor, piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
@@ -90,12 +89,12 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
     """
     piece = piece_of(parameter) if padded is None else unpadded_shard(parameter, padded)
     groups: tuple[dist.ProcessGroup, ...] = ()
-    if isinstance(parameter, DTensor):
+    if is_dtensor(parameter):
         mesh = parameter.device_mesh
         groups = tuple(
             mesh.get_group(dim)
             for dim, placement in enumerate(parameter.placements)
-            if not isinstance(placement, Replicate) and mesh.size(dim) > 1
+            if not placement.is_replicate() and mesh.size(dim) > 1
         )
     return ParameterShard(shape=piece.shape, box=piece.box, groups=groups, matrix=matrix and len(piece.shape) >= 2)
 

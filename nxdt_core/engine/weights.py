@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.engine.data.collectives import product_weights
 from nxdt_core.engine.precision import quantise_frozen
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
@@ -55,7 +56,7 @@ def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> Whol
     Raises:
         InitRulesWrong: a rule matches no parameter, or a norm is drawn.
     """
-    with torch.device("meta"):
+    with meta_device():
         module, plan = builder.build(), builder.plan()
         base = _names(module)
         rules = complete_init_rules(builder, base)
@@ -131,7 +132,14 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
     Raises:
         BuffersNotReset: what a buffer holds is left to chance.
     """
-    module.to_empty(device=device)
+
+    def emptied(tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer):
+            return torch.empty_like(tensor, device=device)
+        # Torch has empty_like for the meta device as a Python function, which imports sympy: half a CPU-second.
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
+
+    module._apply(emptied)  # type: ignore[no-untyped-call]  # as Module.to_empty does
     tie(module, tied)
     empty = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
     reset_buffers(module)

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
 from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.placement import is_dtensor
 from nxdt_core.errors.models import LossesAreNotLogits
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
@@ -247,7 +247,7 @@ def smoothed_cross_entropies(
 def _mean_logits(logits: torch.Tensor) -> torch.Tensor:
     """Return the mean of each row [..., vocab], of which ranks may hold parts."""
     dtype = torch.promote_types(logits.dtype, torch.float32)
-    if not isinstance(logits, DTensor):
+    if not is_dtensor(logits):
         return logits.mean(-1, dtype=dtype)
     local: torch.Tensor = logits.to_local()
     return reduce_from_group(local.sum(-1, dtype=dtype), logits.device_mesh.get_group()) / logits.shape[-1]

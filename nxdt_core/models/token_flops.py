@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import nn
 
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 
@@ -60,7 +60,7 @@ def _causal(builder: ModelBuilder, sequence_length: int) -> float:
 
 def _effect(builder: ModelBuilder, adapters: Sequence[Adapter]) -> tuple[float, int]:
     """The share of the model's multiplied weights that adapters freeze, and the number of those that they add."""
-    with torch.device("meta"):
+    with meta_device():
         module, plan = builder.build(), builder.plan()
         own = {id(weight) for weight in _multiplied(module)}
         for adapter in adapters:

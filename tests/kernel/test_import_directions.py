@@ -26,7 +26,7 @@ LAYERS = (
     {"_version", "buckets", "capabilities", "deprecation", "garbage_collection", "parent", "visible_text"},
     {"errors"},
     {"callback"},
-    {"api", "http_server", "regular_files", "torch_versions"},
+    {"api", "eager_optimizers", "http_server", "regular_files", "torch_versions"},
     {"progress", "protocols"},
     {"file_lock", "kernel", "scaffold"},
     {"config"},

@@ -14,6 +14,7 @@ from itertools import accumulate
 
 import torch
 
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
 from nxdt_core.protocols.piece import Box
@@ -310,7 +311,7 @@ def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> l
         KeyMapIncomplete: a parameter without an entry, or with one that cannot be its.
     """
     key_map = exchange_of(builder).hf_key_map() if key_map is None else key_map
-    with torch.device("meta"):
+    with meta_device():
         module = builder.build()
     users = {user for _, user in builder.plan().tied}
     named = module.named_parameters(remove_duplicate=False)

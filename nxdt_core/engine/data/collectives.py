@@ -16,12 +16,11 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from nxdt_core.distributed.collectives import begin_reduce_scatter
 from nxdt_core.distributed.placement import local_of
@@ -32,6 +31,9 @@ from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
 from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _SCATTERED_IN_FLIGHT = 2

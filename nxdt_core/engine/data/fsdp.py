@@ -20,15 +20,13 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.placement import local_of
+from nxdt_core.distributed.placement import is_fsdp_module, local_of
 from nxdt_core.engine.data.collectives import (
     PendingReduceScatters,
     ReduceScatterByExchange,
@@ -45,6 +43,10 @@ from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.torch_versions import fsdp_parameter_groups
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.fsdp import FSDPModule
 
 
 def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
@@ -167,9 +169,17 @@ def apply_data_parallel(
     Returns:
         The gathers that send weights in another dtype than FSDP2 passes to them.
     """
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # half a CPU-second, for what is sharded
+
     # What no backward will read is freed after forward in any case.
     keep = mesh.sizes.zero_stage < 3 and any(parameter.requires_grad for parameter in module.parameters())
-    policy = _policy(precision)
+    compute, reduce = getattr(torch, precision.parameters), getattr(torch, precision.gradients)
+    policy = MixedPrecisionPolicy(
+        param_dtype=compute if precision.master_weights else None,
+        reduce_dtype=None if reduce == compute else reduce,
+        # Among a layer's inputs are the float32 tables of rotary embeddings; in bfloat16 they are 0.4 % off.
+        cast_forward_inputs=False,
+    )
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
     forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()
     own = {parameter for parameter in module.parameters() if isinstance(local_of(parameter), QuantisedWeight)}
@@ -239,14 +249,14 @@ def _states(module: nn.Module, names: Iterable[str | None]) -> list[FSDPModule]:
 
 
 def _sharded(module: nn.Module, name: str) -> FSDPModule:
-    return cast(FSDPModule, module.get_submodule(name))
+    return cast("FSDPModule", module.get_submodule(name))
 
 
 def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last: bool) -> None:
     """Set what FSDP2 does with gradients and gathered weights in the next backward."""
     stage = mesh.sizes.zero_stage
     for module in modules:
-        if isinstance(module, FSDPModule):
+        if is_fsdp_module(module):
             module.set_is_last_backward(last)
             module.set_requires_gradient_sync(last or stage >= 2)
             module.set_requires_all_reduce(last)
@@ -267,14 +277,3 @@ def _mesh(mesh: ParallelMesh, *, expert: bool = False) -> DeviceMesh:
     if mesh.sizes.dp_replicate == 1:
         return inner
     return mesh.mesh("dp_replicate", "efsdp" if expert else "fsdp")
-
-
-def _policy(precision: PrecisionPolicy) -> MixedPrecisionPolicy:
-    compute = getattr(torch, precision.parameters)
-    reduce = getattr(torch, precision.gradients)
-    return MixedPrecisionPolicy(
-        param_dtype=compute if precision.master_weights else None,
-        reduce_dtype=None if reduce == compute else reduce,
-        # Among a layer's inputs are the float32 tables of rotary embeddings; in bfloat16 they are 0.4 % off.
-        cast_forward_inputs=False,
-    )

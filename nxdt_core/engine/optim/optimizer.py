@@ -6,11 +6,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.collectives import group_by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.distributed.placement import local_of, placed_like, sharded_over
+from nxdt_core.distributed.placement import is_dtensor, local_of, placed_like, sharded_over
 from nxdt_core.engine.optim.rounded_updates import StochasticUpdates
 from nxdt_core.engine.optim.rounding import Backend, StochasticRounding
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
@@ -71,9 +70,7 @@ class TorchOptimizer:
             name: parameter for group in groups for name, parameter in zip(group["names"], group["params"], strict=True)
         }
         self._shards = {
-            name: nn.Parameter(local_of(parameter).detach(), requires_grad=True)
-            if isinstance(parameter, DTensor)
-            else parameter
+            name: nn.Parameter(local_of(parameter).detach(), requires_grad=True) if is_dtensor(parameter) else parameter
             for name, parameter in self._named.items()
         }
         self._places = {
@@ -277,7 +274,7 @@ class TorchOptimizer:
 
 def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
     """``value`` as a shard of a whole tensor of the parameter's layout, if it has its local shape."""
-    if not isinstance(parameter, DTensor) or value.shape != local_of(parameter).shape:
+    if not is_dtensor(parameter) or value.shape != local_of(parameter).shape:
         return value
     return placed_like(value, parameter)
 

@@ -15,6 +15,7 @@ from torch import nn
 
 from nxdt_core.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.eager_optimizers import eager
 from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, StochasticRounding, separate_rows
 from nxdt_core.models.random.positions import KEY_WORDS, noise, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -161,7 +162,8 @@ class AdamUpdates:
     @staticmethod
     def handles(optimizer: torch.optim.Optimizer) -> bool:
         """Return whether ``optimizer`` is torch's own Adam or AdamW, of which nothing is overridden."""
-        return type(optimizer) in (torch.optim.Adam, torch.optim.AdamW) and not any(
+        kinds = (torch.optim.Adam, torch.optim.AdamW)
+        return type(optimizer) in (*kinds, *map(eager, kinds)) and not any(
             group.get(option) for group in optimizer.param_groups for option in _OTHER_UPDATES
         )
 

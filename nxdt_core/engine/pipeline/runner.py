@@ -9,14 +9,14 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, TypeVar, final
+from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.pipeline.schedules import StockSchedule, make_schedule
+from nxdt_core.engine.pipeline.schedules import make_schedule
 from nxdt_core.engine.pipeline.stage import (
     ForwardArguments,
     HiddenSpec,
@@ -30,6 +30,9 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import Schedule, check_micro_batches, rank_of_stage
 from nxdt_core.protocols.step_context import StepContext
+
+if TYPE_CHECKING:
+    from nxdt_core.engine.pipeline.schedules import StockSchedule
 
 T = TypeVar("T")
 

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
-from torch.distributed.pipelining.schedules import UNSHARD
 
 from nxdt_core.protocols.mesh import Schedule, stages_of_rank
 
-StockSchedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
+if TYPE_CHECKING:
+    from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
-_LOOPED: Mapping[Schedule, type[ScheduleInterleaved1F1B | ScheduleZBVZeroBubble]] = {
-    "interleaved": ScheduleInterleaved1F1B,
-    "zbv": ScheduleZBVZeroBubble,
-}
+    StockSchedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 
 
 def make_schedule(
@@ -42,10 +38,14 @@ def make_schedule(
         loss: of the last stage's output and the micro-batch's index.
         gather_at_start: False leaves gathering FSDP2's parameters to its hooks, layer by layer (ZeRO-3).
     """
+    from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
+    from torch.distributed.pipelining.schedules import UNSHARD
+
     if schedule == "1f1b":
         (stage,) = stages
         return Schedule1F1B(stage, micro_batches, loss, scale_grads=False)
-    looped = _LOOPED[schedule](list(stages), micro_batches, loss, scale_grads=False)
+    kind = ScheduleZBVZeroBubble if schedule == "zbv" else ScheduleInterleaved1F1B
+    looped = kind(list(stages), micro_batches, loss, scale_grads=False)
     if not gather_at_start and hasattr(looped, "register_custom_function"):  # before 2.10, hooks alone gather
         looped.register_custom_function(
             UNSHARD, lambda action, context: cast(Any, context.schedule_ref).unsharded_stages.add(action.stage_index)

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor
 
+from nxdt_core.distributed.placement import is_dtensor
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -98,9 +98,9 @@ def _local_gradient(parameter: nn.Parameter) -> torch.Tensor:
     if parameter.grad is None:
         parameter.grad = torch.zeros_like(parameter)
     grad = parameter.grad
-    if not isinstance(grad, DTensor):
+    if not is_dtensor(grad):
         return grad
-    assert isinstance(parameter, DTensor)
+    assert is_dtensor(parameter)
     if grad.placements != parameter.placements:
         grad = parameter.grad = grad.redistribute(parameter.device_mesh, parameter.placements)
     return grad.to_local()

@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from nxdt_core.distributed.collectives import gather_whole, reduce_from_group
-from nxdt_core.distributed.placement import sharded_over
+from nxdt_core.distributed.placement import shard_over_mesh, sharded_over
 from nxdt_core.engine.discarded import with_block_entry
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
@@ -220,11 +219,6 @@ class _ShardedDim:
     part: int
     """This rank's."""
 
-    @property
-    def placements(self) -> tuple[Placement, ...]:
-        shard = Shard(self.spread.dim)
-        return (shard, Replicate()) if self.copied else (shard,)
-
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return this rank's part: real elements, then zeros."""
         spread, source = self.spread, parameter.detach()
@@ -376,7 +370,8 @@ class TensorSharder:
     def _shard(self, parameter: torch.Tensor, cut: _ShardedDim) -> nn.Parameter:
         known = self._sharded.get(parameter)
         if known is None:
-            sharded = DTensor.from_local(cut.local(parameter), cut.mesh, cut.placements, run_check=False)
+            dims = (cut.spread.dim, None) if cut.copied else (cut.spread.dim,)
+            sharded = shard_over_mesh(cut.local(parameter), cut.mesh, *dims)
             known = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
             self._sharded[parameter] = known
         return known

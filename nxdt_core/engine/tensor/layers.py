@@ -8,13 +8,12 @@ arXiv:2205.05198.)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 from torch.func import functional_call
 from torch.nn import functional
 
@@ -25,11 +24,15 @@ from nxdt_core.distributed.collectives import (
     reduce_from_group,
     reduce_scatter_along,
 )
+from nxdt_core.distributed.placement import is_dtensor, shard_over_mesh
 from nxdt_core.engine.discarded import cast_discarded, gather_discarded, prefetch_block_input
 from nxdt_core.engine.tensor.heads import PaddedDim
 from nxdt_core.errors.launch import SequenceDoesNotDivide
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.updates import Product, updated_linear
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 SEQUENCE_DIM = 1
 """Dimension of [batch, seq, hidden] that sequence parallelism cuts."""
@@ -261,12 +264,12 @@ def _padded(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
     if not spread.padded:
         return {}
     named = dict(layer.named_parameters())
-    return {name: spread for name, parameter in named.items() if isinstance(parameter, DTensor)}
+    return {name: spread for name, parameter in named.items() if is_dtensor(parameter)}
 
 
 def local_part(parameter: torch.Tensor) -> torch.Tensor:
     """Return this rank's part of a DTensor, inside autograd; the gradient gets the parameter's own placements."""
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    return parameter.to_local() if is_dtensor(parameter) else parameter
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -356,7 +359,7 @@ class VocabParallelHead(nn.Module):
         fails instead of being wrong silently."""
         bias = None if self.bias is None else local_part(self.bias)
         logits = updated_linear(hidden, local_part(self.weight), bias, self.update)
-        return DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False)
+        return shard_over_mesh(logits, self.mesh, -1)
 
 
 def check_sequence(length: int, group: dist.ProcessGroup) -> int:

@@ -155,6 +155,9 @@ def _grouped_mm_takes(weights: torch.Tensor) -> bool:
     return weights.dtype in dtypes and aligned and _on_device(weights.device, weights.dtype)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _on_device(device: torch.device, dtype: torch.dtype) -> bool:
     return groups_on_device(device, dtype)
+
+
+# What torch.compiler.assume_constant_result does; that imports all of torch's compiler.
+_on_device._dynamo_marked_constant = True  # type: ignore[attr-defined]

@@ -11,9 +11,10 @@ and a resumed run repeat the masks, since both restore the generator.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -121,6 +122,7 @@ class CausalAttentionWithDropout(CausalAttention):
         super().__init__(masks)
         self.p = p
         self._salt: torch.Tensor | None = None
+        self._attended = _seeded_attention()
 
     def semantics(self) -> AttentionSemantics:
         """Return the base's semantics with the dropout."""
@@ -141,8 +143,7 @@ class CausalAttentionWithDropout(CausalAttention):
         key, value = self.heads_for(query, key, value, masked=mask is not None)
         if self._salt is None or query.is_meta:
             return _dropped_attention(query, key, value, mask, self.p)
-        attended: torch.Tensor = _seeded_attention(_salted(self._salt), query, key, value, mask, self.p)
-        return attended
+        return self._attended(_salted(self._salt), query, key, value, mask, self.p)
 
     def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
         """Return what :meth:`forward` will ask of the masks: there is no dropout by blocks."""
@@ -215,17 +216,17 @@ def _composed_attention(
     return _dropped(scores.float().softmax(-1).to(value.dtype), p) @ value
 
 
-@torch.compiler.disable(reason="the kernel draws its mask itself")  # type: ignore[no-untyped-call, untyped-decorator]
-def _seeded_attention(
-    seed: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    p: float,
-) -> torch.Tensor:
-    with _seeded(seed, query.device):
-        return _dropped_attention(query, key, value, mask, p)
+@cache
+def _seeded_attention() -> Callable[..., torch.Tensor]:
+    """Return :func:`_dropped_attention` under a seed. The decorator imports ``torch._dynamo``, which takes a second:
+    only models that drop probabilities call this."""
+
+    @torch.compiler.disable(reason="the kernel draws its mask itself")  # type: ignore[no-untyped-call, untyped-decorator]
+    def attended(seed: torch.Tensor, query: torch.Tensor, *others: Any) -> torch.Tensor:
+        with _seeded(seed, query.device):
+            return _dropped_attention(query, *others)
+
+    return attended  # type: ignore[no-any-return]
 
 
 @torch.library.custom_op("nxdt::seeded_mask", mutates_args=())

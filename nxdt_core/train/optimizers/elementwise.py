@@ -10,6 +10,7 @@ from torch.optim.adamw import adamw as adamw_update
 
 from nxdt_core.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
+from nxdt_core.eager_optimizers import EagerOptimizer, eager
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
 from nxdt_core.train.optimizers.config import (
     AdadeltaConfig,
@@ -26,34 +27,34 @@ from nxdt_core.train.optimizers.config import (
 
 def adamw(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:
     """Torch's AdamW; learning rate and weight decay are those of each group."""
-    return torch.optim.AdamW(as_torch(groups), **_adam(groups, config))
+    return eager(torch.optim.AdamW)(as_torch(groups), **_adam(groups, config))
 
 
 def adam(groups: list[ParameterGroup], config: AdamConfig) -> torch.optim.Optimizer:
     """Return torch's Adam over ``groups``."""
-    return torch.optim.Adam(as_torch(groups), **_adam(groups, config))
+    return eager(torch.optim.Adam)(as_torch(groups), **_adam(groups, config))
 
 
 def sgd(groups: list[ParameterGroup], config: SGDConfig) -> torch.optim.Optimizer:
     """Return torch's SGD over ``groups``."""
-    return torch.optim.SGD(
+    return eager(torch.optim.SGD)(
         as_torch(groups), momentum=config.momentum, dampening=config.dampening, nesterov=config.nesterov
     )
 
 
 def adadelta(groups: list[ParameterGroup], config: AdadeltaConfig) -> torch.optim.Optimizer:
     """Return torch's Adadelta over ``groups``."""
-    return torch.optim.Adadelta(as_torch(groups), rho=config.rho, eps=config.eps)
+    return eager(torch.optim.Adadelta)(as_torch(groups), rho=config.rho, eps=config.eps)
 
 
 def adamax(groups: list[ParameterGroup], config: AdamaxConfig) -> torch.optim.Optimizer:
     """Return torch's Adamax over ``groups``."""
-    return torch.optim.Adamax(as_torch(groups), betas=config.betas, eps=config.eps)
+    return eager(torch.optim.Adamax)(as_torch(groups), betas=config.betas, eps=config.eps)
 
 
 def adagrad(groups: list[ParameterGroup], config: AdagradConfig) -> torch.optim.Optimizer:
     """Return torch's Adagrad over ``groups``."""
-    return torch.optim.Adagrad(
+    return eager(torch.optim.Adagrad)(
         as_torch(groups),
         lr_decay=config.lr_decay,
         initial_accumulator_value=config.initial_accumulator_value,
@@ -63,14 +64,14 @@ def adagrad(groups: list[ParameterGroup], config: AdagradConfig) -> torch.optim.
 
 def rmsprop(groups: list[ParameterGroup], config: RMSpropConfig) -> torch.optim.Optimizer:
     """Return torch's RMSprop over ``groups``."""
-    return torch.optim.RMSprop(
+    return eager(torch.optim.RMSprop)(
         as_torch(groups), alpha=config.alpha, eps=config.eps, momentum=config.momentum, centered=config.centered
     )
 
 
 def rprop(groups: list[ParameterGroup], config: RpropConfig) -> torch.optim.Optimizer:
     """Return torch's Rprop over ``groups``."""
-    return torch.optim.Rprop(as_torch(groups), etas=config.etas, step_sizes=config.step_sizes)
+    return eager(torch.optim.Rprop)(as_torch(groups), etas=config.etas, step_sizes=config.step_sizes)
 
 
 def fused_kernels(groups: list[ParameterGroup]) -> bool:
@@ -98,7 +99,7 @@ def adamw_fp32_state(groups: list[ParameterGroup], config: AdamWConfig) -> torch
     return AdamWFloat32State(groups, config)
 
 
-class AdamWFloat32State(torch.optim.Optimizer):
+class AdamWFloat32State(EagerOptimizer):
     """Running means in float32, so that small squares of gradients neither vanish nor stop changing."""
 
     def __init__(self, groups: list[ParameterGroup], config: AdamWConfig) -> None:
@@ -151,7 +152,7 @@ class AdamWFloat32State(torch.optim.Optimizer):
         return state
 
 
-class Lion(torch.optim.Optimizer):
+class Lion(EagerOptimizer):
     """One running mean a weight; every weight moves by the learning rate."""
 
     def __init__(self, groups: list[ParameterGroup], config: LionConfig) -> None:

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.distributed.collectives import all_reduce_bucketed
+from nxdt_core.eager_optimizers import EagerOptimizer
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 from nxdt_core.train.optimizers.config import AdafactorConfig, NovogradConfig
 
@@ -73,7 +74,7 @@ def square_sum(tensor: torch.Tensor) -> torch.Tensor:
     return to_float32(tensor).square().sum()
 
 
-class Adafactor(torch.optim.Optimizer):
+class Adafactor(EagerOptimizer):
     """Means of squared gradients by row and by column for matrices, by element for what is none."""
 
     def __init__(self, groups: list[ParameterGroup], config: AdafactorConfig) -> None:
@@ -159,7 +160,7 @@ def _boxes(shard: ParameterShard) -> tuple[tuple[slice, ...], tuple[slice, ...]]
     return at[:-1], (*at[:-2], at[-1])
 
 
-class Novograd(torch.optim.Optimizer):
+class Novograd(EagerOptimizer):
     """One running mean a weight and one running square a parameter."""
 
     def __init__(self, groups: list[ParameterGroup], config: NovogradConfig) -> None:

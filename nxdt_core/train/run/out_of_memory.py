@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import max_memory_bytes, profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.ranks import OutOfMemory
 from nxdt_core.train.session import TrainSession
@@ -83,7 +83,7 @@ def _held_bytes(session: TrainSession) -> int:
             held += [parameter, parameter.grad]
     if hasattr(session, "optimizer"):
         held += [value for state in session.optimizer.inner.state.values() for value in state.values()]
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in held]
+    local = [local_of(tensor) for tensor in held]
     return sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
 
 

@@ -8,12 +8,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets import shown_words
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import traits_of
@@ -101,7 +100,7 @@ def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
 def _parameters(config: ResolvedConfig) -> Iterator[str]:
     """The number of parameters, counted without memory; nothing for a model that the run itself will refuse."""
     try:
-        with torch.device("meta"):
+        with meta_device():
             module = build.model_builder(config).build()
     except NxdtError:
         return

@@ -32,7 +32,7 @@ from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveMetrics
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.callbacks.metrics import MetricsWriter
 from nxdt_core.train.callbacks.monitor import Monitor, MonitorReports, monitored
-from nxdt_core.train.callbacks.profiler import Profiler
+from nxdt_core.train.callbacks.profiler import CompileTime, Profiler
 from nxdt_core.train.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
 from nxdt_core.train.data import RunData
 from nxdt_core.train.loop import fit
@@ -213,7 +213,7 @@ class _Training:
         stopping, ends = manager.early_stopping_callback_params, trainer.max_time
         callbacks: dict[str, Callback | None] = {
             "profiler": _profiler(config, self.engine.ranks.rank),
-            "compile time": _compile_time() if config.run.model.compile or policy.stochastic_rounding else None,
+            "compile time": CompileTime() if config.run.model.compile or policy.stochastic_rounding else None,
             "metrics": metrics,
             "nonfinite": NonFiniteGuard(trainer.log_every_n_steps) if trainer.nonfinite == "stop" else None,
             **observers,
@@ -332,12 +332,6 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
         number = 1 + sum(other.partition(" #")[0] == name for other in found)
         found[name if number == 1 else f"{name} #{number}"] = built
     return found
-
-
-def _compile_time() -> Callback:
-    from nxdt_core.train.callbacks.profiler import CompileTime  # 0.4 s, most of it torch's compiler
-
-    return CompileTime()
 
 
 def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:

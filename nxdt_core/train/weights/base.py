@@ -18,6 +18,7 @@ from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.weights import quantised_weights
 from nxdt_core.errors.base import listing
@@ -193,7 +194,7 @@ def _foreign(path: str, config: ResolvedConfig) -> BaseWeights:
 
 
 def _fresh(builder: ModelBuilder, seed: int, dtype: str) -> BaseWeights:
-    with torch.device("meta"):
+    with meta_device():
         users = {user for _, user in builder.plan().tied}
         named = builder.build().named_parameters(remove_duplicate=False)
         specs = {name: TensorSpec(dtype, tuple(p.shape)) for name, p in named if name not in users}

@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import is_dtensor, piece_of
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.adapter import SavedAdapter
 from nxdt_core.protocols.objective import traits_of
@@ -46,7 +45,7 @@ def init_magnitudes(model: ParallelModel) -> None:
     }
     for path, (update, weight) in updates.items():
         magnitude = parameters[f"{path}.{_MAGNITUDE}"]
-        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        whole = weight.full_tensor() if is_dtensor(weight) else weight
         wide = torch.promote_types(whole.dtype, torch.float32)
         norms = torch.linalg.vector_norm(whole, dim=update.inputs, dtype=wide)
         piece = piece_of(magnitude)

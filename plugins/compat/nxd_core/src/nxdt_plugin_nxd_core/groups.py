@@ -12,8 +12,8 @@ from typing import Literal, final
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Shard
 
+from nxdt_core.distributed.placement import shard_over_mesh
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.ranks import RankAgreement
 
@@ -70,4 +70,4 @@ class Groups:
         """Return ``logits`` [..., vocab / tp] as a part of those of all tensor parallel ranks."""
         if self._shared is None:
             return logits
-        return DTensor.from_local(logits, self._shared, [Shard(logits.ndim - 1)], run_check=False)
+        return shard_over_mesh(logits, self._shared, logits.ndim - 1)

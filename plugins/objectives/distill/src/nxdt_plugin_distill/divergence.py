@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.collectives import all_to_all, gather_along, reduce_from_group
+from nxdt_core.distributed.placement import is_dtensor
 from nxdt_core.models.loss import row_chunks
 
 _COPIES = 4
@@ -112,7 +112,7 @@ def shared_like(teacher: torch.Tensor, rows: int) -> torch.Tensor:
     Columns behind the vocabulary are 0. Other logits come back as they are. Collective where shards differ: some
     rows travel at a time, so that in addition to both shards only copies of those exist.
     """
-    if not isinstance(teacher, DTensor) or rows == teacher.shape[-1]:
+    if not is_dtensor(teacher) or rows == teacher.shape[-1]:
         return teacher
     group, local = teacher.device_mesh.get_group(), _rows(teacher)
     rank, width = group.rank(), rows // group.size()
@@ -127,7 +127,9 @@ def shared_like(teacher: torch.Tensor, rows: int) -> torch.Tensor:
         arrived = all_to_all(torch.cat(sent), sizes, [len(each) for each in sent], group)
         for each, values in zip(coming, torch.split(arrived, sizes), strict=True):
             found[part, each.start - there.start : each.stop - there.start] = values.view(count, each.stop - each.start)
-    return DTensor.from_local(found.view(*_local(teacher).shape[:-1], width), teacher.device_mesh, teacher.placements)
+    return type(teacher).from_local(
+        found.view(*_local(teacher).shape[:-1], width), teacher.device_mesh, teacher.placements
+    )
 
 
 def _common(own: slice, other: slice) -> slice:
@@ -269,16 +271,16 @@ def _nothing(dtype: torch.dtype) -> float:
 
 def _cut_like(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """Return the teacher's logits in the parts of the student's. Collective where the teacher's alone are sharded."""
-    if isinstance(teacher, DTensor) == isinstance(student, DTensor):
+    if is_dtensor(teacher) == is_dtensor(student):
         return teacher
-    if isinstance(teacher, DTensor):
+    if is_dtensor(teacher):
         return teacher.full_tensor()
     group, width = _group(student), _local(student).shape[-1]
     return teacher if group is None else teacher[..., group.rank() * width : (group.rank() + 1) * width]
 
 
 def _local(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to_local() if isinstance(logits, DTensor) else logits
+    return logits.to_local() if is_dtensor(logits) else logits
 
 
 def _rows(logits: torch.Tensor) -> torch.Tensor:
@@ -288,4 +290,4 @@ def _rows(logits: torch.Tensor) -> torch.Tensor:
 
 
 def _group(logits: torch.Tensor) -> dist.ProcessGroup | None:
-    return logits.device_mesh.get_group() if isinstance(logits, DTensor) else None
+    return logits.device_mesh.get_group() if is_dtensor(logits) else None
