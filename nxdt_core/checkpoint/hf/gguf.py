@@ -52,7 +52,7 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_PRE_TOKENIZERS = {
+_PRE_TOKENIZERS: Mapping[tuple[bool | str | None, ...], str] = {
     (True, _LLAMA_3, "bytes"): "llama-bpe",
     (False, _LLAMA_3, "bytes"): "dbrx",
     (False, _LLAMA_3.replace("{1,3}", ""), "bytes"): "qwen2",
@@ -313,9 +313,9 @@ def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str,
     ids |= {"unk": model["vocab"].get(model["unk_token"]), **dict(zip(("eos", "eot", "eom"), ends, strict=False))}
     if len(before) == 1:
         ids["bos"] = before[0]
-    for key, number in ids.items():
-        if number is not None:
-            getattr(writer, f"add_{key}_token_id")(number)
+    for key, special in ids.items():
+        if special is not None:
+            getattr(writer, f"add_{key}_token_id")(special)
     writer.add_add_bos_token(len(before) == 1)
     writer.add_add_eos_token(bool(after) and after == ends[:1])
     if len(before) > 1 or (after and after != ends[:1]):

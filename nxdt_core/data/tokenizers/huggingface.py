@@ -254,9 +254,9 @@ def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -
     record = {} if loaded.directory is None else read_record(loaded.directory)
     record = {key: token_text(value) or value for key, value in record.items() if key not in _LEFT_OUT}
     named = record.pop("model_specific_special_tokens", None) or {}
-    extra = record.pop("extra_special_tokens", None) or []  # transformers 5 has a list, and 4 a mapping
+    extra: Any = record.pop("extra_special_tokens", None) or []  # transformers 5 has a list, and 4 a mapping
     if isinstance(extra, dict):
-        extra, named = [], {**extra, **named}
+        named, extra = {**extra, **named}, []
     extra = [*(record.pop("additional_special_tokens", None) or ()), *extra]
     if extra:
         record["additional_special_tokens"] = [token_text(token) for token in extra]
