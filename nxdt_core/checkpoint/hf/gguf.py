@@ -17,7 +17,8 @@ import torch
 
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.hf.export import HFPlan, HFShard
-from nxdt_core.checkpoint.hf.source import CONFIG
+from nxdt_core.checkpoint.hf.source import CONFIG, GENERATION_CONFIG, HFSource
+from nxdt_core.errors.base import listing
 from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_core.models.rotary import frequencies
@@ -40,13 +41,26 @@ _BLOCK = 32
 _EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
 _ROUTER = "ffn_gate_inp.weight"
 _TOKENIZER = "tokenizer.json"
-_PRE_TOKENIZERS = (
-    (r"\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*", "llama-bpe"),
-    (r"\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*", "qwen2"),
-    ('"individual_digits": true', "smollm"),
-    ('"use_regex": true', "gpt-2"),
+_BYTES = {f"<0x{byte:02X}>" for byte in range(256)}
+"""Tokens of single bytes in a SentencePiece model."""
+_LLAMA_3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""What the pre-tokenizer of a ``tokenizer.json`` contains, and llama.cpp's name for one that splits in the same way."""
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PRE_TOKENIZERS: Mapping[tuple[bool | str | None, ...], str] = {
+    (True, _LLAMA_3, "bytes"): "llama-bpe",
+    (False, _LLAMA_3, "bytes"): "dbrx",
+    (False, _LLAMA_3.replace("{1,3}", ""), "bytes"): "qwen2",
+    (True, _TEKKEN, "bytes"): "tekken",
+    (False, "digits", "words"): "smollm",
+    (False, "words"): "gpt-2",
+}
+"""llama.cpp's names of pre-tokenizers, by ``ignore_merges`` of the BPE model and by how each part splits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,53 +242,111 @@ def _rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
 
 
 def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str, Any]) -> Iterator[str]:
-    """Write the tokenizer of ``tokenizer.json``, with an unused token for each further row of the embedding."""
+    """Write the tokenizer of ``tokenizer.json``, with an unused token for each further row of the embedding.
+
+    Yields:
+        Where llama.cpp gives texts other tokens or ends them at others, a sentence each.
+    """
     import gguf
+    import tokenizers
 
     if _TOKENIZER not in texts:
         raise GgufUnsupported(reason=f"its tokenizer has no {_TOKENIZER}", known=[*_MODELS])
-    content = json.loads(texts[_TOKENIZER])
-    model = content["model"]
-    if model.get("type") != "BPE":
-        raise GgufUnsupported(reason=f"its tokenizer is of the type {model.get('type')!r}", known=[*_MODELS])
-    merges = [" ".join(each) if isinstance(each, list) else each for each in model["merges"]]
-    added = {each["id"]: each for each in content.get("added_tokens") or ()}
-    by_id = {number: token for token, number in model["vocab"].items()} | {
-        n: each["content"] for n, each in added.items()
-    }
+    tokenizer = tokenizers.Tokenizer.from_buffer(texts[_TOKENIZER])
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    content = json.loads(tokenizer.to_str())  # with the defaults that the file leaves out
+    model, added = content["model"], {each["id"]: each for each in content["added_tokens"]}
+    if model["type"] != "BPE":
+        raise GgufUnsupported(reason=f"its tokenizer is of the type {model['type']!r}", known=[*_MODELS])
+    normalizers, splits = _steps(content["normalizer"]), _steps(content["pre_tokenizer"])
+    byte_level = any(each["type"] == "ByteLevel" for each in splits)
+    if not byte_level and not (model["byte_fallback"] and model["vocab"].keys() >= _BYTES):
+        raise GgufUnsupported(reason="its BPE tokenizer lacks tokens for single bytes", known=[*_MODELS])
+    by_id = {number: token for token, number in model["vocab"].items()}
+    by_id |= {number: each["content"] for number, each in added.items()}
     tokens, types = [], []
     for number in range(int(config["vocab_size"])):
-        tokens.append(by_id.get(number, f"[PAD{number}]"))
-        types.append(_type(by_id.get(number), added.get(number), gguf.TokenType))
-    if model.get("byte_fallback"):  # made of a SentencePiece model, whose scores are the order of its merges
-        order = {each.replace(" ", ""): -float(rank) for rank, each in enumerate(merges)}
-        writer.add_tokenizer_model("llama")
-        writer.add_token_scores([order.get(token, 0.0) for token in tokens])
-    else:
-        written = json.dumps(content.get("pre_tokenizer"))
-        name = next((name for sign, name in _PRE_TOKENIZERS if sign in written), None)
-        writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre(name or "default")
-        writer.add_token_merges(merges)
-        if name is None:
-            yield "llama.cpp has no name for this pre-tokenizer, and may split texts in another way"
+        token = by_id.get(number)
+        tokens.append(f"[PAD{number}]" if token is None else token)
+        if token is None:
+            types.append(gguf.TokenType.UNUSED)
+        elif number in added:
+            types.append(gguf.TokenType.CONTROL if added[number]["special"] else gguf.TokenType.USER_DEFINED)
+        else:
+            types.append(gguf.TokenType.BYTE if not byte_level and token in _BYTES else gguf.TokenType.NORMAL)
     writer.add_token_list(tokens)
     writer.add_token_types(types)
-    for key in ("bos", "eos", "pad"):
-        found = config.get(f"{key}_token_id")
-        found = found[0] if isinstance(found, list) else found
-        if found is not None:
-            getattr(writer, f"add_{key}_token_id")(found)
-    post = json.dumps(content.get("post_processor"))
-    writer.add_add_bos_token(config.get("bos_token_id") is not None and by_id.get(config["bos_token_id"], "\0") in post)
+    if byte_level:
+        name = _PRE_TOKENIZERS.get((model["ignore_merges"], *map(_split, splits)))
+        unlike = [*normalizers, *(splits if name is None else ())]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(name or "default")
+        writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
+    else:  # llama.cpp has these as SentencePiece models, whose scores are the order of the merges
+        order = {"".join(pair): -float(rank) for rank, pair in enumerate(model["merges"])}
+        unlike = [each for each in (*normalizers, *splits) if each["type"] not in ("Prepend", "Replace", "Metaspace")]
+        marking = [each for each in splits if each["type"] == "Metaspace" and each["prepend_scheme"] != "never"]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([order.get(token, 0.0) for token in tokens])
+        writer.add_add_space_prefix(bool(marking) or any(each["type"] == "Prepend" for each in normalizers))
+        if marking:
+            yield "llama.cpp puts a space before texts that begin with one, and after each special token"
+    if unlike:
+        kinds = listing([each["type"] for each in unlike])
+        yield f"llama.cpp has no counterpart of this tokenizer's {kinds}, and may split texts in another way"
+    trimmed = [
+        each["content"]
+        for each in added.values()
+        if each["lstrip"] or each["rstrip"] or each["single_word"] or (each["normalized"] and normalizers)
+    ]
+    if trimmed:
+        yield f"llama.cpp does not apply the rules for spaces and normalization of these tokens: {listing(trimmed)}"
+    text = tokenizer.encode("a")
+    own = [place for place, special in enumerate(text.special_tokens_mask) if not special] or [len(text.ids)]
+    before, after = text.ids[: own[0]], text.ids[own[-1] + 1 :]
+    generation = json.loads(texts.get(GENERATION_CONFIG, b"{}"))
+    named = json.loads(texts.get("tokenizer_config.json", b"{}")).get("eos_token")
+    stops = HFSource(path="", config=config, generation=generation).stop_ids
+    ends = sorted(stops, key=lambda number: by_id.get(number) != named)
+    ids = {key: config.get(f"{key}_token_id") for key in ("bos", "pad")}
+    ids |= {"unk": model["vocab"].get(model["unk_token"]), **dict(zip(("eos", "eot", "eom"), ends, strict=False))}
+    if len(before) == 1:
+        ids["bos"] = before[0]
+    for key, special in ids.items():
+        if special is not None:
+            getattr(writer, f"add_{key}_token_id")(special)
+    writer.add_add_bos_token(len(before) == 1)
+    writer.add_add_eos_token(bool(after) and after == ends[:1])
+    if len(before) > 1 or (after and after != ends[:1]):
+        around = [by_id[number] for number in (*before, *after)]
+        yield f"llama.cpp does not put all of the tokens around texts that this tokenizer puts there: {listing(around)}"
+    if not ends:
+        default = 11 if byte_level else 2
+        yield f"the run has no end token, and llama.cpp ends texts at its default: {default}, {tokens[default]!r}"
+    if len(ends) > 3:
+        more = listing([by_id[number] for number in ends[3:]])
+        yield f"llama.cpp ends texts at three tokens at most, and not at {more}"
+    if generation.get("suppress_tokens"):
+        writer.add_array("tokenizer.ggml.suppress_tokens", generation["suppress_tokens"])
     template = texts.get("chat_template.jinja")
     if template is not None:
         writer.add_chat_template(template.decode())
 
 
-def _type(token: str | None, added: Mapping[str, Any] | None, types: Any) -> Any:
-    if token is None:
-        return types.UNUSED
-    if added is not None:
-        return types.CONTROL if added.get("special") else types.USER_DEFINED
-    return types.BYTE if len(token) == 6 and token.startswith("<0x") and token.endswith(">") else types.NORMAL
+def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
+    """Return the normalizers or pre-tokenizers of a ``tokenizer.json``, in order."""
+    if part is None:
+        return []
+    parts = part.get("pretokenizers", part.get("normalizers")) if part["type"] == "Sequence" else None
+    return [part] if parts is None else [step for each in parts for step in _steps(each)]
+
+
+def _split(step: Mapping[str, Any]) -> str | None:
+    """Return how a pre-tokenizer splits: ``bytes``, ``words``, ``digits`` or a regular expression; None: otherwise."""
+    if step["type"] == "ByteLevel" and not step["add_prefix_space"]:
+        return "words" if step["use_regex"] else "bytes"
+    if step["type"] == "Digits" and step["individual_digits"]:
+        return "digits"
+    plain = step["type"] == "Split" and step["behavior"] == "Isolated" and not step["invert"]
+    return step["pattern"].get("Regex") if plain else None

@@ -236,28 +236,41 @@ def special_tokens(loaded: Loaded, named: Mapping[str, str | None]) -> dict[str,
     return {key: token for key, token in {**found, **named}.items() if token is not None}
 
 
-_BESIDE = ("chat_template.jinja", "chat_template.json", "tokenizer.model")
-"""Files that are copied unchanged where they are next to the tokenizer."""
 _CONFIG = "tokenizer_config.json"
+_LEFT_OUT = ("chat_template", "auto_map", "is_local", "local_files_only", "backend")
+"""Keys of ``tokenizer_config.json`` that an export leaves out: a template has its own file, code is not copied, and the
+others are of the program that read the source."""
 
 
 def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -> dict[str, bytes]:
-    """``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them.
+    """Return ``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them, for transformers 4 and 5.
+
+    The class is the one that both take for a ``tokenizer.json`` as it is; others change its post-processor.
 
     Args:
         loaded: the tokenizer and where it comes from.
         special_tokens: ``bos_token``, ``eos_token``, ``pad_token`` → the token in use, or None.
     """
-    record: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast"}
-    files: dict[str, bytes] = {}
-    if loaded.directory is not None:
-        record |= read_record(loaded.directory)
-        present = [name for name in _BESIDE if (loaded.directory / name).is_file()]
-        files |= {name: (loaded.directory / name).read_bytes() for name in present}
-        if (loaded.directory / FOR_TOOLS).is_file() and (template := chat_template(loaded)) is not None:
-            files["chat_template.jinja"] = template.encode()
-    own = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
-    return {**files, FILE: own, _CONFIG: (json.dumps({**record, **special_tokens}, indent=2) + "\n").encode()}
+    record = {} if loaded.directory is None else read_record(loaded.directory)
+    record = {key: token_text(value) or value for key, value in record.items() if key not in _LEFT_OUT}
+    named = record.pop("model_specific_special_tokens", None) or {}
+    extra: Any = record.pop("extra_special_tokens", None) or []  # transformers 5 has a list, and 4 a mapping
+    if isinstance(extra, dict):
+        named, extra = {**extra, **named}, []
+    extra = [*(record.pop("additional_special_tokens", None) or ()), *extra]
+    if extra:
+        record["additional_special_tokens"] = [token_text(token) for token in extra]
+    if named:
+        record["extra_special_tokens"] = {name: token_text(token) for name, token in named.items()}
+    record = {"model_input_names": ["input_ids", "attention_mask"], **record, **special_tokens}
+    record["tokenizer_class"] = "PreTrainedTokenizerFast"
+    content = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
+    files = {FILE: content, _CONFIG: (json.dumps(record, indent=2) + "\n").encode()}
+    if loaded.directory is not None and (loaded.directory / "tokenizer.model").is_file():
+        files["tokenizer.model"] = (loaded.directory / "tokenizer.model").read_bytes()
+    if (template := chat_template(loaded)) is not None:
+        files["chat_template.jinja"] = template.encode()
+    return files
 
 
 class HuggingFaceTokenizer:

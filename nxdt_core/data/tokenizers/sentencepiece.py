@@ -52,6 +52,7 @@ def pretrained_files(content: bytes, added: Mapping[str, int], names: Mapping[st
     unknown = model.pieces[model.trainer_spec.unk_id].piece
     record = {
         "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_input_names": ["input_ids", "attention_mask"],
         "unk_token": unknown,
         "clean_up_tokenization_spaces": False,
         **names,

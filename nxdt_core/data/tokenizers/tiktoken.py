@@ -139,6 +139,7 @@ class TiktokenTokenizer:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         record = {
             "tokenizer_class": "PreTrainedTokenizerFast",
+            "model_input_names": ["input_ids", "attention_mask"],
             "clean_up_tokenization_spaces": False,
             **{key: None if id_ is None else names[id_] for key, id_ in ids.items()},
         }

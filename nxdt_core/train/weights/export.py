@@ -29,12 +29,12 @@ from nxdt_core.errors.checkpoints import CheckpointNotFound
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.protocols.tokenizer import HFTokenizer
+from nxdt_core.protocols.tokenizer import HFTokenizer, Tokenizer
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE, average_index
 from nxdt_core.train.weights.saved_config import SavedRun, locate, named_config, own_run, saved_run
 
-__all__ = ["ExportDtype", "Exported", "HFForm", "export_gguf", "export_hf", "plan_export"]
+__all__ = ["ExportDtype", "Exported", "HFForm", "export_gguf", "export_hf", "plan_export", "tokenizer_files"]
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -211,21 +211,13 @@ def plan_export(
         dtype: as of :func:`export_hf`.
         max_shard_bytes: as of :func:`export_hf`.
     """
-    config, keys = saved.config, saved.chat_keys
+    config = saved.config
     tokenizer = build.tokenizer(config)
-    files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
-    template = named_template(keys, tokenizer)
-    if files and template is not None:
-        files = {**files, "chat_template.jinja": template.text.encode()}
-    notes: tuple[str, ...] = ()
-    if not files:
-        named = config.components["tokenizer"]
-        whose = "the run names none" if named is None else f"transformers has none like {named.component.record.name!r}"
-        notes = (f"no tokenizer is included: {whose}",)
+    files, notes = tokenizer_files(saved, tokenizer)
     places = manifest.tensors.get("model", {}) if index is None else index
     held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
     builder = build.model_builder(config)
-    stops = () if tokenizer is None else stop_ids(keys, tokenizer)
+    stops = () if tokenizer is None else stop_ids(saved.chat_keys, tokenizer)
     plan = plan_hf(
         builder,
         held,
@@ -237,6 +229,17 @@ def plan_export(
         source=HFSource.of_facts(manifest.facts.hf),
     )
     return plan, (*notes, *plan.notes)
+
+
+def tokenizer_files(saved: SavedRun, tokenizer: Tokenizer | None) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
+    """Return the files of a run's tokenizer and chat template for transformers, or none and a note on the reason."""
+    files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
+    if not files:
+        named = saved.config.components["tokenizer"]
+        whose = "the run names none" if named is None else f"transformers has none like {named.component.record.name!r}"
+        return {}, (f"no tokenizer is included: {whose}",)
+    template = named_template(saved.chat_keys, tokenizer)
+    return (files if template is None else {**files, "chat_template.jinja": template.text.encode()}), ()
 
 
 def _find(storage: CheckpointStore, step: int | None, trusted: TrustedKeys | None) -> Manifest:

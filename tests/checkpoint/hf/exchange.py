@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
+import pytest
 import tokenizers
 import torch
 
@@ -109,3 +111,14 @@ def import_together(source: str, uri: str) -> str:
 def newest(uri: str) -> Manifest:
     """The manifest of the newest checkpoint, every byte of which is right."""
     return checkpoint.find_checkpoint(LocalStorage(uri), None, warn=print)
+
+
+def llama_cpp_of(file: Path) -> Any:
+    """A server of llama.cpp in this process."""
+    llama_cpp = pytest.importorskip("xllamacpp", reason="xllamacpp, a build of llama.cpp, is not installed")
+    asked = llama_cpp.CommonParams()
+    asked.model.path, asked.n_ctx, asked.n_parallel, asked.warmup = str(file), 128, 1, False
+    asked.cache_type_k = asked.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
+    asked.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
+    asked.cpuparams.n_threads = 1
+    return llama_cpp.Server(asked)

@@ -14,7 +14,7 @@ from nxdt_core.cli import main
 from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
 from nxdt_core.train import build
 from nxdt_core.train.weights.export import export_gguf, export_hf
-from tests.checkpoint.hf.exchange import llama, save_run, write_tokenizer
+from tests.checkpoint.hf.exchange import llama, llama_cpp_of, save_run, write_tokenizer
 
 gguf = pytest.importorskip("gguf", reason="gguf is not installed; it is pinned in constraints.txt")
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to load files with")
@@ -115,17 +115,6 @@ def test_llama_cpp_computes_and_splits_the_same(saved, tmp_path, overrides, dtyp
         torch.testing.assert_close(found, same, rtol=0, atol={"float32": 5e-5, "q8_0": 0.2}[dtype])
         compared += 1
     assert compared > 5
-
-
-def llama_cpp_of(file):
-    """A server of llama.cpp in this process."""
-    llama_cpp = pytest.importorskip("xllamacpp", reason="xllamacpp, a build of llama.cpp, is not installed")
-    asked = llama_cpp.CommonParams()
-    asked.model.path, asked.n_ctx, asked.n_parallel, asked.warmup = str(file), 128, 1, False
-    asked.cache_type_k = asked.cache_type_v = llama_cpp.ggml_type.GGML_TYPE_F32
-    asked.flash_attn_type = llama_cpp.llama_flash_attn_type.LLAMA_FLASH_ATTN_TYPE_DISABLED
-    asked.cpuparams.n_threads = 1
-    return llama_cpp.Server(asked)
 
 
 def reader(file):

@@ -31,9 +31,13 @@ from nxdt_core.models.quantised import QuantisedWeight, requantised
 from nxdt_core.train.generate import generate
 from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
+from tests.checkpoint.hf.exchange import write_tokenizer
+from tests.checkpoint.hf.transformers_4 import read_here, transformers_4
 from tests.checkpoint.signed import load_trusted, write_key
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.sampling import slow
+
+__all__ = ["transformers_4"]
 
 RUN = {
     "name": "tuned",
@@ -314,6 +318,48 @@ def test_an_exported_adapter_names_the_directory_that_its_base_came_from(tmp_pat
         "tuned", f"checkpoint.resume_from={directory}", over, "adapter.enable_lora=false", "trainer.max_steps=1"
     )
     assert named(f"checkpoint.resume_from={tuned / 'checkpoints'}", over) is None
+
+
+def with_tokenizer(path):
+    """What makes a run have a tokenizer that transformers can load, with a chat template."""
+    return f"data.tokenizer={{library: huggingface, model: {write_tokenizer(path)}}}", "model.vocab_size=304"
+
+
+def test_an_exported_adapter_has_the_tokenizer_and_the_chat_template(tmp_path, fresh_run, command, caplog):
+    kept = fresh_run(*with_tokenizer(tmp_path / "bpe"), "trainer.max_steps=1") / "checkpoints"
+    assert command("checkpoint", "export-lora", kept, tmp_path / "adapter")[0] == 0
+    adapter, tokenizer = ({p.name: p.read_bytes() for p in (tmp_path / d).iterdir()} for d in ("adapter", "bpe"))
+    assert {*adapter} == {"adapter_config.json", "adapter_model.safetensors", *tokenizer}
+    assert all(adapter[name] == tokenizer[name] for name in ("tokenizer.json", "chat_template.jinja"))
+    assert command("checkpoint", "export-lora", fresh_run() / "checkpoints", tmp_path / "plain")[0] == 0
+    assert "no tokenizer is included: transformers has none like 'byte'" in caplog.text
+
+
+PEFT = """
+import json, sys
+sys.modules["torchao"] = None  # the installed one is too new for that peft
+import peft, torch, transformers
+base, adapter = sys.argv[1:]
+tokenizer = transformers.AutoTokenizer.from_pretrained(adapter)
+model = peft.PeftModel.from_pretrained(transformers.AutoModelForCausalLM.from_pretrained(base), adapter).eval()
+inputs = tokenizer("In the beginning", return_tensors="pt")
+with torch.no_grad():
+    logits = model(**inputs).logits[0, -1].tolist()
+print(json.dumps([transformers.__version__[0], inputs.input_ids.tolist(), tokenizer.chat_template, logits]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_the_peft_of_transformers_4_opens_an_exported_adapter(tmp_path, fresh_run, command, transformers_4):
+    pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
+    sizes = with_tokenizer(tmp_path / "bpe")
+    export_hf(str(fresh_run("adapter.enable_lora=false", *sizes) / "checkpoints"), str(tmp_path / "base"))
+    assert command("checkpoint", "export-lora", fresh_run(*sizes) / "checkpoints", tmp_path / "adapter")[0] == 0
+    earlier, now = (run(PEFT, tmp_path / "base", tmp_path / "adapter") for run in (transformers_4, read_here))
+    assert (earlier[0], now[0]) == ("4", "5")
+    assert earlier[1:3] == now[1:3]
+    torch.testing.assert_close(torch.tensor(earlier[3]), torch.tensor(now[3]), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -87,6 +87,7 @@ def export_lora(
 ) -> None:
     """Write the adapter that a LoRA run trained, and nothing of its base, for `PeftModel.from_pretrained`.
 
+    The run's tokenizer and chat template are written next to it.
     SRC is a checkpoint.uri, whose newest complete step is used, or one step of it. DST is a directory that is empty
     or not there yet.
     """

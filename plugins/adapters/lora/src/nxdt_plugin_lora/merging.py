@@ -147,7 +147,7 @@ def merged_weight(
 def _write(
     writer: AttemptWriter, saved: SavedLora, held: Mapping[str, ShardInfo], ranks: RankAgreement | None
 ) -> dict[TensorKey, TensorPart]:
-    updated, tables = saved.updated, tables_of(build.model_builder(saved.config))
+    updated, tables = saved.updated, tables_of(build.model_builder(saved.run.config))
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
         frozen = saved.base.values([name for name in names if name not in saved.trained])
@@ -175,7 +175,7 @@ def _write(
 
 
 def _check_ties(saved: SavedLora) -> None:
-    for owner, user in build.model_builder(saved.config).plan().tied:
+    for owner, user in build.model_builder(saved.run.config).plan().tied:
         if {owner, user} & saved.updated.keys():
             raise MergeUnties(owner=owner, user=user)
 

@@ -13,6 +13,7 @@ from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.train import build
+from nxdt_core.train.weights.export import tokenizer_files
 from nxdt_core.train.weights.saved_config import base_step, locate, named_config
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoPeftForm
@@ -78,7 +79,7 @@ def export_lora(
     config: str | None = None,
     trusted: Sequence[str] = (),
 ) -> ExportedLora:
-    """Write the adapter alone, as ``PeftModel.from_pretrained(base, target)`` reads it.
+    """Write the adapter as ``PeftModel.from_pretrained(base, target)`` reads it, with tokenizer and chat template.
 
     Args:
         source: a checkpoint, or the root of a run's checkpoints (the newest good one is taken).
@@ -100,12 +101,15 @@ def export_lora(
     own, keys = named_config(config, trusted)
     saved = open_saved(*locate(source, own), needs_base=False, config=own, trusted=keys)
     base = base_model or _source_directory(saved)
-    written, tensors = describe(build.model_builder(saved.config), saved.lora, saved.trained, base=base)
+    written, tensors = describe(build.model_builder(saved.run.config), saved.lora, saved.trained, base=base)
     if written["lora_dropout"] != saved.lora.lora_dropout:
         _log.warning(
             "adapter_config.json says lora_dropout 0: peft opens no experts with another one, nor layers of their names"
         )
-    size_bytes = write_peft(directory, written, tensors, saved.read, base=saved.manifest.facts.base)
+    files, notes = tokenizer_files(saved.run, build.tokenizer(saved.run.config))
+    for note in notes:
+        _log.warning(note)
+    size_bytes = write_peft(directory, written, tensors, saved.read, base=saved.manifest.facts.base, files=files)
     return ExportedLora(
         source=saved.uri,
         target=target,

@@ -155,6 +155,7 @@ def write_peft(
     read: Callable[[Sequence[str]], Iterable[torch.Tensor]],
     *,
     base: str,
+    files: Mapping[str, bytes] | None = None,
 ) -> int:
     """Write a directory; returns its bytes of weights.
 
@@ -164,12 +165,16 @@ def write_peft(
         tensors: of :func:`nxdt_plugin_lora.peft_names.peft_tensors`.
         read: gives the whole parameters of names, in order.
         base: digest of the frozen weights.
+        files: further ones by name, such as the tokenizer's.
     """
     weights = zip(tensors.values(), read([*tensors]), strict=True)
     written = dict(item for tensor, weight in weights for item in tensor.write(weight))
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / WEIGHTS) as file:
         file.write(save(written, metadata={"format": "pt", _BASE: base}))
+    for name, content in (files or {}).items():
+        with replacing(directory / name) as file:
+            file.write(content)
     replace_text(directory / CONFIG, json.dumps(dict(config), indent=2) + "\n")
     return sum(tensor.nbytes for tensor in written.values())
 

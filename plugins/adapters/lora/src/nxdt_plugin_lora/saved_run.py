@@ -14,7 +14,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.base import BaseWeights, base_weights
-from nxdt_core.train.weights.saved_config import saved_run
+from nxdt_core.train.weights.saved_config import SavedRun, saved_run
 from nxdt_plugin_lora.adaptation import adapt
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import NoAdapterHere
@@ -29,7 +29,7 @@ class SavedLora:
 
     storage: CheckpointStore
     manifest: Manifest
-    config: ResolvedConfig
+    run: SavedRun
     lora: LoraConfig
     trained: Mapping[str, tuple[int, ...]]
     """Shapes of all that trained, by name."""
@@ -96,7 +96,8 @@ def open_saved(
     """
     manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
     uri = build.step_uri(storage, manifest.step)
-    run = saved_run(manifest, where=uri, config=config, base=needs_base and base is None).config
+    saved = saved_run(manifest, where=uri, config=config, base=needs_base and base is None)
+    run = saved.config
     chosen = run.components["adapter"]
     if chosen is None or not isinstance(chosen.config, LoraConfig) or not chosen.config.enable_lora:
         raise NoAdapterHere(where=uri)
@@ -107,7 +108,7 @@ def open_saved(
     return SavedLora(
         storage=storage,
         manifest=manifest,
-        config=run,
+        run=saved,
         lora=chosen.config,
         trained={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad},
         found_base=base_weights(run, storage, manifest, base=base, trusted=trusted) if needs_base else None,
