@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from itertools import islice, product
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from nxdt_core.config import load
 from nxdt_core.train import TrainSession
 from nxdt_core.train.run.train import train
-from tests.calls import Call, run_in_turn
+from tests.calls import LastingRanks
 from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers")
@@ -128,35 +129,30 @@ def learn(directory: str, teachers: dict[int, str], devices: int, overrides: tup
 
 
 @pytest.fixture(scope="module")
-def learned(request, tmp_path_factory, teachers):
-    """By layout and options, what each rank sees of the cases of this run; by ``None`` and options, what one process
-    sees with all of a batch at once. All in the same two ranks: a case costs half of what it does in new ones."""
-    cases = [
-        item.callspec.params
-        for item in request.session.items
-        if item.path == request.path and hasattr(item, "callspec")
-    ]
-    whole, calls = ("data.micro_batch_size=4",), {}
-    for layout, options in ((case.get("layout", "one"), case["options"]) for case in cases if "options" in case):
-        calls[layout, options] = (*OPTIONS[options], *LAYOUTS.get(layout, whole))
+def ranks():
+    lasting = LastingRanks()
+    yield lasting
+    lasting.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, teachers, ranks):
+    """``alone(options)``: what one process sees, with all of a batch at once."""
+
+    @cache
+    def of(options):
         logits = (each for each in OPTIONS[options] if not each.startswith("model.loss_chunk_tokens"))
-        calls[None, options] = (*logits, *(() if options == "experts" else whole))
-    directory = tmp_path_factory.mktemp("learned")
-    worlds = {case: 2 if case[0] in LAYOUTS else 1 for case in calls}
-    ordered = sorted(calls, key=lambda case: -worlds[case])  # a rank that waits for others must not meet one alone
-    return run_in_turn(
-        {
-            case: Call(worlds[case], learn, (f"{directory}/{number}", teachers, worlds[case], calls[case]))
-            for number, case in enumerate(ordered)
-        },
-        timeout_s=280,
-    )
+        whole = (*logits, *(() if options == "experts" else ("data.micro_batch_size=4",)))
+        return ranks(1).run(learn, str(tmp_path_factory.mktemp("alone")), teachers, 1, whole)[0]
+
+    return of
 
 
 @pytest.mark.parametrize("options", ["chunks", "chunks-top"])
-def test_some_tokens_at_a_time_give_the_numbers_of_whole_logits(learned, options):
-    (found,), (wanted,) = learned["one", options], learned[None, options]
-    assert found == [pytest.approx(row, rel=1e-12, abs=1e-12) for row in wanted]
+def test_some_tokens_at_a_time_give_the_numbers_of_whole_logits(tmp_path, teachers, ranks, alone, options):
+    one = (*OPTIONS[options], "data.micro_batch_size=4")
+    (found,) = ranks(1).run(learn, str(tmp_path), teachers, 1, one)
+    assert found == [pytest.approx(row, rel=1e-12, abs=1e-12) for row in alone(options)]
 
 
 def compared(parts: tuple[bool, bool]) -> tuple[list[float], list[float]]:
@@ -212,12 +208,11 @@ def test_ranks_exchange_the_columns_of_a_teacher_that_has_another_number_of_them
         if (layout == "ep2") <= (options == "experts")
     ],
 )
-def test_every_layout_learns_what_one_process_learns(learned, layout, options):
-    (wanted,) = learned[None, options]
+def test_every_layout_learns_what_one_process_learns(tmp_path, teachers, ranks, alone, layout, options):
+    wanted = alone(options)
     assert len(wanted) == STEPS + VALIDATED
     assert wanted[0]["kd_loss"] > 0.01
     assert ("router_entropy" in wanted[0]) == (options == "experts")
-    ranks = learned[layout, options]
-    assert len(ranks) == 2
-    for found in ranks:
+    overrides = (*OPTIONS[options], *LAYOUTS[layout])
+    for found in ranks(2).run(learn, str(tmp_path), teachers, 2, overrides):
         assert found == [pytest.approx(row, rel=1e-9, abs=1e-9) for row in wanted]
