@@ -198,12 +198,10 @@ def fork_workers() -> Iterator[None]:
 
 
 def inherited_server() -> ForkClient | None:
-    """Return the server that this process was forked with, if any."""
+    """Return the server that this process was forked with, if any. torch's launcher, which has taken ``Popen`` from
+    there at its import, forks ranks by it."""
     module = sys.modules.get(_NAME_IN_FORKS)
-    if module is None:
-        return None
-    client: ForkClient | None = module._current()
-    module.use(None)  # for what has taken its Popen at an import, such as torch's launcher
+    client: ForkClient | None = module._current() if module is not None else None
     return client
 
 

@@ -211,8 +211,8 @@ def _remarks(key: Key) -> Iterator[str]:
 
 _COLUMN = 48
 """Where comments start, unless a value is longer."""
-_PLAIN = re.compile(r"[a-z]+_[a-z_]+")
-"""Text that no YAML takes for anything else: words with an underscore."""
+_PLAIN = re.compile(r"(?!(?:true|false|yes|no|on|off|null)$)[a-z][\w./-]*|/[\w./-]+", re.IGNORECASE | re.ASCII)
+"""Text that YAML takes for nothing else: words and paths."""
 
 
 def render_show(resolved: ResolvedConfig, *, only_set: bool = False) -> str:
@@ -242,7 +242,7 @@ def _scalar(value: object) -> str:
     """One key or value in flow style on one line. Most need no dumper, which takes 0.1 ms for each."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
-    if type(value) is int or (isinstance(value, str) and _PLAIN.fullmatch(value)):
+    if type(value) is int or (isinstance(value, str) and _PLAIN.fullmatch(value)) or value in ([], {}):
         return str(value)
     # Here, not above: the dumper's regular expressions cost 5 ms, which loading need not pay.
     import yaml

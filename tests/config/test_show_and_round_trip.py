@@ -10,6 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nxdt_core import config
+from nxdt_core.config.reference import _scalar
 
 
 def test_show_prints_each_value_with_its_origin(load, good):
@@ -79,3 +80,12 @@ def test_any_values_survive_saving(kernel, name, steps, lr, clip, limit, version
     run = resolved.run
     assert (run.name, run.trainer.max_steps, run.model.optim.lr, run.exp_manager.version) == (name, steps, lr, version)
     assert config.load(yaml.safe_load(config.render_show(resolved)), kernel=kernel) == resolved
+
+
+WORDS = ("yes", "No", "ON", "null", "y", "1e5", "0x1", "e5", "~", "<<", "---")
+PATHS = ("a.b", "a--", "/a/b-c.d", "/", "a b", "a: b", "")
+
+
+@pytest.mark.parametrize("text", [*WORDS, *PATHS])
+def test_a_text_is_shown_as_what_yaml_reads_as_the_same_text(text):
+    assert yaml.safe_load(f"{{{_scalar(text)}: [{_scalar(text)}, {_scalar([])}]}}") == {text: [text, []]}

@@ -1,12 +1,13 @@
 """The rank pools that the tests of layouts share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
 
 import pytest
 from nxdt_testing.ranks import RankPool
 
+from tests.calls import LastingRanks
 from tests.engine.matrix.layouts import Layout, Numbers
 from tests.engine.matrix.training import Report, train
 from tests.sampling import shortened, takes_all
@@ -16,6 +17,14 @@ from tests.sampling import shortened, takes_all
 def ranks() -> Callable[[int], RankPool]:
     """``ranks(n).run(function, *arguments)`` calls a function on ``n`` real processes."""
     return cache(RankPool)
+
+
+@pytest.fixture(scope="module")
+def lasting_ranks() -> Iterator[LastingRanks]:
+    """``ranks`` whose processes stay for the tests of a module."""
+    ranks = LastingRanks()
+    yield ranks
+    ranks.close()
 
 
 @pytest.fixture(scope="session")

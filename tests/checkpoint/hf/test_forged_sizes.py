@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import resource
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -25,6 +23,7 @@ from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.train.weights.importing import import_checkpoint
 from nxdt_core.train.weights.saved_config import saved_run
+from tests import processes
 from tests.checkpoint.poison import HF_CONFIG, weights
 
 CONFIG = {**HF_CONFIG, "head_dim": 2, "rms_norm_eps": 1e-5}
@@ -113,6 +112,14 @@ def test_what_counts_modules_is_limited_by_the_number_of_tensors(values: dict[st
     assert oversized(values, tensors=1001, size_bytes=5000) is None
 
 
+IN_16_GIB = """
+import resource, sys
+from nxdt_core.cli import main
+resource.setrlimit(resource.RLIMIT_AS, (2**34, 2**34))
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 @pytest.mark.usefixtures("builder")
 def test_a_run_from_a_directory_compares_shapes_before_it_builds_the_model(tmp_path: Path) -> None:
     """A quarter of the elements of one matrix would fill the memory that the process may take."""
@@ -124,16 +131,8 @@ def test_a_run_from_a_directory_compares_shapes_before_it_builds_the_model(tmp_p
         *("data.global_batch_size=1", "checkpoint.resume_from=hf", "checkpoint.weight_init_only=true"),
     )
     (tmp_path / "run.yaml").write_text("name: run\nexp_manager: {exp_dir: runs}\n")
-    limit = 16 * 2**30
-    done = subprocess.run(
-        [sys.executable, "-m", "nxdt_core", "train", "run.yaml", *overrides],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_AS, (limit, limit)),
-    )
+    command = [sys.executable, "-c", IN_16_GIB, "train", "run.yaml", *overrides]
+    done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2, done.stderr
     assert "NXDT-M050" in done.stderr
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor, Shard
 from nxdt_core.config import load
 from nxdt_core.train import TrainSession
 from nxdt_core.train.run.train import train
+from tests.calls import LastingRanks
 from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers")
@@ -128,22 +129,29 @@ def learn(directory: str, teachers: dict[int, str], devices: int, overrides: tup
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, teachers):
+def ranks():
+    lasting = LastingRanks()
+    yield lasting
+    lasting.close()
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, teachers, ranks):
     """``alone(options)``: what one process sees, with all of a batch at once."""
 
     @cache
     def of(options):
         logits = (each for each in OPTIONS[options] if not each.startswith("model.loss_chunk_tokens"))
         whole = (*logits, *(() if options == "experts" else ("data.micro_batch_size=4",)))
-        return RankPool(1).run(learn, str(tmp_path_factory.mktemp("alone")), teachers, 1, whole)[0]
+        return ranks(1).run(learn, str(tmp_path_factory.mktemp("alone")), teachers, 1, whole)[0]
 
     return of
 
 
 @pytest.mark.parametrize("options", ["chunks", "chunks-top"])
-def test_some_tokens_at_a_time_give_the_numbers_of_whole_logits(tmp_path, teachers, alone, options):
+def test_some_tokens_at_a_time_give_the_numbers_of_whole_logits(tmp_path, teachers, ranks, alone, options):
     one = (*OPTIONS[options], "data.micro_batch_size=4")
-    (found,) = RankPool(1).run(learn, str(tmp_path), teachers, 1, one)
+    (found,) = ranks(1).run(learn, str(tmp_path), teachers, 1, one)
     assert found == [pytest.approx(row, rel=1e-12, abs=1e-12) for row in alone(options)]
 
 
@@ -200,11 +208,11 @@ def test_ranks_exchange_the_columns_of_a_teacher_that_has_another_number_of_them
         if (layout == "ep2") <= (options == "experts")
     ],
 )
-def test_every_layout_learns_what_one_process_learns(tmp_path, teachers, alone, layout, options):
+def test_every_layout_learns_what_one_process_learns(tmp_path, teachers, ranks, alone, layout, options):
     wanted = alone(options)
     assert len(wanted) == STEPS + VALIDATED
     assert wanted[0]["kd_loss"] > 0.01
     assert ("router_entropy" in wanted[0]) == (options == "experts")
     overrides = (*OPTIONS[options], *LAYOUTS[layout])
-    for found in RankPool(2).run(learn, str(tmp_path), teachers, 2, overrides, timeout_s=120):
+    for found in ranks(2).run(learn, str(tmp_path), teachers, 2, overrides):
         assert found == [pytest.approx(row, rel=1e-9, abs=1e-9) for row in wanted]
