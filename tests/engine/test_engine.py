@@ -87,7 +87,7 @@ class WithAuxiliary(Bigram):
 
 
 @pytest.mark.parametrize("size", [1, 4])
-def test_an_auxiliary_loss_is_divided_by_the_global_weight_too(size, monkeypatch):
+def test_an_auxiliary_loss_is_divided_by_the_tokens_of_the_global_batch(size, monkeypatch):
     monkeypatch.setattr(BigramBuilder, "build", lambda self: WithAuxiliary(tied=False))
     made, whole = model(), batch(4, masked=0.5)
     made.run_train(split(whole, size), CausalLM())
@@ -97,7 +97,7 @@ def test_an_auxiliary_loss_is_divided_by_the_global_weight_too(size, monkeypatch
     loss = nn.functional.cross_entropy(
         (hidden @ weights["head.weight"].T).flatten(0, 1), whole.labels.flatten(), ignore_index=-100, reduction="sum"
     )
-    ((loss + 0.1 * hidden.square().sum()) / (whole.labels != -100).sum()).backward()
+    (loss / (whole.labels != -100).sum() + 0.1 * hidden.square().sum() / whole.labels.numel()).backward()
     for name, parameter in made.named_parameters():
         torch.testing.assert_close(parameter.grad, weights[name].grad, msg=name)
 
