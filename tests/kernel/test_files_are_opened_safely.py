@@ -96,8 +96,8 @@ ALLOWED = {
         f"{MEGATRON}/indexed_files.py: np.memmap(path, dtype=np.uint8, mode='r')",
     },
     "in a directory with a new name that only this process has": {
-        f"{CORE}/data/cache.py: (part / f'{{each.name}}.npy').open('wb')",
-        f"{CORE}/data/cache.py: np.save(file, getattr(made, each.name))",
+        f"{CORE}/data/cache.py: path.open('wb')",
+        f"{CORE}/data/cache.py: np.save(file, getattr(made, name))",
         f"{CORE}/data/cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
         f"{CORE}/engine/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
     },
