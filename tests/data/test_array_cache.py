@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
+import pickle
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,25 @@ def test_arrays_that_differ_from_their_digests_are_made_again(tmp_path, caplog, 
     assert asked("five", [1, 2, 3]) == ([1, 2, 3], True)
     assert f"{tmp_path / 'five'} is damaged and is made again" in caplog.text
     assert asked("five", [1, 2, 3]) == ([1, 2, 3], False)
+
+
+def test_a_pickle_in_place_of_an_array_is_not_loaded(tmp_path):
+    """Also where its digest was forged."""
+
+    class Payload:
+        def __reduce__(self):
+            return pytest.fail, ("the payload ran",)
+
+    cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+    numbers, digests = (tmp_path / "five" / name for name in ("numbers.npy", "digests.json"))
+    np.save(pickled := io.BytesIO(), np.array([Payload()]))
+    np.savez(archive := io.BytesIO(), numbers=np.arange(5))
+    header = b"\x93NUMPY\x01\x00\x07\x00((((((\n"
+    for content in (pickled.getvalue(), archive.getvalue(), pickle.dumps(Payload()), header):
+        numbers.write_bytes(content)
+        digests.write_text(json.dumps({"": "five", "numbers": content_digests([numbers], None)[0]}))
+        found = cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+        assert found.numbers.tolist() == [0, 1, 2, 3, 4]
 
 
 def test_a_large_file_is_read_again_after_it_has_changed(tmp_path, monkeypatch):

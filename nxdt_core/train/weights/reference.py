@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from tokenize import TokenError
 from zipfile import BadZipFile
 
 import numpy as np
@@ -102,7 +103,7 @@ def weighted_labels(sample: Sample) -> NDArray[np.bool_]:
 
 _log = logging.getLogger(__name__)
 _DIRECTORY = "reference"
-_DAMAGED = (BadZipFile, EOFError, KeyError, RuntimeError, TypeError, ValueError)
+_DAMAGED = (BadZipFile, EOFError, KeyError, OverflowError, RuntimeError, TokenError, TypeError, ValueError)
 """What numpy raises of bytes that it did not write."""
 
 
