@@ -1,16 +1,21 @@
-"""Locks of a cache on a file system whose locks other machines do not see: each node has its own."""
+"""Arrays of a cache: compared with their digests, made again where they are damaged; locks and unfinished arrays."""
 
 from __future__ import annotations
 
+import io
+import json
 import os
+import pickle
 import stat
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import pytest
+from xxhash import xxh3_128
 
-from nxdt_core.data.cache import cached_arrays
+from nxdt_core.data.cache import cached_arrays, content_digests, digest
+from nxdt_core.file_lock import take_file_lock
 
 
 @dataclass
@@ -58,6 +63,105 @@ def test_a_directory_of_locks_that_others_can_change_is_not_used(tmp_path, locks
     assert reason in str(reasons[0])
     assert list(elsewhere.iterdir()) == []
     assert not (tmp_path / "cache" / "five").exists()
+
+
+@pytest.mark.parametrize("damage", ["byte", "cut", "exchanged", "renamed", "digests gone", "digests text", "pipe"])
+def test_arrays_that_differ_from_their_digests_are_made_again(tmp_path, caplog, damage):
+    """A changed id, an array or all arrays of other data, and a table of digests that says nothing."""
+
+    def asked(name, content):
+        calls = []
+        make = lambda: calls.append(name) or Arrays(np.array(content))  # noqa: E731
+        return cached_arrays(tmp_path, name, Arrays, make, pytest.fail).numbers.tolist(), bool(calls)
+
+    assert [asked("five", [1, 2, 3]), asked("five", [1, 2, 3])] == [([1, 2, 3], True), ([1, 2, 3], False)]
+    asked("other", [4, 5, 6])
+    numbers, digests = (tmp_path / "five" / name for name in ("numbers.npy", "digests.json"))
+    if damage in ("byte", "cut"):
+        content = numbers.read_bytes()
+        numbers.write_bytes(content[:-8] if damage == "cut" else content[:-8] + b"\t" + content[-7:])
+    elif damage == "exchanged":
+        (tmp_path / "other" / "numbers.npy").replace(numbers)
+    elif damage == "renamed":
+        (tmp_path / "five").rename(tmp_path / "gone")
+        (tmp_path / "other").rename(tmp_path / "five")
+    elif damage == "pipe":
+        digests.unlink()
+        os.mkfifo(digests)
+    else:
+        digests.write_text('["five"]') if damage == "digests text" else digests.unlink()
+    assert asked("five", [1, 2, 3]) == ([1, 2, 3], True)
+    assert f"{tmp_path / 'five'} is damaged and is made again" in caplog.text
+    assert asked("five", [1, 2, 3]) == ([1, 2, 3], False)
+
+
+def test_a_pickle_in_place_of_an_array_is_not_loaded(tmp_path):
+    """Also where its digest was forged."""
+
+    class Payload:
+        def __reduce__(self):
+            return pytest.fail, ("the payload ran",)
+
+    cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+    numbers, digests = (tmp_path / "five" / name for name in ("numbers.npy", "digests.json"))
+    np.save(pickled := io.BytesIO(), np.array([Payload()]))
+    np.savez(archive := io.BytesIO(), numbers=np.arange(5))
+    header = b"\x93NUMPY\x01\x00\x07\x00((((((\n"
+    for content in (pickled.getvalue(), archive.getvalue(), pickle.dumps(Payload()), header):
+        numbers.write_bytes(content)
+        digests.write_text(json.dumps({"": "five", "numbers": content_digests([numbers], None)[0]}))
+        found = cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+        assert found.numbers.tolist() == [0, 1, 2, 3, 4]
+
+
+def test_a_large_file_is_read_again_after_it_has_changed(tmp_path, monkeypatch):
+    """Also where its length and its time of modification are the old ones, and where what is kept is damaged."""
+    monkeypatch.setattr("nxdt_core.data.cache.SAMPLED_FROM_BYTES", 8)
+    path, kept = tmp_path / "texts", tmp_path / "cache"
+    path.write_bytes(b"before " * 9)
+    before, reads = path.stat(), []
+    monkeypatch.setattr("nxdt_core.data.cache.xxh3_128", lambda: reads.append(1) or xxh3_128())
+
+    def read():
+        reads.clear()
+        return content_digests([path], kept)[0], len(reads)
+
+    first, _ = read()
+    assert read() == (first, 1), "another change may have the same time"
+    assert not kept.exists()
+    monkeypatch.setattr("nxdt_core.data.cache._SETTLED_S", -1e9)
+    assert [read(), read()] == [(first, 1), (first, 0)]
+    path.write_bytes(b"change " * 9)
+    while path.stat().st_ctime_ns == before.st_ctime_ns:
+        os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second, count = read()
+    assert (second != first, count) == (True, 1)
+    for text in ("7", "[1, 2]", '{"a": 7}', json.dumps({str(path): [second]})):
+        (kept / "digests.json").write_text(text)
+        assert [read(), read()] == [(second, 1), (second, 0)]
+
+
+def test_what_killed_processes_have_not_finished_is_removed(tmp_path):
+    """What others are making stays, also above the limit of the directory."""
+    dead, living, own = (f"chats-{digest(name)}" for name in ("dead", "living", "own"))
+    strange = (".config-12345678", f".{dead}", f"{dead}-12345678")
+    for name in (*strange, *(f".{name}-abc_1234" for name in (dead, living, own))):
+        (tmp_path / name).mkdir()
+        np.save(tmp_path / name / "numbers.npy", np.arange(5))
+    lock = take_file_lock(tmp_path / f"{living}.lock", b"")
+    cached_arrays(tmp_path, own, Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+    rest = {*strange, own, f".{living}-abc_1234", f"{living}.lock"}
+    assert {path.name for path in tmp_path.iterdir()} == rest
+    cached_arrays(tmp_path, "new", Arrays, lambda: Arrays(np.arange(5)), pytest.fail, most_bytes=0)
+    assert (tmp_path / f".{living}-abc_1234").exists()
+    lock.release()
+
+
+def test_where_no_lock_is_shared_nothing_unfinished_is_removed(tmp_path, locks):
+    part = tmp_path / "cache" / f".chats-{digest('of another node')}-abc_1234"
+    part.mkdir(parents=True)
+    made(tmp_path, pytest.fail)
+    assert part.exists()
 
 
 def test_what_was_not_asked_for_longest_is_removed_above_the_limit(tmp_path):

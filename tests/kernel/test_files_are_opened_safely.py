@@ -25,7 +25,7 @@ OF_MODULES = {
     *(f"torch.{name}" for name in ("load", "save")),
     *("shutil.copy", "from_file"),
 }
-FUNCTIONS = {"open", "safe_open", "save_file", "load_file", "mkdtemp", "mkstemp", "copyfile", "copy2"}
+FUNCTIONS = {"open", "safe_open", "save_file", "load_file", "mkdtemp", "mkstemp", "copyfile", "copy2", "open_memmap"}
 
 CORE, MEGATRON = "nxdt_core", "plugins/datasets/megatron_data/src/nxdt_plugin_megatron_data"
 MIGRATE = "plugins/migration/nxd/src/nxdt_plugin_migrate/config"
@@ -96,13 +96,13 @@ ALLOWED = {
         f"{MEGATRON}/indexed_files.py: np.memmap(path, dtype=np.uint8, mode='r')",
     },
     "in a directory with a new name that only this process has": {
-        f"{CORE}/data/cache.py: (part / f'{{each.name}}.npy').open('wb')",
-        f"{CORE}/data/cache.py: np.save(file, getattr(made, each.name))",
+        f"{CORE}/data/cache.py: path.open('wb')",
+        f"{CORE}/data/cache.py: np.save(file, getattr(made, name))",
         f"{CORE}/data/cache.py: tempfile.mkdtemp(dir=place.parent, prefix=f'.{{place.name}}-')",
         f"{CORE}/engine/compile_cache.py: tempfile.TemporaryFile(dir=folder)",
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
-        f"{CORE}/data/cache.py: np.load(path, mmap_mode='r')",
+        f"{CORE}/data/cache.py: open_memmap(path, mode='r')",
         f"{CORE}/train/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {

@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from tokenize import TokenError
 from zipfile import BadZipFile
 
 import numpy as np
@@ -103,7 +103,7 @@ def weighted_labels(sample: Sample) -> NDArray[np.bool_]:
 
 _log = logging.getLogger(__name__)
 _DIRECTORY = "reference"
-_DAMAGED = (BadZipFile, EOFError, KeyError, RuntimeError, ValueError)
+_DAMAGED = (BadZipFile, EOFError, KeyError, OverflowError, RuntimeError, TokenError, TypeError, ValueError)
 """What numpy raises of bytes that it did not write."""
 
 
@@ -135,7 +135,7 @@ def with_reference(
 
     def read() -> tuple[str, LogProbs] | None:
         with run_dir_explained(config):
-            return _read(path)
+            return _read(path, len(dataset))
 
     kept = engine.ranks.on_rank_zero(read)
     if kept is not None and weights in (None, kept[0]):
@@ -210,19 +210,24 @@ def _is_first_reader(engine: ParallelEngine) -> bool:
     return readers.index(engine.rank_info.dp_rank) == engine.ranks.rank
 
 
-def _read(path: Path) -> tuple[str, LogProbs] | None:
-    """The digest and the values in a file; None where it is not there, or damaged."""
-    with (
-        suppress(FileNotFoundError, *_DAMAGED),
-        open(path, "rb", opener=regular_opener) as file,
-        np.load(file, allow_pickle=False) as kept,
-    ):
-        return str(kept["weights"]), LogProbs(kept["values"], kept["counts"])
-    return None
+def _read(path: Path, samples: int) -> tuple[str, LogProbs] | None:
+    """Return the digest and the values in a file; None where it is missing, or damaged: each array has a CRC-32."""
+    try:
+        with open(path, "rb", opener=regular_opener) as file, np.load(file, allow_pickle=False) as kept:
+            weights, values, counts = str(kept["weights"]), kept["values"], kept["counts"]
+        if counts.shape != (samples,) or counts.min(initial=0) < 0 or counts.sum() != len(values):
+            raise ValueError(f"it does not hold the values of {samples} samples")
+        return weights, LogProbs(values, counts)
+    except FileNotFoundError:
+        return None
+    except _DAMAGED as error:
+        _log.warning("%s is damaged: %s", path, error)
+        return None
 
 
 def _write(path: Path, weights: str, found: LogProbs) -> None:
-    make_directory(path.parent)
+    for part in make_directory(path.parent).glob(".nxdt-*.part"):  # of a run that was killed: this one owns the place
+        part.unlink(missing_ok=True)
     with replacing(path) as file:
         np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
         file.flush()

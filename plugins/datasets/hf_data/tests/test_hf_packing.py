@@ -12,6 +12,7 @@ import pytest
 from nxdt_plugin_hf_data.errors import CacheUnwritable, PaddedDocuments
 from nxdt_testing.errors import raises
 
+from nxdt_core.data.cache import file_digest
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokens import tokenize
 from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing, TooFewTokens
@@ -152,6 +153,19 @@ def test_tokens_of_texts_are_kept_for_the_next_run_of_the_same_data(loader, save
     assert (texts, none) == (60, 0)
     assert [contents(first[i]) for i in range(len(first))] == [contents(again[i]) for i in range(len(first))]
     assert counted(add_bos=True)[1] == counted(train_dir=saved(tmp_path / "b", text=verses[1:]))[1] + 1 == 60
+
+
+def test_tokens_are_not_those_of_a_text_that_was_changed(loader, saved, tmp_path, verses, contents, monkeypatch):
+    """The change keeps the length, and is outside the blocks that stand for a large file."""
+    monkeypatch.setattr("nxdt_core.data.cache._BLOCK_BYTES", 1)
+    for place in ("nxdt_core.data.cache", "nxdt_plugin_hf_data.directories"):
+        monkeypatch.setattr(f"{place}.SAMPLED_FROM_BYTES", 0)
+    old = saved(tmp_path / "old", text=["x" * 2000, *verses])
+    new = saved(tmp_path / "new", text=["x" * 999 + "yy" + "x" * 999, *verses])
+    assert len({file_digest(file) for path in (old, new) for file in path.glob("*.arrow")}) == 1
+    of_old, of_new = (loader(train_dir=path, cache_dir=tmp_path / "cache").split("train") for path in (old, new))
+    assert of_old.fingerprint() != of_new.fingerprint()
+    assert any(contents(of_old[i]) != contents(of_new[i]) for i in range(len(of_old)))
 
 
 def test_what_an_aborted_run_leaves_is_not_taken(loader, saved, tmp_path, verses):

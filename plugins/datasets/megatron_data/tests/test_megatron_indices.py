@@ -150,7 +150,7 @@ def small():
     return build_indices(np.full(50, 9, np.int32), range(50), seq_length=8, seed=1)
 
 
-@pytest.mark.parametrize("damage", ["cut", "gone", "text"])
+@pytest.mark.parametrize("damage", ["cut", "gone", "text", "order"])
 def test_a_damaged_index_is_built_again(tmp_path, damage):
     cached_indices(tmp_path, "x", small)
     file = tmp_path / "x/samples.npy"
@@ -158,6 +158,7 @@ def test_a_damaged_index_is_built_again(tmp_path, damage):
         "cut": lambda: os.truncate(file, 200),
         "gone": file.unlink,
         "text": lambda: file.write_text("no index"),
+        "order": lambda: np.save(file, np.load(file)[::-1]),
     }[damage]()
     again = cached_indices(tmp_path, "x", small)
     assert all(np.array_equal(ours, whole) for ours, whole in zip(astuple(again), astuple(small()), strict=True))

@@ -519,6 +519,8 @@ def test_joined_parts_are_what_is_written_without_parts(count, long_corpus, nxdt
 
 @pytest.mark.parametrize("kept", [1, 2, 3])
 def test_a_part_resumes_where_it_stopped(kept, long_corpus, nxdt, tmp_path, monkeypatch):
+    """Not where a large file has another time: a change outside the blocks of its digest shows by that alone."""
+    monkeypatch.setattr(preprocess_run, "SAMPLED_FROM_BYTES", 0)
     words = ("preprocess", *long_corpus, "--output-prefix", "part", "--shard", "2/2", "--save-every", "0")
     assert nxdt(*words).returncode == 0
     wanted = content(tmp_path / "part")
@@ -534,6 +536,10 @@ def test_a_part_resumes_where_it_stopped(kept, long_corpus, nxdt, tmp_path, monk
     nxdt(*words, "--overwrite")
     assert len(calls) == kept + 1
     monkeypatch.setattr(preprocess_run.Output, "append", append)
+    before = (tmp_path / "a.jsonl").stat()
+    os.utime(tmp_path / "a.jsonl")
+    refused(nxdt(*words), "NXDT-D114", "an unfinished run whose files")
+    os.utime(tmp_path / "a.jsonl", ns=(before.st_atime_ns, before.st_mtime_ns))
     assert "Resumed after" in nxdt(*words).stdout
     assert content(tmp_path / "part") == wanted
 

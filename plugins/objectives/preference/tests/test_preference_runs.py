@@ -7,6 +7,7 @@ import math
 import shutil
 from functools import partial
 
+import numpy as np
 import pytest
 
 from nxdt_core.config import load
@@ -104,19 +105,30 @@ def test_a_reference_is_kept_for_the_weights_that_it_is_of(small, caplog):
             (config.run_dir / "second").touch()
 
 
-@pytest.mark.parametrize("left", [100, slow(0)], ids=["cut", "empty"])
-def test_a_damaged_reference_is_computed_again_where_its_weights_are_still_there(small, left):
+@pytest.mark.parametrize("damage", ["byte", slow("count"), slow("cut"), slow("empty")])
+def test_a_damaged_reference_is_computed_again_where_its_weights_are_still_there(small, damage, caplog):
     config = small("trainer.max_steps=1")
     train(config)
     files = {path: path.read_bytes() for path in (config.run_dir / "reference").glob("*.npz")}
     assert len(files) == 2
     for path, content in files.items():
-        path.write_bytes(content[:left])
+        if damage == "count":
+            with np.load(path) as kept:
+                arrays = dict(kept)
+            arrays["counts"][0] += 1
+            np.savez(path, **arrays)
+        else:
+            middle = len(content) // 2
+            changed = content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+            path.write_bytes({"byte": changed, "cut": content[:100], "empty": b""}[damage])
     with pytest.raises(NxdtError, match=r"A030.*damaged"):
         train(small("trainer.max_steps=2"))
+    assert f"{config.run_dir / 'reference'}" in caplog.text
+    assert "is damaged" in caplog.text
     shutil.rmtree(config.run_dir / "checkpoints")
+    (config.run_dir / "reference" / ".nxdt-0123456789ab.part").write_bytes(b"of a killed run")
     train(config)
-    assert {path: path.read_bytes() for path in files} == files
+    assert {path: path.read_bytes() for path in (config.run_dir / "reference").iterdir()} == files
 
 
 def test_a_reference_is_not_kept_in_the_directory_that_a_link_leads_to(small, tmp_path):

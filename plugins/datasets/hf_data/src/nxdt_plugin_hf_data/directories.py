@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pyarrow as pa
 
-from nxdt_core.data.cache import digest, file_digest
+from nxdt_core.data.cache import SAMPLED_FROM_BYTES, content_digests, digest, file_digest
 from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, similar_files
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import read_text, require_fetched
+from nxdt_plugin_hf_data.columns import is_tokenised
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing, SplitUnclear
 
 _KEYWORDS: Mapping[str, SplitName] = {
@@ -79,7 +80,7 @@ class Saved:
     table: pa.Table
     """Mapped into memory, not read."""
     content: str
-    """Digest of its files."""
+    """Digest of its files; of texts, whose tokens may be kept, every byte counts."""
     files: WatchedFiles
 
 
@@ -88,8 +89,9 @@ def is_saved(path: Path) -> bool:
     return (path / _STATE).is_file() or (path / _SPLITS).is_file()
 
 
-def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
-    """Open the dataset at ``path``; if it has several splits, the one named ``split``.
+def open_saved(path: Path, *, key: str, split: SplitName, digests: Path | None = None) -> Saved:
+    """Open the dataset at ``path``; if it has several splits, the one named ``split``. The directory ``digests`` keeps
+    those of large files.
 
     Raises:
         DataFileNotFound: the path does not exist.
@@ -113,7 +115,9 @@ def open_saved(path: Path, *, key: str, split: SplitName) -> Saved:
             require_fetched(each)
         found = datasets.load_from_disk(str(directory))
         files = [Path(file["filename"]) for file in found.cache_files]
-        content = digest(*map(file_digest, files))
+        large = [each for each in files if each.stat().st_size > SAMPLED_FROM_BYTES]
+        whole = [] if is_tokenised(found.data.table) else content_digests(large, digests)
+        content = digest(*map(file_digest, files), *whole)
         watched = WatchedFiles(files, may_grow=True)
         return Saved(path=str(path), table=found.data.table, content=content, files=watched)
     except PermissionError as error:

@@ -123,7 +123,8 @@ class HfData:
         return TextFraming.of(self._config, self._context.tokenizer)
 
     def _saved(self, named: Named, split: SplitName) -> MapDataset:
-        saved = open_saved(named.path, key=named.key, split=split)
+        directory = self._config.cache_dir or self._context.cache_dir
+        saved = open_saved(named.path, key=named.key, split=split, digests=directory)
         chosen(saved.table.column_names, named.text_key, saved.path)
         if not is_tokenised(saved.table):
             return self._of_text(saved, named.text_key, split)

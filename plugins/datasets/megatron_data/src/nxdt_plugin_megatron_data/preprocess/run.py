@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from multiprocessing import active_children, get_context
 from pathlib import Path
 
-from nxdt_core.data.cache import digest, file_digest
+from nxdt_core.data.cache import SAMPLED_FROM_BYTES, digest, file_digest
 from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import read_bytes
 from nxdt_core.errors.data import DataFileUnreadable
@@ -121,8 +121,11 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
 
 
 def _content(path: Path) -> str:
+    """Return a digest of a file's content; a change outside the blocks of a large file shows by its time."""
     try:
-        return file_digest(path)
+        found = path.stat()
+        blocks = file_digest(path)
+        return blocks if found.st_size <= SAMPLED_FROM_BYTES else digest(blocks, found.st_mtime_ns)
     except OSError as error:
         raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
 
