@@ -289,7 +289,9 @@ class _WithoutNormal(TorchFunctionMode):
     ) -> Any:
         named = dict(kwargs or {})
         if func in (torch.Tensor.normal_, torch.nn.init.normal_):
-            return args[0] if args else named["tensor"]
+            tensor = args[0] if args else named["tensor"]
+            if tensor.is_meta:  # a block may draw on the host, too
+                return tensor
         return func(*args, **named)
 
 

@@ -83,7 +83,6 @@ ALLOWED = {
     "read only, in a directory that is named; links are followed, and the line before checks that it is a file": {
         f"{CORE}/data/tokenizers/files.py: path.read_bytes()",
         f"{CORE}/data/tokenizers/huggingface.py: path.read_text(encoding='utf-8')",
-        f"{CORE}/data/tokenizers/huggingface.py: (loaded.directory / name).read_bytes()",
         f"{CORE}/checkpoint/hf/reader.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
         f"{CORE}/data/cache.py: path.open('rb')",

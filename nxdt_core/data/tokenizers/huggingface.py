@@ -267,7 +267,8 @@ def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -
     content = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
     files = {FILE: content, _CONFIG: (json.dumps(record, indent=2) + "\n").encode()}
     if loaded.directory is not None and (loaded.directory / "tokenizer.model").is_file():
-        files["tokenizer.model"] = (loaded.directory / "tokenizer.model").read_bytes()
+        path = loaded.directory / "tokenizer.model"
+        files["tokenizer.model"] = read_file(path, key="data.tokenizer.model", wanted="SentencePiece model")
     if (template := chat_template(loaded)) is not None:
         files["chat_template.jinja"] = template.encode()
     return files

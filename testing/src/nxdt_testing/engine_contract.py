@@ -227,7 +227,7 @@ def _by_hand(
         for spared, d in ((False, optim.weight_decay), (True, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=optim.lr, betas=tuple(optim.betas), eps=optim.eps)
-    tokens = sum(float(batch.weight()) for batch in batches)
+    weight, tokens = (sum(float(count(batch)) for batch in batches) for count in (Batch.weight, Batch.tokens))
     losses, norms = [], []
     for step in range(STEPS):
         for group in optimizer.param_groups:
@@ -236,8 +236,8 @@ def _by_hand(
         for batch in batches:
             logits = called_with_step(module, StepContext(aux_loss_scale=1 / tokens), batch.input_ids)
             loss, _ = cross_entropy_sum(logits, batch.labels)
-            torch.autograd.backward(loss / tokens)
-            total += float(loss.detach()) / tokens
+            torch.autograd.backward(loss / weight)
+            total += float(loss.detach()) / weight
         norm = torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm or float("inf"))
         optimizer.step()
         optimizer.zero_grad()

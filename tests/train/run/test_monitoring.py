@@ -316,7 +316,8 @@ LINE = ["time", "level", "rank", "logger", "message", "code", "data", "trace"]
 
 
 def test_log_lines_as_json(tmp_path):
-    keys = (*SMALL, "trainer.max_steps=2", "trainer.log_every_n_steps=1", "checkpoint.monitor=nonsense", "name=run")
+    keys = (*SMALL, "trainer.max_steps=2", "trainer.log_every_n_steps=1", "name=run")
+    keys += ("checkpoint.monitor=nonsense", "checkpoint.mode=min")
     command = [sys.executable, "-m", "nxdt_core", "train", "recipe:llama-tiny", *keys, "exp_manager.log_format=json"]
     began = time.monotonic()
     done = processes.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
