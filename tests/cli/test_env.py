@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -41,7 +42,7 @@ def test_this_machine_is_described(asked):
     assert (devices["cpu"]["available"], devices["cpu"]["backend_available"]) == (True, True)
     assert devices["neuron"]["static_shapes"]
     versions = {package["name"]: package["version"] for package in found["packages"]}
-    assert versions["torch"] == torch.__version__
+    assert versions["torch"] == metadata.version("torch")
     assert found["run"] is None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
 import os
 import platform
@@ -53,7 +54,7 @@ def describe(bench: Bench) -> None:
         found = {
             "python": platform.python_version(),
             "cuda": torch.version.cuda,
-            "cudnn": torch.backends.cudnn.version(),
+            "cudnn": torch.backends.cudnn.version() if torch.cuda.is_available() else None,
         }
         bench.row("libraries", **found, **{name: _version(name) for name in _LIBRARIES})
     with bench.part("nxdt"):
@@ -79,13 +80,14 @@ def describe(bench: Bench) -> None:
 def changed_files() -> Iterator[str]:
     """Yield the modules of installed nxdt distributions that differ from those of their wheels, or are missing."""
     for dist in metadata.distributions():
-        files = dist.files or () if (dist.name or "").startswith("nxdt") else ()
-        for file in files:
-            path = Path(str(file.locate()))
-            if file.suffix != ".py" or file.hash is None:
+        record = dist.read_text("RECORD") if (dist.name or "").startswith("nxdt") else None
+        for name, digest, _ in csv.reader((record or "").splitlines()):  # dist.files lacks missing ones in Python 3.12
+            algorithm, _, value = digest.partition("=")
+            if not name.endswith(".py") or not value:
                 continue
-            if not path.exists() or _digest(path, file.hash.mode) != file.hash.value:
-                yield str(file)
+            path = Path(str(dist.locate_file(name)))
+            if not path.exists() or _digest(path, algorithm) != value:
+                yield name
 
 
 def _digest(path: Path, algorithm: str) -> str:

@@ -7,21 +7,19 @@ import pytest
 from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.loader import ChatData
 
+from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.protocols.dataset import DataContext
 
 
-class Counting:
+class Counting(HuggingFaceTokenizer):
     """A tokenizer that knows how many texts it was given."""
 
     def __init__(self, tokenizer):
-        self._tokenizer, self.texts = tokenizer, 0
+        vars(self).update(vars(tokenizer), texts=0)
 
     def locate(self, texts):
         self.texts += len(texts)
-        return self._tokenizer.locate(texts)
-
-    def __getattr__(self, name):
-        return getattr(self._tokenizer, name)
+        return super().locate(texts)
 
 
 @pytest.fixture
