@@ -54,14 +54,14 @@ class SoloModel:
 
     def _run(self, micro_batches: Sequence[Batch], objective: Objective, *, backward: bool) -> StepLoss:
         weights = sum(objective.weight(batch).reshape(-1) for batch in micro_batches).to(self.device)
-        tokens = sum(batch.weight() for batch in micro_batches)
+        tokens = max(sum(float(batch.tokens()) for batch in micro_batches), 1)
         loss, metrics = torch.zeros((), device=self.device), {}
 
         def mean(sums: torch.Tensor) -> torch.Tensor:  # each term of a loss is divided by its own global weight
             return (sums.reshape(-1) / weights[: sums.numel()].clamp(min=1)).sum()
 
-        step = StepContext(aux_loss_scale=1 / max(float(tokens), 1))
         for batch in (batch.to(self.device) for batch in micro_batches):
+            step = StepContext(aux_loss_scale=1 / tokens, padding=batch.padding_mask())
             logits = called_with_step(self.module, step, batch.input_ids, batch.position_ids, batch.document_ids)
             output = called_with_step(objective, step, logits, batch)
             part = mean(output.loss_sum)
