@@ -29,6 +29,7 @@ __all__ = [
     "replace_text",
     "replacing",
     "require_fetched",
+    "require_inside",
     "require_plain_files",
     "require_regular",
 ]
@@ -129,6 +130,21 @@ def require_fetched(path: Path) -> None:
     """
     with open(open_regular(path, follow=True), "rb") as file:
         _check_fetched(path, file.read(len(_LFS_POINTER)))
+
+
+def require_inside(path: Path, directory: Path) -> None:
+    """Check that links at ``path`` lead to a file of ``directory``, or to a blob of the same cache of the Hugging Face
+    hub (``models--owner--name/snapshots/REVISION/file`` to ``models--owner--name/blobs``).
+
+    Raises:
+        NotRegularFile: they lead elsewhere, where a directory from someone else would name files of this user.
+    """
+    root, target = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
+    snapshots = next((each for each in root.parents if each.name == "snapshots"), None)
+    blobs = None if snapshots is None or "--" not in snapshots.parent.name else snapshots.with_name("blobs")
+    if not target.is_relative_to(root) and target.parent != blobs:
+        reason = f"it is a link out of its directory, to '{target}'; copy that file there if you want it"
+        raise NotRegularFile(errno.EXDEV, reason, str(path))
 
 
 def _check_fetched(path: Path, content: bytes) -> None:

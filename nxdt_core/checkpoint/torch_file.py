@@ -14,7 +14,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.regular_files import require_fetched
+from nxdt_core.regular_files import require_fetched, require_inside
 
 __all__ = ["TorchFileDamaged", "TorchFileRefused", "read_torch_file"]
 
@@ -57,6 +57,7 @@ def read_torch_file(path: Path, allowed: list[Any]) -> Any:
 def _check_archive(path: Path) -> None:
     """Check that the file stores its bytes uncompressed: a compressed archive could expand to any size."""
     try:
+        require_inside(path, path.parent)
         require_fetched(path)
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()

@@ -11,6 +11,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.config.interpolation import has_interpolation
 from nxdt_core.config.read import located
 from nxdt_core.config.schema import Composition
 from nxdt_core.config.section import NamesHFKeys, ReadsHFConfig, keys_of
@@ -19,7 +20,7 @@ from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
-from nxdt_core.regular_files import open_regular, read_text
+from nxdt_core.regular_files import open_regular, read_text, require_inside
 
 __all__ = [
     "HFConfig",
@@ -28,11 +29,11 @@ __all__ = [
     "merge_hf_values",
     "number_of",
     "older_rope",
-    "oversized",
     "read_floats",
     "read_hf_config",
     "rope_of",
     "spell_floats",
+    "unusable",
     "weights_in",
 ]
 
@@ -173,6 +174,8 @@ _FEWEST = 1000
 _SMALLEST = 2**24
 """A size that takes little memory in any case; above all token ids."""
 _LONGEST = 2**32
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32."""
 
 
 def weights_in(directory: Path) -> tuple[int, int] | None:
@@ -193,21 +196,29 @@ def weights_in(directory: Path) -> tuple[int, int] | None:
         return None
 
 
-def oversized(values: Mapping[str, Any], *, tensors: int, size_bytes: int) -> str | None:
-    """Return why a model's configuration cannot be that of weights with so many tensors and bytes; None if it can.
+def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> str | None:
+    """Return why a mapping from someone else's file cannot become a part of a configuration; None if it can.
+
+    It may hold no references, which would read this machine's environment, and no numbers that float32 lacks. A model's
+    configuration may name no sizes that its weights cannot have.
 
     Args:
-        values: keys of a ``config.json``, or of the section ``model``, at any depth.
-        tensors: number of tensors of the weights.
-        size_bytes: bytes of their files.
+        values: keys of a ``config.json``, of an ``adapter_config.json``, or of the section ``model``, at any depth.
+        weights: number of tensors of the weights, and bytes of their files; None where there are none to compare with.
     """
-    for key, value in _integers(values):
-        if _COUNTS.search(key):
-            limit = max(tensors, _FEWEST)
-        else:
-            limit = _LONGEST if _LENGTHS.search(key) else max(size_bytes, _SMALLEST)
-        if value > limit:
-            return f"{key} is {value}, too large for its weights (tensors: {tensors}, bytes: {size_bytes})"
+    for key, value in _scalars(values):
+        if has_interpolation(value):
+            return f"{key} is the reference {value[:100]!r}, which is not resolved in a file from elsewhere"
+        if type(value) is float and _LARGEST < abs(value) < math.inf:
+            return f"{key} is {value!r}, which float32 cannot hold"
+        if type(value) is int and weights is not None:
+            tensors, size_bytes = weights
+            if _COUNTS.search(key):
+                limit = max(tensors, _FEWEST)
+            else:
+                limit = _LONGEST if _LENGTHS.search(key) else max(size_bytes, _SMALLEST)
+            if value > limit:
+                return f"{key} is {value}, too large for its weights (tensors: {tensors}, bytes: {size_bytes})"
     return None
 
 
@@ -218,15 +229,15 @@ def _header(path: Path) -> Mapping[str, Any]:
     return header
 
 
-def _integers(value: object, key: str = "") -> Iterator[tuple[str, int]]:
-    if type(value) is int:
-        yield key, value
-    elif isinstance(value, Mapping):
+def _scalars(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, Mapping):
         for name, each in value.items():
-            yield from _integers(each, f"{key}.{name}" if key else str(name))
+            yield from _scalars(each, f"{key}.{name}" if key else str(name))
     elif isinstance(value, (list, tuple)):
         for each in value:
-            yield from _integers(each, key)
+            yield from _scalars(each, key)
+    else:
+        yield key, value
 
 
 _KEY = "model.model_config"
@@ -253,7 +264,9 @@ def read_hf_config(view: Node) -> HFConfig:
     except PackageNotFound:  # reported as a wrong value when it is read
         return HFConfig()
     try:
-        path = path / "config.json" if path.is_dir() else path
+        if path.is_dir():
+            path = path / "config.json"
+            require_inside(path, path.parent)
         parsed = json.loads(read_text(path, follow=True))
     except (OSError, UnicodeDecodeError) as error:
         return HFConfig(path=path, problem=file_problem(path, error, place))
@@ -265,8 +278,7 @@ def read_hf_config(view: Node) -> HFConfig:
         architectures_of(parsed)
     except HFFileDamaged as error:
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=error.reason))
-    weights = weights_in(path.parent)
-    reason = None if weights is None else oversized(parsed, tensors=weights[0], size_bytes=weights[1])
+    reason = unusable(parsed, weights=weights_in(path.parent))
     if reason is not None:
         damaged = HFFileDamaged(path=str(path), reason=reason)
         return HFConfig(path=path, problem=BadComponentChoice(**place, error=damaged))

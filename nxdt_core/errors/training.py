@@ -78,10 +78,15 @@ CannotGenerate = NxdtError.define(
 
 AdapterBaseUnknown = NxdtError.define(
     "NXDT-T046",
-    "An adapter whose base is not on this machine.",
+    "An adapter whose base is not on this machine, or is another adapter.",
     "{where} is an adapter, and the weights below it are not found: it names {named}.",
     "Name them with --base, or in the adapter's base_model_name_or_path: a Hugging Face directory, or a checkpoint.",
-    also=lambda error: {"named": "no base" if error.base is None else repr(error.base)},
+    defaults={"adapter": False},
+    also=lambda error: {
+        "named": "no base"
+        if error.base is None
+        else f"{error.base[:200]!r}{', which is an adapter itself' if error.adapter else ''}"
+    },
 )
 
 GenerationsNeedTokenizer = NxdtError.define(

@@ -107,9 +107,12 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
     """
     if config.components["tokenizer"] is None:
         return None
+    added = added_tokens(config)
+    if vocab_size is not None and len(added) > vocab_size:  # before a library takes a minute for a million of them
+        raise VocabularyTooSmall(tokenizer=len(added), model=vocab_size, added=True)
     made = cast(Tokenizer, _construct(config, "tokenizer"))
     if vocab_size is not None and made.vocab_size > vocab_size:
-        raise VocabularyTooSmall(tokenizer=made.vocab_size, model=vocab_size, added=bool(added_tokens(config)))
+        raise VocabularyTooSmall(tokenizer=made.vocab_size, model=vocab_size, added=bool(added))
     return made
 
 

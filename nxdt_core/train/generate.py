@@ -108,11 +108,12 @@ def load_model(
         SavedConfigUnusable: the model cannot be built here, or needs what a checkpoint may not decide.
         CheckpointNotTrusted: what is loaded lacks a valid signature of one of the keys.
         CannotGenerate: the run has no tokenizer.
+        VocabularyTooSmall: the tokenizer has ids that the model has no row for.
         AdapterOfAnotherBase: the weights below are others than the run's.
         NxdtError: what is wrong with the checkpoint or the directory.
     """
     found = find_weights(uri, base=base, config=config, trusted=trusted)
-    tokenizer = build.tokenizer(found.run)
+    tokenizer = build.tokenizer(found.run, build.model_builder(found.run).vocab_size)
     if tokenizer is None:
         raise CannotGenerate(reason="its run names no tokenizer")
     if getattr(found.run.selected("model").config, "score_head", False):

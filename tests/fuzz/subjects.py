@@ -48,6 +48,9 @@ from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
+from nxdt_core.train import build
+from nxdt_core.train.step import initialize_parallel_model
+from nxdt_core.train.weights.found import find_weights
 from tests.checkpoint.poison import import_all, weights
 from tests.checkpoint.saving import save_checkpoint
 from tests.fuzz.mutation import changed, changed_bytes, odd_values
@@ -388,6 +391,39 @@ class HuggingFace(Subject):
             (self._hf / name).write_bytes(self._good[name])
 
 
+class Adapters(Subject):
+    """A directory of peft: its configuration, and the header of its weights."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory)
+        self._hf, self._peft = HuggingFace(directory), directory / "peft"
+        self._peft.mkdir()
+        config = {"peft_type": "LORA", "base_model_name_or_path": str(directory / "hf"), "r": 2, "lora_alpha": 4,
+                  "lora_dropout": 0.0, "bias": "none", "use_dora": False, "use_rslora": False, "modules_to_save": None,
+                  "target_modules": ["q_proj"], "target_parameters": [], "init_lora_weights": True}  # fmt: skip
+        module = "base_model.model.model.layers.0.self_attn.q_proj"
+        save_file(
+            {f"{module}.lora_A.weight": torch.ones(2, 8), f"{module}.lora_B.weight": torch.ones(8, 2)},
+            self._peft / "adapter_model.safetensors",
+        )
+        self._good = (self._peft / "adapter_model.safetensors").read_bytes()
+        text = json.dumps(config).encode()
+        self.cases = st.one_of(
+            st.tuples(changed([config]).map(_encoded), st.just(self._good)),
+            st.tuples(changed_bytes(text), st.just(self._good)),
+            st.tuples(st.just(text), changed_bytes(self._good)),
+        )
+
+    def attempt(self, case: tuple[bytes, bytes]) -> None:
+        """Load it over its base."""
+        for name, content in zip(("adapter_config.json", "adapter_model.safetensors"), case, strict=True):
+            (self._peft / name).write_bytes(content)
+        found = find_weights(str(self._peft))
+        engine = build.engine(found.run)
+        engine.start()
+        found.load(engine, initialize_parallel_model(found.run, engine, materialise=False))
+
+
 # --- data -------------------------------------------------------------------------------------------------------------
 
 
@@ -568,7 +604,8 @@ def _table(form: str) -> bytes:
 
 
 def _texts(form: str) -> bytes:
-    return _written(pa.table({"text": ["In the beginning", "é" * 20, "", "b"] * 5}), form)
+    texts = pa.array(["In the beginning", "é" * 20, "", "b"] * 5)
+    return _written(pa.table({"text": texts, "kind": texts.dictionary_encode()}), form)
 
 
 def _written(table: pa.Table, form: str) -> bytes:
@@ -576,14 +613,17 @@ def _written(table: pa.Table, form: str) -> bytes:
     if form.startswith("parquet"):
         pq.write_table(table, sink, compression=form.partition("-")[2] or "none", row_group_size=7)
     else:
-        make: Callable[..., Any] = pa.ipc.new_file if form == "file" else pa.ipc.new_stream
-        with make(sink, table.schema) as writer:
+        make: Callable[..., Any] = pa.ipc.new_file if form.startswith("file") else pa.ipc.new_stream
+        options = pa.ipc.IpcWriteOptions(compression=form.partition("-")[2] or None)
+        with make(sink, table.schema, options=options) as writer:
             writer.write_table(table, max_chunksize=6)
     return sink.getvalue()
 
 
-_FORMS = {form: f"a.{'parquet' if form.startswith('parquet') else 'arrow'}" for form in
-          ("parquet", "parquet-snappy", "parquet-zstd", "parquet-gzip", "file", "stream")}  # fmt: skip
+_FORMS = {
+    **dict.fromkeys(("parquet", "parquet-snappy", "parquet-zstd", "parquet-gzip"), "a.parquet"),
+    **dict.fromkeys(("file", "stream", "file-zstd", "stream-lz4"), "a.arrow"),
+}
 
 
 class Tables(Subject):
@@ -659,6 +699,7 @@ SUBJECTS: Mapping[str, type[Subject]] = {
     "manifests": Manifests,
     "shards": Shards,
     "hugging-face": HuggingFace,
+    "adapters": Adapters,
     "chats": Chats,
     "preferences": Preferences,
     "indexed": Indexed,

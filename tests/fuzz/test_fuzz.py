@@ -15,7 +15,7 @@ from tests.fuzz.subjects import SUBJECTS
 from tests.sampling import DEFAULT, takes_all
 
 CASES = 10_000
-FEW = {"configurations": 15, "manifests": 12, "shards": 15, "hugging-face": 15, "tables": 60}
+FEW = {"configurations": 15, "manifests": 12, "shards": 15, "hugging-face": 15, "adapters": 20, "tables": 60}
 """Cases of a default run, where they take long."""
 OTHERS = 30
 """Of a default run, elsewhere."""

@@ -80,15 +80,13 @@ ALLOWED = {
         f"{CORE}/kernel/lock.py: path.read_text(encoding='utf-8')",
         f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
     },
-    "read only, in a directory that is named; links are followed, and the line before checks that it is a file": {
+    "read only, in a directory that is named; the line before checks that it is a file, and where a link leads": {
         f"{CORE}/data/tokenizers/files.py: path.read_bytes()",
-        f"{CORE}/data/tokenizers/huggingface.py: path.read_text(encoding='utf-8')",
         f"{CORE}/checkpoint/hf/reader.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
         f"{CORE}/data/cache.py: path.open('rb')",
         f"{CORE}/data/files/compressed.py: path.open('rb')",
         "plugins/adapters/lora/src/nxdt_plugin_lora/peft_files.py: safe_open(path, framework='pt', device=HOST.type)",
-        "plugins/adapters/lora/src/nxdt_plugin_lora/peft_section.py: safe_open(path, framework='pt')",
         f"{MEGATRON}/preprocess/progress.py: path.open('rb')",
         f"{MEGATRON}/preprocess/tokenizers.py: path.read_bytes()",
         f"{MEGATRON}/indexed_files.py: data.open('rb', buffering=0)",

@@ -17,7 +17,7 @@ from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
 from nxdt_core.checkpoint.hf.mxfp4 import BLOCKS, SCALES, PackedMatrices
 from nxdt_core.checkpoint.hf.source import CONFIG, read_json
-from nxdt_core.config.huggingface import architectures_of, oversized, weights_in
+from nxdt_core.config.huggingface import architectures_of, unusable, weights_in
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
@@ -25,7 +25,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
-from nxdt_core.regular_files import require_fetched
+from nxdt_core.regular_files import require_fetched, require_inside
 
 __all__ = ["INDEX", "WEIGHTS", "HFReader", "HFWeights"]
 
@@ -218,6 +218,7 @@ class HFWeights:
 
 def _require_readable(path: Path) -> None:
     try:
+        require_inside(path, path.parent)
         require_fetched(path)
     except OSError as error:
         raise HFFileDamaged(path=str(path), reason=error.strerror or str(error)) from error
@@ -252,16 +253,16 @@ class HFReader:
 
         Raises:
             ArchitectureUnread: no installed plugin does.
-            HFFileDamaged: its sizes are not those of its weights.
+            HFFileDamaged: its values cannot be those of its weights.
         """
         self._check_architecture()
-        tensors, size_bytes = weights_in(self._path) or (0, 0)
-        reason = oversized(self._config, tensors=tensors, size_bytes=size_bytes)
+        reason = unusable(self._config, weights=weights_in(self._path) or (0, 0))
         if reason is not None:
             raise HFFileDamaged(path=str(self._path / CONFIG), reason=reason)
         keys: dict[str, Any] = {"model.model_config": str(self._path)}
         for file, (library, name) in _TOKENIZERS.items():
             if (self._path / file).is_file():
+                _require_readable(self._path / file)
                 return {**keys, "data.tokenizer.library": library, "data.tokenizer.model": str(self._path / name)}
         return keys
 

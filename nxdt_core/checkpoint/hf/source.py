@@ -15,7 +15,7 @@ from typing import Any
 from nxdt_core.config.huggingface import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_core.regular_files import read_text
+from nxdt_core.regular_files import read_text, require_inside
 
 __all__ = [
     "CONFIG",
@@ -42,6 +42,7 @@ def read_json(directory: Path, file: str) -> dict[str, Any]:
     """
     path = directory / file
     try:
+        require_inside(path, directory)
         content = json.loads(read_text(path, follow=True))
     except FileNotFoundError as error:
         raise HFFileMissing(directory=str(directory), wanted=f"'{file}'") from error

@@ -4,23 +4,38 @@ from __future__ import annotations
 
 import csv
 import io
+import struct
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
+
+import numpy as np
 
 from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES, decode, lone_surrogate, parse_json
 from nxdt_core.errors.data import ArrowUnreadable, DataFileUnreadable, DataLibraryMissing
 
-__all__ = ["ARROW", "PARQUET", "TEXT_TABLES", "ArrowRows", "text_rows"]
+__all__ = [
+    "ARROW",
+    "PARQUET",
+    "TEXT_TABLES",
+    "ArrowRows",
+    "check_batch",
+    "decoded",
+    "ipc_batches",
+    "parquet_batches",
+    "text_rows",
+]
 
 ARROW, PARQUET = ".arrow", ".parquet"
 TEXT_TABLES = (".csv", ".tsv")
 """Endings of tables of texts, whose first row has the names of the columns."""
 
 _BATCH = 1024
+_REPEATING_BATCH = 16
 T = TypeVar("T")
+ChosenColumns = Callable[[Sequence[str]], Sequence[str]] | None
 
 
 class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
@@ -46,15 +61,17 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
         buffer = pyarrow.py_buffer(content)
 
         def table() -> Any:
-            if bare_name(path).endswith(PARQUET):
-                found = _parquet(buffer)
-            elif content.startswith(b"ARROW1"):
-                found = pyarrow.ipc.open_file(buffer).read_all()
-            else:
-                found = pyarrow.ipc.open_stream(buffer).read_all()
-            found.validate(full=True)  # offsets of a damaged file lead anywhere
-            _check_names(found.column_names, ValueError)
-            return found
+            is_parquet = bare_name(path).endswith(PARQUET)
+            read = parquet_batches(buffer, _BATCH) if is_parquet else ipc_batches(lambda: pyarrow.BufferReader(buffer))
+            schema, batches = read
+            _check_names(schema.names, ValueError)
+            most, found, plain = _most(len(content)), 0, []
+            for batch in batches:
+                found += _expanded(batch)
+                if found > most:
+                    raise pyarrow.ArrowInvalid(_TOO_LARGE)
+                plain.append(batch if not is_parquet else decoded(batch, schema))
+            return pyarrow.Table.from_batches(plain, schema)
 
         self._table = self._explained(table)
         self._kind = pyarrow.struct(self._table.schema)
@@ -75,29 +92,186 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
 
         try:
             return read()
-        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError) as error:
+        except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ArrowUnreadable(path=str(self._path), reason=reason) from error
 
 
-def _parquet(buffer: Any) -> Any:
-    """Return the table of a Parquet file, unless it holds a bomb: a page of a few bytes can stand for gigabytes.
+_TOO_LARGE = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
+_VALUE_BYTES = 8
+"""What a value counts at least: rows without a byte, such as nulls, take time and an index."""
+
+
+def _most(size_bytes: int) -> int:
+    return max(EXPANDS_TO_BYTES, EXPANDS_BY * size_bytes)
+
+
+def parquet_batches(source: Any, rows: int, columns: ChosenColumns = None, start: int = 0) -> tuple[Any, Iterator[Any]]:
+    """Return the schema of a Parquet file, and its batches of ``rows`` rows, whose texts are dictionaries where the
+    file has one: a page of a few bytes can stand for gigabytes. :func:`decoded` makes texts of them.
+
+    Args:
+        source: a path or a buffer.
+        rows: of a batch.
+        columns: of the file's, those that are read; None takes all.
+        start: first row that is wanted; row groups before it are not read, and the first batch begins with the group.
 
     Raises:
-        pyarrow.ArrowException: it is damaged, or expands without end.
+        pyarrow.ArrowException: it is damaged, or a row group expands without end; also while batches are read.
     """
     import pyarrow
     import pyarrow.parquet
 
-    most = max(EXPANDS_TO_BYTES, EXPANDS_BY * len(buffer))
-    batches, found = [], 0
-    with pyarrow.parquet.ParquetFile(pyarrow.BufferReader(buffer)) as file:
-        for batch in file.iter_batches(_BATCH):
-            found += batch.nbytes
-            if found > most:
-                raise pyarrow.ArrowInvalid(f"it expands to more than {EXPANDS_BY} times its size and {most >> 20} MiB")
-            batches.append(batch)
-        return pyarrow.Table.from_batches(batches, file.schema_arrow)
+    plain = pyarrow.parquet.ParquetFile(source)
+    metadata, leaves = plain.metadata, range(len(plain.schema))
+    groups = [[*map(metadata.row_group(number).column, leaves)] for number in range(metadata.num_row_groups)]
+    most = _most(sum(chunk.total_compressed_size for chunks in groups for chunk in chunks))
+    wanted, end, repeating = [], 0, set[str]()
+    for number, chunks in enumerate(groups):
+        end += metadata.row_group(number).num_rows
+        if end <= start:
+            continue
+        wanted.append(number)
+        repeating |= {chunk.path_in_schema for chunk in chunks if "DELTA_BYTE_ARRAY" in chunk.encodings}
+        if sum(max(chunk.total_uncompressed_size, _VALUE_BYTES * chunk.num_values) for chunk in chunks) > most:
+            raise pyarrow.ArrowInvalid(_TOO_LARGE)
+    if repeating:  # a value may be the one before it, for a byte
+        rows = min(rows, _REPEATING_BATCH)
+    texts = {leaf.path for leaf in map(plain.schema.column, leaves) if leaf.physical_type == "BYTE_ARRAY"}
+    file = pyarrow.parquet.ParquetFile(source, read_dictionary=sorted(texts - repeating))
+    names = None if columns is None else columns(plain.schema_arrow.names)
+    return plain.schema_arrow, file.iter_batches(rows, row_groups=wanted, columns=names)
+
+
+def ipc_batches(open_source: Callable[[], Any]) -> tuple[Any, Iterator[Any]]:
+    """Return the schema of an Arrow stream or file, and its batches, each of which is refused before its buffers are
+    decompressed where it is larger than any of a file of this size.
+
+    A file is read as the stream that it holds, without the places in its footer, which need not be those of batches.
+
+    Raises:
+        pyarrow.ArrowException: it is damaged, or has columns that can repeat a value without end; also while batches
+            are read.
+    """
+    import pyarrow
+
+    source, ahead = open_source(), open_source()
+    most, named = _most(source.size()), None
+    if source.read(6) == b"ARROW1":
+        named = pyarrow.ipc.open_file(source).num_record_batches
+        source.seek(8)
+        ahead.seek(8)
+    else:
+        source.seek(0)
+    reader, messages = pyarrow.ipc.open_stream(source), pyarrow.ipc.MessageReader.open_stream(ahead)
+    for field in reader.schema:
+        _check_kind(field.type)
+
+    def batches() -> Iterator[Any]:
+        read = 0
+        for message in messages:
+            if message.type != "schema" and _uncompressed(message) > most:
+                raise pyarrow.ArrowInvalid(_TOO_LARGE)
+            if message.type == "record batch":
+                read += 1
+                yield reader.read_next_batch()
+        if named not in (None, read):
+            raise pyarrow.ArrowInvalid(f"its footer names {named} batches, and {read} are before it")
+
+    return reader.schema, batches()
+
+
+def _uncompressed(message: Any) -> int:
+    """Return the bytes that a batch of an Arrow stream has, as its buffers declare them; pyarrow verifies the offsets
+    of its flatbuffer, ``Message`` in Arrow's ``format/Message.fbs``."""
+    data, body = memoryview(message.metadata), memoryview(message.body)
+
+    def field(table: int, number: int) -> int:
+        vtable = table - struct.unpack_from("<i", data, table)[0]
+        (size,) = struct.unpack_from("<H", data, vtable)
+        (offset,) = struct.unpack_from("<H", data, vtable + 4 + 2 * number) if 4 + 2 * number < size else (0,)
+        return table + offset if offset else 0
+
+    def target(place: int) -> int:
+        return place + int(struct.unpack_from("<I", data, place)[0])
+
+    batch = target(field(target(0), 2))
+    if message.type == "dictionary":
+        batch = target(field(batch, 1))
+    if not field(batch, 3):  # compression
+        return len(body)
+    buffers, found = target(field(batch, 2)), 0
+    for number in range(struct.unpack_from("<I", data, buffers)[0]):
+        offset, length = struct.unpack_from("<qq", data, buffers + 4 + 16 * number)
+        declared = int.from_bytes(body[offset : offset + 8], "little", signed=True) if length else 0
+        found += length if declared < 0 else declared
+    return found
+
+
+def decoded(batch: Any, schema: Any) -> Any:
+    """Return a batch of :func:`parquet_batches` with the types of the file, once its size is known to be small."""
+    import pyarrow
+
+    fields = [schema.field(name) for name in batch.schema.names]
+    return batch.cast(pyarrow.schema(fields, schema.metadata))
+
+
+def check_batch(batch: Any, size_bytes: int) -> None:
+    """Check that the values of a batch take no more memory than a file of this size may.
+
+    Raises:
+        pyarrow.ArrowException: they do, or offsets of it lead anywhere.
+    """
+    import pyarrow
+
+    if _expanded(batch) > _most(size_bytes):
+        raise pyarrow.ArrowInvalid(_TOO_LARGE)
+
+
+def _check_kind(kind: Any) -> None:
+    """Refuse columns in which a few bytes stand for any number of values, other than dictionaries."""
+    import pyarrow
+    from pyarrow import types
+
+    refused = (types.is_run_end_encoded, types.is_union, types.is_list_view, types.is_large_list_view)
+    if any(is_refused(kind) for is_refused in refused):
+        raise pyarrow.ArrowInvalid(f"it has a column of {kind}, which is not read; write it as a plain one")
+    inner = getattr(kind, "storage_type", None) or (kind.value_type if types.is_dictionary(kind) else None)
+    for each in [inner] if inner is not None else [kind.field(number).type for number in range(kind.num_fields)]:
+        _check_kind(each)
+
+
+def _expanded(array: Any) -> int:
+    """Return the bytes of all values of a batch or an array, those of a dictionary as often as they are used."""
+    import pyarrow
+    import pyarrow.compute
+    from pyarrow import types
+
+    if isinstance(array, pyarrow.RecordBatch):
+        array.validate(full=True)  # offsets of a damaged file lead anywhere
+        return _VALUE_BYTES * len(array) + sum(map(_expanded, array.columns))
+    if isinstance(array, pyarrow.ExtensionArray):
+        return _expanded(array.storage)
+    kind, own = array.type, _VALUE_BYTES * len(array)
+    if types.is_dictionary(kind):
+        values = array.dictionary
+        if types.is_string(kind.value_type) or types.is_binary(kind.value_type) or _is_large(kind.value_type):
+            lengths = pyarrow.compute.binary_length(values).take(array.indices)
+            return own + (pyarrow.compute.sum(lengths).as_py() or 0)
+        return own + len(array) * _expanded(values)
+    if types.is_string_view(kind) or types.is_binary_view(kind):
+        views = np.frombuffer(array.buffers()[1], "<i4")[::4] if len(array) else np.empty(0, "<i4")
+        return own + int(views[array.offset : array.offset + len(array)].sum(dtype=np.int64))
+    if types.is_nested(kind):
+        inner = [array.keys, array.items] if types.is_map(kind) else array.flatten()
+        return own + sum(map(_expanded, inner if isinstance(inner, list) else [inner]))
+    return max(own, array.nbytes)
+
+
+def _is_large(kind: Any) -> bool:
+    from pyarrow import types
+
+    return bool(types.is_large_string(kind) or types.is_large_binary(kind))
 
 
 def _values(value: Any, kind: Any) -> Any:

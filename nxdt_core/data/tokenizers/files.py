@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import errno
 import importlib
 import re
 from collections.abc import Callable, Sequence
@@ -13,10 +14,12 @@ import numpy as np
 
 from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
 from nxdt_core.protocols.tokenizer import LocatedIds
-from nxdt_core.regular_files import require_fetched
+from nxdt_core.regular_files import require_fetched, require_inside
 
 __all__ = ["encoded", "holds_ranks", "import_library", "located", "read_file", "valid"]
 
+_LARGEST_BYTES = 256 << 20
+"""Of a file of a tokenizer: the largest that are published have a tenth of it."""
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -32,12 +35,18 @@ def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
         raise TokenizerLibraryMissing(tokenizer=tokenizer, package=package, extra=extra, reason=str(error)) from error
 
 
-def read_file(path: Path, *, key: str, wanted: str) -> bytes:
+def read_file(path: Path, *, key: str, wanted: str, directory: Path | None = None) -> bytes:
     """Return the content of a tokenizer's file.
 
+    Args:
+        path: the file.
+        key: key of the configuration that names it or its directory, for errors.
+        wanted: what it would be, for errors.
+        directory: from which a link may not lead out, where the user has named that and not the file.
+
     Raises:
-        TokenizerFileNotFound: there is none; ``wanted`` says of what kind it would be.
-        BadTokenizerFile: it cannot be read, or is a Git LFS pointer.
+        TokenizerFileNotFound: there is none.
+        BadTokenizerFile: it cannot be read, is a Git LFS pointer, or has more than 256 MiB.
     """
     if not path.is_file():
         names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
@@ -45,7 +54,11 @@ def read_file(path: Path, *, key: str, wanted: str) -> bytes:
         candidates = tuple(str(path.parent / name) for name in near)
         raise TokenizerFileNotFound(key=key, path=str(path), wanted=wanted, candidates=candidates)
     try:
+        if directory is not None:
+            require_inside(path, directory)
         require_fetched(path)
+        if path.stat().st_size > _LARGEST_BYTES:
+            raise OSError(errno.EFBIG, f"it has more than {_LARGEST_BYTES >> 20} MiB")
         return path.read_bytes()
     except OSError as error:
         raise BadTokenizerFile(path=str(path), wanted="readable file", reason=error.strerror or str(error)) from error

@@ -6,8 +6,11 @@ a ``tokenizer.json``.
 
 from __future__ import annotations
 
+import base64
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +46,8 @@ __all__ = [
 
 FILE = "tokenizer.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
+_MOST_GROWTH = 1000
+"""Characters that a normalizer or a decoder may make of one; published ones make a few."""
 _PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
 """Files of a repository on the hub that a tokenizer may consist of; all small."""
 
@@ -82,12 +87,21 @@ def load_path(path: Path, library: Any, *, key: str) -> Loaded:
         BadTokenizerFile: the file is not a tokenizer, or the directory holds none.
     """
     if path.is_dir():
-        return load_path(path / FILE, library, key=key) if (path / FILE).is_file() else _convert(path)
-    content = read_file(path, key=key, wanted="tokenizer.json or directory with one")
+        return _convert(path) if (content := _content(path, FILE)) is None else _loaded(path / FILE, content, library)
+    return _loaded(path, read_file(path, key=key, wanted="tokenizer.json or directory with one"), library)
+
+
+def _loaded(path: Path, content: bytes, library: Any) -> Loaded:
     try:
         tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
         raise BadTokenizerFile(path=str(path), wanted=FILE, reason=_first_line(error)) from error
+    for name in ("normalizer", "decoder"):
+        part = getattr(tokenizer, name)
+        growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
+        if growth > _MOST_GROWTH:
+            reason = f"its {name} makes {growth:.0f} characters of one (at most {_MOST_GROWTH})"
+            raise BadTokenizerFile(path=str(path), wanted=FILE, reason=reason)
     return Loaded(
         tokenizer=tokenizer,
         content=content,
@@ -136,6 +150,9 @@ def load_named(name: str, library: Any) -> Loaded:
 
 def _convert(directory: Path) -> Loaded:
     transformers = import_library("transformers", tokenizer="huggingface", extra="huggingface")
+    for path in directory.iterdir():  # which of them are read is the library's business
+        if any(path.match(pattern) for pattern in _PATTERNS):
+            _content(directory, path.name)
     try:
         pretrained = transformers.AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
@@ -172,6 +189,25 @@ def read_record(directory: Path) -> dict[str, Any]:
     return {**newer, **older}
 
 
+def _growth(part: object) -> float:
+    """Return how many times as long as a text a normalizer or a decoder of a ``tokenizer.json`` can make it."""
+    if not isinstance(part, dict):
+        return math.prod(map(_growth, part)) if isinstance(part, list) else 1.0
+    own, pattern = 1.0, part.get("pattern")
+    if part.get("type") == "Replace" and isinstance(pattern, dict):  # a regular expression may match between characters
+        own = (
+            max(1.0, len(part["content"]) / len(text)) if (text := pattern.get("String")) else 1 + len(part["content"])
+        )
+    elif part.get("type") == "Prepend":
+        own = 1 + len(part["prepend"])
+    elif (
+        part.get("type") == "Precompiled"
+    ):  # of SentencePiece: the size of a trie, the trie, and texts that end in zeros
+        charsmap = base64.b64decode(part["precompiled_charsmap"] or "")
+        own = max(1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
+    return own * math.prod(_growth(each) for each in part.values() if isinstance(each, (dict, list)))
+
+
 def _special_tokens(directory: Path) -> dict[str, str]:
     record = read_record(directory)
     named = {key: token_text(record.get(key)) for key in _SPECIAL}
@@ -186,16 +222,23 @@ def token_text(token: object) -> str | None:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Return the content of a JSON file; empty where there is none."""
-    if not path.is_file():
-        return {}
+    content = _content(path.parent, path.name)
     try:
-        record = json.loads(read_file(path, key="data.tokenizer.model", wanted="JSON file"))
+        record = {} if content is None else json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadTokenizerFile(path=str(path), wanted="JSON file", reason=str(error)) from error
     return record if isinstance(record, dict) else {}
 
 
-def _first_line(error: Exception) -> str:
+def _content(directory: Path, name: str) -> bytes | None:
+    """Return the content of a file of a tokenizer's directory; None where there is none."""
+    path = directory / name
+    if not path.is_file():
+        return None
+    return read_file(path, key="data.tokenizer.model", wanted="file of a tokenizer", directory=directory)
+
+
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".")
 
@@ -218,8 +261,15 @@ def chat_template(loaded: Loaded) -> str | None:
 
 
 def _named_templates(directory: Path) -> Mapping[str, Any]:
-    paths = {"default": directory / "chat_template.jinja", "tool_use": directory / FOR_TOOLS}
-    if found := {name: path.read_text(encoding="utf-8") for name, path in paths.items() if path.is_file()}:
+    found = {}
+    for name, file in (("default", "chat_template.jinja"), ("tool_use", FOR_TOOLS)):
+        if (content := _content(directory, file)) is not None:
+            try:
+                found[name] = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+            except UnicodeDecodeError as error:
+                path = str(directory / file)
+                raise BadTokenizerFile(path=path, wanted="file of UTF-8 text", reason=str(error)) from error
+    if found:
         return found
     kept = read_json(directory / "chat_template.json").get("chat_template")
     kept = read_record(directory).get("chat_template") if kept is None else kept
@@ -266,9 +316,8 @@ def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -
     record["tokenizer_class"] = "PreTrainedTokenizerFast"
     content = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
     files = {FILE: content, _CONFIG: (json.dumps(record, indent=2) + "\n").encode()}
-    if loaded.directory is not None and (loaded.directory / "tokenizer.model").is_file():
-        path = loaded.directory / "tokenizer.model"
-        files["tokenizer.model"] = read_file(path, key="data.tokenizer.model", wanted="SentencePiece model")
+    if loaded.directory is not None and (model := _content(loaded.directory, "tokenizer.model")) is not None:
+        files["tokenizer.model"] = model
     if (template := chat_template(loaded)) is not None:
         files["chat_template.jinja"] = template.encode()
     return files
@@ -302,18 +351,19 @@ class HuggingFaceTokenizer:
         """Return the ids of ``text`` without the special tokens that the file's post-processor would add; a lone
         surrogate becomes U+FFFD."""
         encode = partial(self._tokenizer.encode, add_special_tokens=False)
-        ids: list[int] = encoded(lambda texts: encode(*texts), [text]).ids
+        with self._panics_explained():
+            ids: list[int] = encoded(lambda texts: encode(*texts), [text]).ids
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the same for many texts, on the library's threads."""
         encode = partial(self._tokenizer.encode_batch_fast, add_special_tokens=False)
-        return [encoding.ids for encoding in encoded(encode, texts)]
+        with self._panics_explained():
+            return [encoding.ids for encoding in encoded(encode, texts)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
-        text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=True)
-        return text
+        return self._decoded(ids, skip_special_tokens=True)
 
     def fingerprint(self) -> str:
         """Digest of the tokenizer's file and of the special tokens that training puts around documents."""
@@ -321,7 +371,8 @@ class HuggingFaceTokenizer:
 
     def leading_ids(self) -> Sequence[int]:
         """Return what the file's post-processor puts before a text."""
-        found = self._tokenizer.encode("a", add_special_tokens=True)
+        with self._panics_explained():
+            found = self._tokenizer.encode("a", add_special_tokens=True)
         ids: list[int] = found.ids[: found.special_tokens_mask.index(0)]
         return ids
 
@@ -345,12 +396,29 @@ class HuggingFaceTokenizer:
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """Return the ids of :meth:`encode_batch` with the library's offsets."""
         encode = partial(self._tokenizer.encode_batch, add_special_tokens=False)
-        return [*map(_located, encoded(encode, texts))]
+        with self._panics_explained():
+            return [*map(_located, encoded(encode, texts))]
 
     def spell(self, ids: Iterable[int]) -> str:
         """Return the text of :meth:`decode`, special tokens included."""
-        text: str = self._tokenizer.decode([i for i in ids if 0 <= i < self.vocab_size], skip_special_tokens=False)
+        return self._decoded(ids, skip_special_tokens=False)
+
+    def _decoded(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
+        known = [id_ for id_ in ids if 0 <= id_ < self.vocab_size]
+        with self._panics_explained():
+            text: str = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
         return text
+
+    @contextmanager
+    def _panics_explained(self) -> Iterator[None]:
+        """Say which file lets the library give up on a text: its regular expressions do after many steps."""
+        try:
+            yield
+        except BaseException as error:  # a panic of Rust is no Exception, and its class has no name to import
+            if type(error).__module__ != "pyo3_runtime" and type(error) is not Exception:
+                raise
+            wanted = "tokenizer of this text"
+            raise BadTokenizerFile(path=self._loaded.origin, wanted=wanted, reason=_first_line(error)) from error
 
     def _named(self) -> dict[str, str | None]:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}

@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import TrustedKeys
+from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint, recognise
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.placement import piece_of
+from nxdt_core.engine.weights import build_whole
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase, CheckpointNotFound
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import AdapterBaseUnknown
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.adapter import OpensAdapters, SavedAdapter
@@ -64,7 +67,7 @@ def find_weights(
         trusted: files of public keys, one of which must have signed what is loaded.
 
     Raises:
-        AdapterBaseUnknown: an adapter whose base is not named by a path that exists.
+        AdapterBaseUnknown: an adapter whose base is not named by a path that exists, or is an adapter itself.
         NxdtError: what is wrong with the checkpoint or the directory.
     """
     own, keys = named_config(config, trusted)
@@ -72,7 +75,7 @@ def find_weights(
     adapter = _adapter_at(Path(uri), kernel)
     if adapter is not None:
         refuse_foreign(keys, uri)
-        return _adapted(find_weights(_base_of(uri, adapter, base), config=config, trusted=trusted), adapter)
+        return _adapted(find_weights(_base_of(uri, adapter, base, kernel), config=config, trusted=trusted), adapter)
     if recognise(Path(uri), kernel) is not None:
         refuse_foreign(keys, uri)
         return _foreign(uri, own, kernel)
@@ -151,6 +154,8 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
     manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=keys)
     where = build.step_uri(found, manifest.step)
     saved = saved_run(manifest, where=where, config=own, base=base is None)
+    if saved.config.components["adapter"] is not None:
+        _check_added(saved.config, manifest)
 
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         if manifest.facts.without_base:
@@ -166,6 +171,21 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
 
     source = HFSource.of_facts(manifest.facts.hf)
     return FoundWeights(run=saved.config, chat_keys=saved.chat_keys, step=manifest.step, source=source, load=fill)
+
+
+def _check_added(run: ResolvedConfig, manifest: Manifest) -> None:
+    """Check what adapters add to the model, before it takes memory: their sections name sizes of their own.
+
+    Raises:
+        WeightsDoNotFit: the checkpoint has it in other shapes, or lacks it.
+    """
+    whole = build_whole(build.model_builder(run), build.adapters(run))
+    added = {name: tuple(p.shape) for name, p in whole.module.named_parameters() if name in whole.added}
+    saved = {name: entry.shape for name, entry in manifest.tensors.get("model", {}).items()}
+    missing = sorted(added.keys() - saved.keys())
+    wrong = [f"{n}: {saved[n]} instead of {shape}" for n, shape in added.items() if saved.get(n, shape) != shape]
+    if missing or wrong:
+        raise WeightsDoNotFit(missing=missing, extra=[], shapes=wrong)
 
 
 def _foreign(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeights:
@@ -209,9 +229,9 @@ def _adapter_at(path: Path, kernel: Kernel) -> SavedAdapter | None:
     return next((found for found in opened if found is not None), None)
 
 
-def _base_of(uri: str, adapter: SavedAdapter, base: str | None) -> str:
-    if base is not None:
-        return base
-    if adapter.base is None or not Path(adapter.base).exists():
-        raise AdapterBaseUnknown(where=uri, base=adapter.base)
-    return adapter.base
+def _base_of(uri: str, adapter: SavedAdapter, base: str | None, kernel: Kernel) -> str:
+    found = adapter.base if base is None else base
+    missing = base is None and not os.path.exists(found or "")  # no Path: it refuses long names
+    if found is None or missing or _adapter_at(Path(found), kernel) is not None:
+        raise AdapterBaseUnknown(where=uri, base=found, adapter=not missing)
+    return found

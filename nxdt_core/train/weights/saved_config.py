@@ -18,11 +18,11 @@ from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name, step_of
 from nxdt_core.checkpoint.write.retention import with_best
 from nxdt_core.config import Origin, ResolvedConfig, load
-from nxdt_core.config.huggingface import oversized
+from nxdt_core.config.huggingface import unusable
 from nxdt_core.config.interpolation import interpolations
 from nxdt_core.config.read import read_part
 from nxdt_core.config.section import keys_of
-from nxdt_core.config.tree import Node, dotted, from_plain, merge, to_plain
+from nxdt_core.config.tree import Node, dotted, from_plain, merge, to_plain, walk
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
 from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError
@@ -69,6 +69,8 @@ _OF_BEFORE = (
 """Second names and keys without an effect, which checkpoints hold that were written while the schema had them."""
 _BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
 """Kept where the checkpoint leaves out the weights below an adapter: they say where its run read them."""
+_LONGEST = 1000
+"""Entries of a list or mapping that take little time in any case; above all tokens that are added."""
 _CHAT = tuple(sorted(keys_of(ChatKeys).keys() - keys_of(RecordFiles).keys()))
 _ONE_PROCESS: Mapping[str, Any] = {
     "name": "saved",
@@ -265,9 +267,16 @@ def _checked_keys(manifest: Manifest, tree: Node, kept: Node, where: str) -> Cha
         raise _unusable(problems, where)
     wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]
     tensors = sum(map(len, manifest.tensors.values()))
-    reason = oversized(kept.plain("model", {}), tensors=tensors, size_bytes=manifest.size_bytes)
-    if wrong or reason is not None:
-        raise SavedConfigUnusable(where=where, problems=wrong if reason is None else [*wrong, f"model.{reason}"])
+    limits = {"model": (tensors, manifest.size_bytes), "adapter": None}  # whose sizes are compared when it is built
+    for section, weights in limits.items():
+        if reason := unusable(kept.plain(section, {}), weights=weights):
+            wrong.append(f"{section}.{reason}")
+    rows = max((entry.shape[0] for entry in manifest.tensors.get("model", {}).values() if entry.shape), default=0)
+    for path, node in walk(kept):
+        if isinstance(node.value, (dict, list)) and len(node.value) > max(rows, _LONGEST):
+            wrong.append(f"{dotted(path)}: it has more entries than a tensor has rows ({rows}).")
+    if wrong:
+        raise SavedConfigUnusable(where=where, problems=wrong)
     return keys
 
 

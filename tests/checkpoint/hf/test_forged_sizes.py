@@ -17,7 +17,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.config.huggingface import oversized, weights_in
+from nxdt_core.config.huggingface import unusable, weights_in
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.errors.models import HFFileDamaged
@@ -107,9 +107,9 @@ def test_a_models_own_configuration_is_not_limited(tmp_path: Path) -> None:
     ],
 )
 def test_what_counts_modules_is_limited_by_the_number_of_tensors(values: dict[str, Any], found: str | None) -> None:
-    reason = oversized(values, tensors=21, size_bytes=5000)
+    reason = unusable(values, weights=(21, 5000))
     assert reason is None if found is None else f"{found} is 1001" in str(reason)
-    assert oversized(values, tensors=1001, size_bytes=5000) is None
+    assert unusable(values, weights=(1001, 5000)) is None
 
 
 IN_16_GIB = """

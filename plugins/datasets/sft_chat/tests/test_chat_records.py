@@ -474,3 +474,74 @@ def test_a_line_that_is_no_record_is_shown_one(write, load):
     example = json.loads(caught.value.do().partition("such as ")[2].partition(";")[0])
     roles = [message.role for message in read_record(example, Place(path="a.jsonl", number=1)).messages]
     assert roles == ["user", "assistant"]
+
+
+def bomb(pa, name):
+    """Return a column whose values take 32 MiB or more, and whose file takes some KB."""
+    if name == "texts":
+        return pa.array(["a" * 2**15] * 1000)
+    if name == "nulls":
+        return pa.nulls(2**22)
+    if name == "lists of nulls":
+        return pa.FixedSizeListArray.from_arrays(pa.nulls(2**22), 2**21)
+    if name == "numbers":
+        return pa.array([[7] * 2**22])
+    if name == "views":
+        views = ((2**15).to_bytes(4, "little") + b"aaaa" + bytes(8)) * 1000
+        return pa.Array.from_buffers(pa.string_view(), 1000, [None, pa.py_buffer(views), pa.py_buffer(b"a" * 2**15)])
+    if name == "run-end":
+        return pa.RunEndEncodedArray.from_arrays(pa.array([2**22], pa.int32()), ["a"])
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), ["a" * 2**15])
+    if name == "dictionary":
+        return repeated
+    return pa.ListArray.from_arrays(pa.array([0, 1000], pa.int32()), repeated)
+
+
+_IN_ARROW = ("texts", "nulls", "lists of nulls", "numbers", "views", "run-end", "dictionary", "dictionary in a list")
+_IN_PARQUET = ("texts", "numbers", "dictionary", "dictionary in a list")
+
+
+@pytest.mark.parametrize(
+    ("form", "name"),
+    [
+        *(("file", name) for name in _IN_ARROW),
+        *(("stream", name) for name in _IN_ARROW),
+        *(("parquet", name) for name in _IN_PARQUET),
+        ("delta", "texts"),
+    ],
+)
+def test_tables_of_some_kilobytes_take_no_more_memory_than_their_limit(tmp_path, monkeypatch, name, form):
+    pa = pytest.importorskip("pyarrow", minversion="18", reason="pyarrow writes no views")
+    pq = pytest.importorskip("pyarrow.parquet")
+    monkeypatch.setattr("nxdt_core.data.files.tables.EXPANDS_TO_BYTES", 2**22)
+    monkeypatch.setattr("nxdt_core.data.files.tables.EXPANDS_BY", 1)
+    table = pa.table({"input": bomb(pa, name)})
+    path = tmp_path / ("a.arrow" if form in ("file", "stream") else "a.parquet")
+    if path.suffix == ".parquet":
+        more = {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"} if form == "delta" else {}
+        pq.write_table(table, path, compression="zstd", **more)
+    else:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(path, table.schema, options=options) as writer:
+            writer.write_table(table)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        with raises(ArrowUnreadable, match="expands to more than|which is not read"):
+            read_records([path], "data.train_files")
+    finally:
+        pa.set_memory_pool(before)
+    assert pool.max_memory() < 2**23
+
+
+def test_an_arrow_file_whose_footer_leaves_batches_out_is_refused(tmp_path):
+    pa = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    table = pa.table({"input": ["a", "b"]})
+    for rows in (1, 2):
+        with pa.ipc.new_file(tmp_path / f"{rows}.arrow", table.schema) as writer:
+            writer.write_table(table, max_chunksize=rows)
+    one, two = ((tmp_path / f"{rows}.arrow").read_bytes() for rows in (2, 1))
+    footer = int.from_bytes(two[-10:-6], "little")
+    (tmp_path / "a.arrow").write_bytes(one[: -10 - int.from_bytes(one[-10:-6], "little")] + two[-10 - footer :])
+    with raises(ArrowUnreadable, match="its footer names 2 batches, and 1 are before it"):
+        read_records([tmp_path / "a.arrow"], "data.train_files")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from nxdt_core.checkpoint.hf.source import read_json
+from nxdt_core.config.huggingface import unusable
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.regular_files import replace_text, replacing, require_fetched
+from nxdt_core.regular_files import replace_text, replacing, require_fetched, require_inside
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
 from nxdt_plugin_lora.peft_names import PeftTensor
@@ -192,12 +194,8 @@ def read_peft(
         WeightsDoNotFit: the tensors in the file differ from those that ``tensors`` describes.
     """
     path = directory / WEIGHTS
-    try:
-        require_fetched(path)
-        with safe_open(path, framework="pt", device=HOST.type) as file:
-            held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
-        raise AdapterFileDamaged(path=str(path), reason=str(error)) from error
+    with opened_weights(directory) as file:
+        held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     wanted = {part for tensor in tensors.values() for part in tensor.source.hf_names}
     base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # peft saves them with embeddings
     for each in tensors.values():
@@ -217,6 +215,23 @@ def read_peft(
     return found, metadata.get(_BASE, "")
 
 
+@contextmanager
+def opened_weights(directory: Path) -> Iterator[Any]:
+    """Open the weights of a directory.
+
+    Raises:
+        AdapterFileDamaged: they are missing or broken, not a regular file, or a link out of the directory.
+    """
+    path = directory / WEIGHTS
+    try:
+        require_inside(path, directory)
+        require_fetched(path)
+        with safe_open(path, framework="pt", device=HOST.type) as file:
+            yield file
+    except (SafetensorError, OSError) as error:
+        raise AdapterFileDamaged(path=str(path), reason=str(error)) from error
+
+
 def _check_shared(tensor: PeftTensor, held: Mapping[str, torch.Tensor], path: Path) -> None:
     """A matrix that two modules share trains in both here; peft may have trained it for one of them."""
     if tensor.twin is None:
@@ -234,11 +249,18 @@ def read_config(directory: Path) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``.
 
     Raises:
-        AdapterFileDamaged: it describes no LoRA.
+        AdapterFileDamaged: it describes no LoRA, or has a value that no such file has.
         HFFileMissing, HFFileDamaged: of the file.
     """
     found = read_json(directory, CONFIG)
+    reason = unusable(found, weights=None)
+    base, matrices = found.get("base_model_name_or_path"), found.get("target_parameters") or []
     if found.get("peft_type") != "LORA":
         reason = f"its peft_type is {found.get('peft_type')!r}, not 'LORA'"
+    elif not isinstance(base, str | None):
+        reason = f"base_model_name_or_path is {base!r}, not a path or a name"
+    elif not isinstance(matrices, list) or not all(isinstance(name, str) for name in matrices):
+        reason = f"target_parameters is {matrices!r}, not a list of names"
+    if reason is not None:
         raise AdapterFileDamaged(path=str(directory / CONFIG), reason=reason)
     return found

@@ -10,6 +10,7 @@ import pyarrow.parquet as pq
 
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, expand, json_object
+from nxdt_core.data.files.tables import check_batch, decoded, ipc_batches, parquet_batches
 from nxdt_core.errors.data import BadJsonLine, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import require_fetched
@@ -83,11 +84,12 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
     watched = WatchedFiles([path], may_grow=False)
     try:
         require_fetched(path)
+        size = path.stat().st_size
         for first, batch in reader(path, text_key, start):
             for begin in range(0, batch.num_rows, _BATCH):
                 watched.check()
                 part = batch.slice(begin, _BATCH)
-                part.validate(full=True)  # offsets of a damaged file lead anywhere
+                check_batch(part, size)
                 yield first + begin, part
         watched.check()
     except PermissionError as error:
@@ -98,30 +100,27 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
 
 
 def _parquet(path: Path, text_key: str, start: int) -> Iterator[Rows]:
-    with pq.ParquetFile(path) as file:
-        groups: list[int] = []
-        first = 0
-        for group in range(file.num_row_groups):  # whole groups before the start are not read
-            rows = file.metadata.row_group(group).num_rows
-            if groups or first + rows > start:
-                groups.append(group)
-            else:
-                first += rows
-        wanted = chosen(file.schema_arrow.names, text_key, str(path))
-        yield from _from(start, first, file.iter_batches(_BATCH, row_groups=groups, columns=wanted))
+    groups = pq.read_metadata(path)
+    first = before = 0
+    for number in range(groups.num_row_groups):  # whole groups before the start are not read
+        if (before := before + groups.row_group(number).num_rows) <= start:
+            first = before
+    schema, batches = parquet_batches(path, _BATCH, lambda names: chosen(names, text_key, str(path)), start)
+    size = path.stat().st_size
+
+    def plain() -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            check_batch(batch, size)
+            yield decoded(batch, schema)
+
+    yield from _from(start, first, plain())
 
 
 def _arrow(path: Path, text_key: str, start: int) -> Iterator[Rows]:
-    with pa.OSFile(str(path)) as source:  # not mapped: a file that is truncated would kill the process
-        magic = source.read(6)
-        source.seek(0)
-        if magic == b"ARROW1":
-            file = pa.ipc.open_file(source)
-            batches = (file.get_batch(number) for number in range(file.num_record_batches))
-        else:
-            batches = iter(pa.ipc.open_stream(source))
-        narrow = (batch.select(chosen(batch.schema.names, text_key, str(path))) for batch in batches)
-        yield from _from(start, 0, narrow)
+    _, batches = ipc_batches(
+        lambda: pa.OSFile(str(path))
+    )  # not mapped: a file that is truncated would kill the process
+    yield from _from(start, 0, (batch.select(chosen(batch.schema.names, text_key, str(path))) for batch in batches))
 
 
 def _json_lines(path: Path, text_key: str, start: int) -> Iterator[Rows]:
