@@ -230,6 +230,7 @@ def test_answers_of_one_reward_teach_nothing_whatever_their_mean_is_rounded_to(s
         ("[float('nan')] * len(answers)", "returned nan"),
         ("records[0]['nowhere']", "raised KeyError"),
         ("None", "raised TypeError"),
+        ("exit()", "called sys.exit(None)"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_the_record(small, short, body, said):
