@@ -42,6 +42,10 @@ class Sample:
     """float32 [seq]: what else an objective wants of each position, by its own names, such as KTO's labels."""
 
 
+LARGEST = 1e30
+"""Magnitude that weights, margins and rewards have at most, so that float32 holds sums of many."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
     """One micro-batch; tensors [micro_batch, seq], or [micro_batch × rows, seq] of samples that have several rows."""

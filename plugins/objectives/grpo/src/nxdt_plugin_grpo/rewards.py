@@ -16,7 +16,6 @@ A third party registers one as a component::
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +28,7 @@ from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
 from nxdt_core.kernel.plugin import describe_failure
+from nxdt_core.protocols.batch import LARGEST
 from nxdt_plugin_grpo.config import NUMBER, CharactersConfig, MatchConfig
 from nxdt_plugin_grpo.errors import RewardFailed, RewardMisnamed
 from nxdt_plugin_grpo.prompts import Prompt
@@ -44,7 +44,7 @@ class Reward(Protocol):
     def __init__(self, config: Any = None) -> None: ...
 
     def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """Return a finite number for each of ``answers``, higher for better ones.
+        """Return a number for each of ``answers``, higher for better ones; weighted, it is from −1e30 to 1e30.
 
         Args:
             answers: texts that the model wrote, without the token that ends them.
@@ -65,7 +65,7 @@ class Weighted:
         """Return the rewards of answers to one prompt, before they are weighted.
 
         Raises:
-            RewardFailed: the function raises, or does not return as many finite numbers.
+            RewardFailed: the function raises, or does not return as many such numbers.
         """
         try:
             found = [float(score) for score in self.function(answers, [prompt.record] * len(answers))]
@@ -77,9 +77,11 @@ class Weighted:
         if len(found) != len(answers):
             said = f"returned {len(found)} numbers for {len(answers)} answers"
             raise RewardFailed(reward=self.name, found=said, place=prompt.place)
-        wrong = next((score for score in found if not math.isfinite(score)), None)
+        most = LARGEST / max(1.0, abs(self.weight))
+        wrong = next((score for score in found if not abs(score) <= most), None)
         if wrong is not None:
-            raise RewardFailed(reward=self.name, found=f"returned {wrong}", place=prompt.place)
+            said = f"returned {wrong}, which is not a number from {-most:g} to {most:g}"
+            raise RewardFailed(reward=self.name, found=said, place=prompt.place)
         return found
 
 
@@ -108,8 +110,10 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
     name, weight = options.pop("name", None), options.pop("weight", 1.0)
     if not isinstance(name, str):
         raise RewardMisnamed(number=number, reason="has no name")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
-        raise RewardMisnamed(number=number, reason=f"has the weight {weight!r}, which is not a number")
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= LARGEST:
+        raise RewardMisnamed(
+            number=number, reason=f"has the weight {weight!r}, which is not a number from -1e30 to 1e30"
+        )
     component = kernel.registry.get("reward", name)
     cls, config = component.load_config(), None
     if cls is not None:
