@@ -267,6 +267,7 @@ def test_a_reward_that_switches_autograd_off_changes_nothing(small, short):
         ("objective.rewards=[{name: match, pattern: '('}]", "is not a regular expression"),
         ("objective.rewards=[]", "no reward is named"),
         ("objective.num_generations=1", "at least 2"),
+        ("objective.epsilon_high=1e300", "from 0 to 1e"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_built(small, override, said):
