@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["IGNORE_INDEX", "Batch", "Sample"]
+__all__ = ["IGNORE_INDEX", "LARGEST", "Batch", "Sample"]
 
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss (the convention of ``torch.nn.functional.cross_entropy``)."""
@@ -43,7 +43,7 @@ class Sample:
 
 
 LARGEST = 1e30
-"""Magnitude that weights, margins and rewards have at most, so that float32 holds sums of many."""
+"""Magnitude that numbers of configurations, weights, margins and rewards have at most: float32 holds sums of many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -262,12 +262,11 @@ def test_a_reward_that_switches_autograd_off_changes_nothing(small, short):
         ("objective.rewards=[charakters]", "characters"),
         ("objective.rewards=[{weight: 1}]", "has no name"),
         ("objective.rewards=[{name: characters, weight: much}]", "'much'"),
-        ("objective.rewards=[{name: characters, weight: 1e300}]", "from -1e30 to 1e30"),
+        ("objective.rewards=[{name: characters, weight: 1e300}]", "a number beyond"),
         ("objective.rewards=[{name: characters, keys: a}]", "keys"),
         ("objective.rewards=[{name: match, pattern: '('}]", "is not a regular expression"),
         ("objective.rewards=[]", "no reward is named"),
         ("objective.num_generations=1", "at least 2"),
-        ("objective.epsilon_high=1e300", "from 0 to 1e"),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_is_built(small, override, said):

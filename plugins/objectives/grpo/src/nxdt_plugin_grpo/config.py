@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Range
+from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
 from nxdt_core.data.chat.templates import ChatKeys
 
@@ -29,9 +29,9 @@ class GrpoConfig(Section):
     """Optimizer steps on each set of answers. Of so many steps, the prompts of the first are used."""
     beta: NonNegativeFloat = 0.0
     """Weight of the divergence from the model below the adapter, which must be there where this is above 0."""
-    epsilon: Annotated[float, Range(0, 1e30)] = 0.2
+    epsilon: NonNegativeFloat = 0.2
     """Probability ratios below 1 − ε, and above 1 + ε, give no further gradient (Schulman et al. 2017)."""
-    epsilon_high: Annotated[float, Range(0, 1e30)] | None = None
+    epsilon_high: NonNegativeFloat | None = None
     """Another ε for ratios above 1; ``null``: the same."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """Divide an answer's advantage by the standard deviation of its group's rewards, by that of all of the global

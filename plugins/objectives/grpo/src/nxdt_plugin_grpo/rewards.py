@@ -16,6 +16,7 @@ A third party registers one as a component::
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -110,10 +111,8 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
     name, weight = options.pop("name", None), options.pop("weight", 1.0)
     if not isinstance(name, str):
         raise RewardMisnamed(number=number, reason="has no name")
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or not abs(weight) <= LARGEST:
-        raise RewardMisnamed(
-            number=number, reason=f"has the weight {weight!r}, which is not a number from -1e30 to 1e30"
-        )
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
+        raise RewardMisnamed(number=number, reason=f"has the weight {weight!r}, which is not a number")
     component = kernel.registry.get("reward", name)
     cls, config = component.load_config(), None
     if cls is not None:
