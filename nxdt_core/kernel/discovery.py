@@ -244,7 +244,7 @@ def import_local(plugin: PluginInfo) -> ModuleType:
 
 @contextmanager
 def exits_explained() -> Iterator[None]:
-    """Raise an error in place of what is no ``Exception`` and not Ctrl-C: ``sys.exit`` and the panics of Rust code.
+    """Raise an error in place of ``sys.exit`` and the panics of Rust code, which ``except Exception`` does not catch.
 
     Raises:
         PluginCodeExited: code of a plugin exits, or panics.

@@ -28,7 +28,6 @@ from nxdt_core.config.section import ChecksItself
 from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
-from nxdt_core.kernel.plugin import describe_failure
 from nxdt_core.protocols.batch import LARGEST
 from nxdt_plugin_grpo.config import NUMBER, CharactersConfig, MatchConfig
 from nxdt_plugin_grpo.errors import RewardFailed, RewardMisnamed
@@ -70,10 +69,8 @@ class Weighted:
         """
         try:
             found = [float(score) for score in self.function(answers, [prompt.record] * len(answers))]
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # anybody's code, which may call sys.exit
-            said = describe_failure(error)
+        except (Exception, SystemExit) as error:  # anybody's code
+            said = f"raised {type(error).__name__}: {error}"
             raise RewardFailed(reward=self.name, found=said, place=prompt.place) from error
         if len(found) != len(answers):
             said = f"returned {len(found)} numbers for {len(answers)} answers"
