@@ -185,9 +185,9 @@ class Run:
                 continue
             try:
                 getattr(callback, moment)(self, *arguments)
-            except NxdtError:
+            except (NxdtError, KeyboardInterrupt):
                 raise
-            except (Exception, SystemExit) as error:
+            except BaseException as error:  # SystemExit, too
                 if name not in self._observers:
                     raise
                 self._dismiss(name, moment, error)
@@ -199,7 +199,7 @@ class Run:
         _log.warning(message, self.step, name, moment, _reason(error), exc_info=trace)
         callback = self.callbacks.pop(name)
         if moment != "close":
-            with suppress(Exception):
+            with suppress(Exception, SystemExit):
                 callback.close(self)
 
     def state_dict(self) -> dict[str, Any]:

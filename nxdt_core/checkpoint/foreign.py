@@ -17,7 +17,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import ForeignFormatUnknown
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.kernel.plugin import GUARDED, describe_failure
+from nxdt_core.kernel.plugin import describe_failure
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader, FillsRows
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, Piece
@@ -160,7 +160,9 @@ def _recognises(component: RegisteredComponent, path: Path) -> bool:
         return _loaded(component).recognises(path)
     except NxdtError as error:
         reason = error.what()
-    except GUARDED as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         reason = describe_failure(error)
     _log.warning("The checkpoint format %r of %s is skipped: %s", component.record.name, component.dist, reason)
     return False

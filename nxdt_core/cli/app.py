@@ -134,6 +134,9 @@ def main(args: Sequence[str] | None = None) -> int:
             click.echo(f"The output is incomplete: {error.strerror}", err=True)
             return _close_stdout()
         except Exception as error:  # a bug, whose traceback Python prints
+            from nxdt_core.kernel.discovery import note_plugin
+
+            note_plugin(error)
             _hide_secrets_in(error)
             raise
         return status if isinstance(status, int) else 0

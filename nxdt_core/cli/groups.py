@@ -27,8 +27,11 @@ class LazyCommand:
 
     def load(self) -> click.Command:
         """Import the command, whose summary in other listings is this one, too."""
+        from nxdt_core.kernel.discovery import exits_explained  # not for `nxdt --help`
+
         module, _, attribute = self.target.partition(":")
-        command: click.Command = getattr(import_module(module), attribute)
+        with exits_explained():
+            command: click.Command = getattr(import_module(module), attribute)
         command.short_help = self.summary
         return command
 

@@ -11,7 +11,7 @@ from os.path import isfile, realpath
 from pathlib import Path
 
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.train.run.metric_files import Row, finite, json_object, lines_of, rows_by_step
+from nxdt_core.train.run.metric_files import Row, json_object, lines_of, numbers_of, rows_by_step
 
 Series = dict[int, float]
 """Value by step."""
@@ -95,13 +95,9 @@ def _paths(directory: Path, pattern: str) -> list[Path]:
 def _curves(name: str, rows: list[Row]) -> dict[str, Series]:
     curves: dict[str, Series] = {}
     for row in rows:
-        sets = row.get("sets")
-        parts = [("", row), *((f"/{key}", part) for key, part in (sets if isinstance(sets, dict) else {}).items())]
-        for suffix, part in parts:
-            for column, value in part.items() if isinstance(part, dict) else ():
-                number = finite(value)
-                if column not in _COUNTERS and number is not None:
-                    curves.setdefault(f"{name}:{column}{suffix}", {})[row["step"]] = number
+        for column, suffix, number in numbers_of(row):
+            if column not in _COUNTERS:
+                curves.setdefault(f"{name}:{column}{suffix}", {})[row["step"]] = number
     return curves
 
 
@@ -155,7 +151,7 @@ def _events(directory: Path, metrics: list[Row]) -> Iterable[tuple[str, str, str
                 (f"step {row['step']}", "warning", f"{skipped - before} steps skipped, their gradients not finite")
             )
         before = skipped if isinstance(skipped, int) else before
-    replaced = len(_rows(directory / "metrics.replaced.jsonl"))
+    replaced = sum(type(json_object(line).get("step")) is int for line in _lines(directory / "metrics.replaced.jsonl"))
     if replaced:
         found.append(("", "info", f"{replaced} logged steps were repeated after a resume (metrics.replaced.jsonl)"))
     return found

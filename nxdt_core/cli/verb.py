@@ -49,7 +49,17 @@ class WithExamples(click.Command):
 
 
 class Verb(WithExamples):
-    """A command with examples, which suggests a key of the configuration for an option that is one."""
+    """A command with examples, which suggests a key of the configuration for an option that is one.
+
+    An exit of a plugin's code within the command is an error.
+    """
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Call the command's function."""
+        from nxdt_core.kernel.discovery import exits_explained  # not for `nxdt --help`
+
+        with exits_explained():
+            return super().invoke(ctx)
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; for an option that is a key of the configuration suggest ``KEY=VALUE``."""

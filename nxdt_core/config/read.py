@@ -33,12 +33,13 @@ from nxdt_core.config.tree import (
 )
 from nxdt_core.deprecation import deprecation_text
 from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
+from nxdt_core.protocols.batch import LARGEST
 
 __all__ = ["Reading", "located", "read_part"]
 
 
 class Mismatch(Exception):
-    """A value that a path or an integer cannot have; the text says what it is."""
+    """A value that a path or a number cannot have; the text says what it is."""
 
 
 _NAME_BYTES = 255
@@ -211,6 +212,8 @@ class Reading:
         for _, each in walk(node):
             if type(each.value) is int and not -LARGEST_INTEGER - 1 <= each.value <= LARGEST_INTEGER:
                 raise Mismatch("an integer of more than 64 bits")
+            if type(each.value) is float and LARGEST < abs(each.value) < math.inf:
+                raise Mismatch("a number beyond ±1e30")
         return to_plain(node)
 
     def _instance(self, cls: type, plain: Mapping[str, Any], path: str) -> Any:

@@ -49,7 +49,7 @@ PACKAGE_SCHEME = "package://"
 
 
 class PackageNotFound(LookupError):
-    """The package of a ``package://`` path is not installed."""
+    """The package of a ``package://`` path is not installed, or the path leaves it."""
 
 
 def expand_home(path: str | Path) -> Path:
@@ -68,7 +68,7 @@ def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
         relative_to: Directory that a relative path starts at; the working directory by default.
 
     Raises:
-        PackageNotFound: no package of that name is installed.
+        PackageNotFound: no package of that name is installed, or the path leaves the package.
     """
     text = str(value)
     if text.startswith(PACKAGE_SCHEME):
@@ -77,6 +77,8 @@ def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
         directory = None if "." in package else _package_directory(package)
         if directory is None:
             raise PackageNotFound(f"no package {package!r} is installed")
+        if inside.startswith("/") or ".." in inside.split("/"):
+            raise PackageNotFound(f"the path leaves the package {package!r}")
         return directory / inside
     return (relative_to or Path.cwd()).absolute() / expand_home(text)
 

@@ -82,9 +82,9 @@ JsonTextMissing = NxdtError.define(
 
 DocumentWeightWrong = NxdtError.define(
     "NXDT-D015",
-    "A JSON object whose weight in the loss is not a number of at least 0.",
+    "A JSON object whose weight in the loss is not a number from 0 to 1e30.",
     "{path}:{line}: the weight under the key '{key}' is {found}.",
-    "Write a number of at least 0 there, or set data.weight_key to null.",
+    "Write a number from 0 to 1e30 there, or set data.weight_key to null.",
 )
 
 TooFewTokens = NxdtError.define(

@@ -167,6 +167,14 @@ class LocalPluginMissing(NxdtError):
     path: str
 
 
+PluginCodeExited = NxdtError.define(
+    "NXDT-K012",
+    "Code of a plugin calls ``sys.exit`` or ``exit``, or a library that it uses panics.",
+    "Code of {who} {reason}.",
+    "Report it to the plugin's authors: such code raises an exception where it cannot continue.",
+    also=lambda error: {"who": f"the plugin {error.origin}" if error.origin else "a plugin or a library"},
+)
+
 KitsMissing = NxdtError.define(
     "NXDT-K030",
     "The conformance kits are asked for where they are not installed.",

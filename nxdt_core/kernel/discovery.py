@@ -14,6 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, reduce
 from importlib.metadata import Distribution, distributions
@@ -23,7 +24,7 @@ from types import ModuleType
 
 from nxdt_core._version import __version__
 from nxdt_core.api import ENTRY_POINT_GROUP
-from nxdt_core.errors.plugins import LocalPluginMissing
+from nxdt_core.errors.plugins import LocalPluginMissing, PluginCodeExited
 from nxdt_core.kernel.metadata import (
     MalformedMetadata,
     admits,
@@ -33,7 +34,7 @@ from nxdt_core.kernel.metadata import (
     read_core_metadata,
     read_metadata_file,
 )
-from nxdt_core.kernel.plugin import GUARDED, LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
+from nxdt_core.kernel.plugin import LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
 
 _MAJOR, _MINOR = __version__.split(".")[:2]
 _UNBOUNDED = (
@@ -195,7 +196,9 @@ def import_reference(reference: str) -> object:
         if module_name in sys.modules and not hasattr(sys.modules[module_name], attribute.split(".")[0]):
             raise PluginDefect(f"module {module_name!r} has no attribute {attribute!r}") from error
         raise PluginDefect(f"importing {reference!r} {describe_failure(error)}") from error
-    except GUARDED as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginDefect(f"importing {reference!r} {describe_failure(error)}") from error
 
 
@@ -231,7 +234,48 @@ def import_local(plugin: PluginInfo) -> ModuleType:
     except ModuleNotFoundError as error:
         del sys.modules[name]
         raise PluginDefect(_missing(name, error.name)) from error
-    except GUARDED as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         del sys.modules[name]
         raise PluginDefect(f"importing {path!r} {describe_failure(error)}") from error
     return module
+
+
+@contextmanager
+def exits_explained() -> Iterator[None]:
+    """Raise an error in place of ``sys.exit`` and the panics of Rust code, which ``except Exception`` does not catch.
+
+    Raises:
+        PluginCodeExited: code of a plugin exits, or panics.
+    """
+    try:
+        yield
+    except (Exception, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise PluginCodeExited(origin=_origin(error), reason=describe_failure(error)) from error
+
+
+def note_plugin(error: BaseException) -> None:
+    """Add the name of the plugin whose code raised ``error`` to its traceback."""
+    origin = _origin(error)
+    if origin:
+        error.add_note(f"Raised in code of the plugin {origin}.")
+
+
+def _origin(error: BaseException) -> str:
+    """Return the name of the plugin whose code raised the error; empty where it was the core's, or is unknown."""
+    packages = {plugin.module.partition(":")[0].partition(".")[0]: plugin for plugin in find_plugins(PluginPolicy())}
+    trace, origin = error.__traceback__, ""
+    while trace is not None:
+        name, file = trace.tb_frame.f_globals.get("__name__", ""), trace.tb_frame.f_code.co_filename
+        package = name.partition(".")[0]
+        if package in packages:
+            origin = packages[package].label
+        elif package == local_module_name(Path(file)):
+            origin = f"{Path(file).stem!r} ({file})"
+        elif package == "nxdt_core":
+            origin = ""
+        trace = trace.tb_next
+    return origin

@@ -21,7 +21,7 @@ from nxdt_core.api import PROJECT
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import PluginHookFailed
 from nxdt_core.kernel import hookspecs
-from nxdt_core.kernel.plugin import GUARDED, PluginDefect, PluginInfo, describe_failure
+from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, describe_failure
 
 T = TypeVar("T")
 
@@ -127,9 +127,9 @@ def _attributed(plugin: PluginInfo, hook: str, function: Callable[..., Any]) -> 
         try:
             value = function(*arguments)
             outcome = "none" if value is None else "value"
-        except NxdtError:
+        except (NxdtError, KeyboardInterrupt):
             raise
-        except GUARDED as error:
+        except BaseException as error:
             reason = describe_failure(error)
             raise PluginHookFailed(plugin=plugin.name, dist=plugin.dist, hook=hook, reason=reason) from error
         finally:

@@ -22,18 +22,21 @@ from urllib.parse import unquote, urlsplit
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
 from nxdt_core.kernel.metadata import read_metadata_file, version_of
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
-from nxdt_core.regular_files import replace_text
+from nxdt_core.regular_files import read_text, replace_text
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """In ``*.dist-info``, written by the installer and so different for equal wheels."""
 
 
 def digest_plugin(plugin: PluginInfo) -> str:
-    """Digest of the files that the plugin was installed from. 32 hex digits."""
-    if plugin.dist == LOCAL:
-        return _digest_file(plugin.location)
-    record = _wheel_record(plugin)
-    return digest_lines(record) if record else _digest_files(plugin.module)
+    """Digest of the files that the plugin was installed from; of none where they were removed since. 32 hex digits."""
+    try:
+        if plugin.dist == LOCAL:
+            return _digest_file(plugin.location)
+        record = _wheel_record(plugin)
+        return digest_lines(record) if record else _digest_files(plugin.module)
+    except (FileNotFoundError, NotADirectoryError):
+        return digest_lines(())
 
 
 def editable_source(dist: Distribution) -> Path | None:
@@ -169,7 +172,7 @@ def _difference(key: tuple[str, str], locked: dict[str, str] | None, found: dict
 
 def _read(path: Path) -> Entries:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path, follow=True))
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, known is {_FORMAT}")
         return {(row["dist"], row["plugin"]): _facts(row) for row in content["plugins"]}

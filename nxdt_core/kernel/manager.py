@@ -27,7 +27,6 @@ from nxdt_core.kernel.discovery import find_local_plugins, find_plugins, import_
 from nxdt_core.kernel.hooks import HookSet, collect_hooks
 from nxdt_core.kernel.plugin import (
     BUILTIN,
-    GUARDED,
     PluginDefect,
     PluginInfo,
     PluginPolicy,
@@ -56,7 +55,9 @@ def _defects_of(hook: str) -> Iterator[None]:
         raise PluginDefect(f"{hook} {error.reason}") from error
     except NxdtError as error:
         raise PluginDefect(f"{hook}: {error.what()}") from error
-    except GUARDED as error:
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:
         raise PluginDefect(f"{hook} {describe_failure(error)}") from error
 
 

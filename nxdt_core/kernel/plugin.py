@@ -60,9 +60,6 @@ BUILTIN = "builtin"
 LOCAL = "local"
 """Stands for the distribution of a plugin file that the configuration names."""
 
-GUARDED = (Exception, SystemExit, GeneratorExit)
-"""What running a plugin's code may raise without stopping the others: all but Ctrl-C."""
-
 _ADVICE: Final[dict[PluginState, str]] = {
     "ok": "",
     "blocked": "change plugins.block or plugins.allow to use it",

@@ -11,6 +11,7 @@ from nxdt_core.config.secrets import hide_secrets
 from nxdt_core.distributed.store import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
+from nxdt_core.kernel.discovery import exits_explained, note_plugin
 from nxdt_core.launch.supervision.client import Client, find_supervisor, is_published, open_supervisor
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
 from nxdt_core.parent import outlive_parent
@@ -30,12 +31,14 @@ def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:
     place.export()
     client = _join(place)
     try:
-        status = run(client)
+        with exits_explained():
+            status = run(client)
     except NxdtError as error:
         client.fail("mistake", hide_secrets(str(error)), error.exit_status)
     except KeyboardInterrupt:
         client.fail("interrupt", "", INTERRUPTION.status)
-    except BaseException:  # SystemExit, too: no rank may leave alone
+    except Exception as error:
+        note_plugin(error)
         client.fail("bug", hide_secrets(traceback.format_exc()), 1)
     return client.done(status)
 

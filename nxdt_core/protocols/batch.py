@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
-__all__ = ["IGNORE_INDEX", "Batch", "Sample"]
+__all__ = ["IGNORE_INDEX", "LARGEST", "Batch", "Sample"]
 
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss (the convention of ``torch.nn.functional.cross_entropy``)."""
@@ -42,6 +42,10 @@ class Sample:
     """What an objective that generates needs of the record behind the sample; it stays on the host."""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float32 [seq]: what else an objective wants of each position, by its own names, such as KTO's labels."""
+
+
+LARGEST = 1e30
+"""Magnitude that numbers of configurations, weights, margins and rewards have at most: float32 holds sums of many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

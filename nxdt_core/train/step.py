@@ -96,6 +96,7 @@ def initialize_parallel_optimizer(
     return optimizer
 
 
+@torch.enable_grad()  # code of a plugin, such as a callback or a reward, may have switched it off
 def train_step(
     model: ParallelModel,
     optimizer: ParallelOptimizer,

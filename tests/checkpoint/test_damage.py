@@ -9,6 +9,7 @@ import pickle
 import random
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +31,11 @@ from nxdt_core.checkpoint import (
 from nxdt_core.checkpoint.format.digests import BLOCK_BYTES, BlockDigests, digest
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
+from nxdt_core.checkpoint.read.status import find_problems
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew, StorageError
+from nxdt_core.checkpoint.write.retention import delete_step
+from nxdt_core.cli import main
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew, StorageError
 from tests.sampling import takes_all
 
 FILES = (
@@ -326,3 +330,44 @@ def test_a_later_format_says_so_and_is_not_passed_over(store: LocalStorage, save
         latest(store, warn=lambda line: None)
     assert [status.state for status in list_checkpoints(store)] == ["committed", "committed"]
     assert len(verify(store, 2)) == 1
+
+
+def found_sound(store: LocalStorage) -> None:
+    with suppress(CheckpointNotFound):
+        assert find_problems(store, 2, "digests") == []
+
+
+def commanded_sound(store: LocalStorage) -> None:
+    assert main(["checkpoint", "verify", store.uri, "--deep"]) == 0
+
+
+def searched_sound(store: LocalStorage) -> None:
+    lines: list[str] = []
+    assert latest(store, warn=lines.append) is not None
+    assert lines == []
+
+
+@pytest.mark.parametrize("check", [found_sound, commanded_sound, searched_sound])
+def test_a_step_that_a_run_deletes_at_any_read_is_not_damaged(
+    store: LocalStorage, save: Any, check: Callable[[LocalStorage], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened, left = LocalStorage.open_read, 0
+
+    def deleting(storage: LocalStorage, key: str, *place: Any) -> Any:
+        nonlocal left
+        left -= key.startswith("step-00000002")
+        if left == 0:
+            delete_step(storage, 2)
+        return opened(storage, key, *place)
+
+    monkeypatch.setattr(LocalStorage, "open_read", deleting)
+    save(store, 1)
+    for reads in range(1, 100):
+        save(store, 2)
+        left = reads
+        check(store)
+        if left > 0:
+            break
+        left = 0
+        delete_step(store, 2)
+    assert 4 < reads < 100

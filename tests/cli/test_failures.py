@@ -37,6 +37,8 @@ def misbehave(what):
         atexit.register(time.sleep, 60)
         click.echo("sleeping", err=True)
         time.sleep(60)
+    if what == "leave":
+        raise SystemExit(5)
     if what == "exit":
         click.get_current_context().exit(7)
 """
@@ -65,6 +67,7 @@ def test_a_bug_keeps_its_traceback_and_status_1(nxdt, dist):
 def test_a_command_may_choose_its_status(nxdt, dist):
     dist("acme", COMMAND, acme_commands=BODY)
     assert nxdt("misbehave", "exit").returncode == 7
+    assert nxdt("misbehave", "leave").returncode == 5
 
 
 def test_usage_errors_have_status_2_and_no_traceback(nxdt):

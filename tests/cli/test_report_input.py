@@ -3,6 +3,7 @@
 import ast
 import hashlib
 import json
+import math
 import re
 import sys
 import threading
@@ -20,6 +21,7 @@ from nxdt_core.cli.report import POLICY, notice, page
 from nxdt_core.cli.report_plot import plot
 from nxdt_core.cli.report_records import read_run
 from nxdt_core.errors.training import NotARunDirectory
+from nxdt_core.train.run import metric_files
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -252,3 +254,33 @@ def test_a_file_that_is_truncated_and_written_while_it_is_read_gives_a_page(tmp_
     finally:
         ended.set()
         thread.join()
+
+
+def test_many_rows_are_thinned_to_their_extremes_while_they_are_read(tmp_path, monkeypatch):
+    """The ends, spikes and gaps of curves stay, and a step that a resume repeats has its new value."""
+
+    def row(step, repeated=False):
+        loss = -9.0 if step == 3_333 and repeated else 50.0 + step if step % 1000 == 7 else math.sin(step)
+        sets = {"a": {"loss": 70.0 if step == 4_321 else 1.0}}
+        return {"step": step, "loss": math.nan if step >= 5_900 else loss, "lr": 1 / step, "sets": sets}
+
+    steps = [*range(1, 4_000), *range(3_000, 6_001)]
+    text = "".join(json.dumps(row(step, number >= 3_999)) + "\n" for number, step in enumerate(steps))
+    (tmp_path / "metrics.jsonl").write_text(text)
+    (tmp_path / "metrics.replaced.jsonl").write_text(text)
+    whole = read_run(tmp_path)
+    monkeypatch.setattr(metric_files, "_MOST_ROWS", 512)
+    thinned = read_run(tmp_path)
+    for name, curve in whole.curves.items():
+        kept = thinned.curves[name]
+        assert 20 < len(kept) <= 512
+        assert kept.items() <= curve.items()
+        assert [(f(kept), f(kept.values()), kept[f(kept)]) for f in (min, max)] == [
+            (f(curve), f(curve.values()), curve[f(curve)]) for f in (min, max)
+        ]
+    assert {step for step in whole.curves["metrics:loss"] if step % 1000 == 7} <= thinned.curves["metrics:loss"].keys()
+    assert thinned.last_step == 6_000
+    assert thinned.events == whole.events
+    plotted = read_plotted(tmp_path).training
+    assert [plotted[place]["step"] for place in (0, -1)] == [1, 6_000]
+    assert len(plotted) <= 512

@@ -134,6 +134,9 @@ def test_paths_into_packages():
     assert resolve_path("package://nxdt_core/py.typed").is_file()
     with pytest.raises(PackageNotFound):
         resolve_path("package://no_such_package/x")
+    for inside in ("../../etc/passwd", "recipes/..", "/etc/passwd"):
+        with pytest.raises(PackageNotFound, match="leaves the package"):
+            resolve_path(f"package://nxdt_core/{inside}")
     for name in ("this", "this.inner"):  # to find what is inside a package, Python imports it
         with pytest.raises(PackageNotFound):
             resolve_path(f"package://{name}/x")

@@ -129,6 +129,15 @@ KEYS = {
         "data.files: found 'package://no_such_package/x.txt', but no package 'no_such_package' is installed;"
         " allowed: a list, each item a path. [NXDT-C012]",
     ),
+    "number beyond float32": (
+        "model.optim.weight_decay=1e39",
+        "model.optim.weight_decay: found a number beyond ±1e30; allowed: a number of at least 0. [NXDT-C012]",
+    ),
+    "path that leaves its package": (
+        "data.files=['package://nxdt_core/../x.txt']",
+        "data.files: found 'package://nxdt_core/../x.txt', but the path leaves the package 'nxdt_core';"
+        " allowed: a list, each item a path. [NXDT-C012]",
+    ),
     "no equals sign": (
         "trainer.max_steps",
         "'trainer.max_steps' sets no key: it has no '='. Write key.path=value, such as trainer.max_steps=100."

@@ -77,7 +77,6 @@ ALLOWED = {
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
         f"{CORE}/config/sources.py: path.read_text(encoding='utf-8-sig')",
-        f"{CORE}/kernel/lock.py: path.read_text(encoding='utf-8')",
         f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
     },
     "read only, in a directory that is named; the line before checks that it is a file, and where a link leads": {

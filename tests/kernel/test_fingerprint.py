@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from shutil import rmtree
 
 import pytest
 from nxdt_testing.errors import raises
@@ -84,6 +86,19 @@ def test_a_local_file_is_read(site, tmp_path):
     assert len(prints) == 2
 
 
+@pytest.mark.parametrize("removed", ["wolf", "pack", "mine"])
+def test_a_plugin_that_is_removed_while_a_run_starts_does_not_end_it(site, tmp_path, removed):
+    site.add_optimizer("nxdt-plugin-wolf", "wolf")
+    site.add("nxdt-plugin-pack", module="pack", files={"pack/__init__.py": ""})
+    (tmp_path / "mine.py").write_text("")
+    kernel = site.start(local=(tmp_path / "mine.py",))
+    for path in [*site.path.iterdir(), tmp_path / "mine.py"]:
+        if removed in path.name:
+            path.unlink() if path.is_file() else rmtree(path)
+    assert len(kernel.fingerprint()) == 32
+    assert {"wolf", "pack", "mine"} <= kernel.identities().keys()
+
+
 @pytest.fixture
 def locked(site, tmp_path):
     site.add_optimizer("nxdt-plugin-wolf", "wolf")
@@ -129,6 +144,12 @@ def test_a_lock_file_that_cannot_be_read_is_an_error(site, tmp_path, content):
         lock.write_text(content)
     with raises(PluginLockUnreadable, match="cannot be read"):
         Kernel.start(PluginPolicy(lock=lock), path=[str(site.path)])
+
+
+def test_a_lock_file_that_is_a_pipe_is_an_error(site, tmp_path):
+    os.mkfifo(tmp_path / "plugins.lock")
+    with raises(PluginLockUnreadable, match="a named pipe"):
+        site.start(lock=tmp_path / "plugins.lock")
 
 
 def test_policy_entries_that_name_nothing_are_told(site):

@@ -129,7 +129,10 @@ def verify(storage: CheckpointStore, step: int, *, deep: bool = True) -> list[st
         step: the step of the checkpoint.
         deep: read every file and compare every block with its digest, instead of names and sizes only.
     """
-    return find_problems(storage, step, "bytes" if deep else "sizes")
+    try:
+        return find_problems(storage, step, "bytes" if deep else "sizes")
+    except CheckpointNotFound as error:
+        return [f"{error.where}: {error.reason}"]
 
 
 def find_problems(
@@ -150,17 +153,20 @@ def find_problems(
         threads: number of files that are read in parallel; each needs a block of memory.
         progress: called from any thread with the number of bytes that were just compared.
         share: (k, n) opens only every n-th file from the k-th on, by size.
+
+    Raises:
+        CheckpointNotFound: it has no manifest, or a run deleted it meanwhile, whose deletions begin with the manifest.
     """
-    with explained_os_errors(f"{storage.uri}/{step_name(step)}"):
+    where = f"{storage.uri}/{step_name(step)}"
+    with explained_os_errors(where):
         try:
             manifest = read_manifest(storage, step)
-        except (CheckpointDamaged, CheckpointNotFound, CheckpointTooNew) as error:
+        except (CheckpointDamaged, CheckpointTooNew) as error:
             return [f"{error.where}: {error.reason}"]
+        problems: list[str] = []
         if depth != "bytes":
             sizes = {info.key: info.size_bytes for info in storage.list(step_prefix(step))}
             problems = _wrong_sizes(storage, manifest, sizes)
-            if problems or depth == "sizes":
-                return problems
 
         stop = threading.Event()
         stored = tensors_by_file(manifest, manifest.files)
@@ -179,9 +185,13 @@ def find_problems(
                 return f"{error.where}: {error.reason}"
             return None
 
-        largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
-        found = in_threads(problem_of, largest_first[share[0] :: share[1]], threads=threads, stop=stop)
-        return [problem for problem in found if problem is not None]
+        if not problems and depth != "sizes":
+            largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
+            found = in_threads(problem_of, largest_first[share[0] :: share[1]], threads=threads, stop=stop)
+            problems = [problem for problem in found if problem is not None]
+        if problems and storage.stat(manifest_key(step)) is None:
+            raise CheckpointNotFound(where=where, reason="it was deleted while it was read")
+        return problems
 
 
 def _check_content(
@@ -205,8 +215,8 @@ def latest(
 ) -> Manifest | None:
     """Return the newest committed checkpoint whose every byte verifies, or None.
 
-    Unfinished saves are skipped silently; each damaged checkpoint is reported to ``warn`` in a line that names
-    the file.
+    Unfinished saves, and steps that another run deletes meanwhile, are skipped silently; each damaged checkpoint is
+    reported to ``warn`` in a line that names the file.
 
     Args:
         storage: the store to search.
@@ -226,7 +236,10 @@ def latest(
             continue
         problems = [status.problem]
         if status.state == "committed":
-            manifest, problems = _verified_by_all(storage, status, ranks, trusted)
+            try:
+                manifest, problems = _verified_by_all(storage, status, ranks, trusted)
+            except CheckpointNotFound:
+                continue
             if not problems:
                 return manifest
         if rank_of(ranks) == 0:

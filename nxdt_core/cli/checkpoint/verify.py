@@ -36,13 +36,19 @@ def verify(ctx: click.Context, uri: str, deep: bool, trusted: tuple[str, ...], t
 
     With --deep every byte is read and compared with its digest: nothing else finds a changed one. A wrong
     signature is damage. Without --trusted, unsigned checkpoints and signatures of any key are accepted. URI may name
-    one step. Exit status 1 where anything is damaged or not trusted.
+    one step. A step that a run deletes meanwhile is left out. Exit status 1 where anything is damaged or not trusted.
     """
     from nxdt_core.checkpoint import TrustedKeys
+    from nxdt_core.errors.checkpoints import CheckpointNotFound
 
     storage, found = look_for_committed(uri)
-    keys = TrustedKeys(trusted) if trusted else None
-    verdicts = [_verdict(storage, status, "bytes" if deep else "digests", threads, keys) for status in found]
+    keys, verdicts = TrustedKeys(trusted) if trusted else None, list[_Verdict]()
+    for status in found:
+        try:
+            verdicts.append(_verdict(storage, status, "bytes" if deep else "digests", threads, keys))
+        except CheckpointNotFound:
+            if status is found[-1] and not verdicts:
+                raise
     if json_output:
         print_json(
             [
@@ -82,12 +88,13 @@ def _verdict(
     from nxdt_core.checkpoint.read.status import find_problems
     from nxdt_core.errors.checkpoints import (
         CheckpointDamaged,
-        CheckpointNotFound,
         CheckpointNotTrusted,
         CheckpointSignatureWrong,
         CheckpointTooNew,
     )
 
+    if status.is_link:
+        return _Verdict(step=status.step, state="damaged", problems=(status.problem,), signed_by="")
     with byte_bar(status.size_bytes if depth == "bytes" else 0, f"step {status.step}") as progress:
         problems = find_problems(storage, status.step, depth, threads=threads, progress=progress)
     too_new = status.state == "committed" and status.problem
@@ -95,7 +102,7 @@ def _verdict(
     try:
         signature = verify_signature(storage, status.step, trusted=trusted)
         signed_by = "" if signature is None else signature.fingerprint
-    except (CheckpointDamaged, CheckpointNotFound, CheckpointNotTrusted, CheckpointTooNew) as error:
+    except (CheckpointDamaged, CheckpointNotTrusted, CheckpointTooNew) as error:
         changed = not isinstance(error, CheckpointNotTrusted) or isinstance(error, CheckpointSignatureWrong)
         if state == "ok":
             state = "damaged" if changed else "not trusted"

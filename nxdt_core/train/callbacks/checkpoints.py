@@ -267,7 +267,7 @@ class CheckpointSaver(Callback):
     def close(self, run: Run) -> None:
         """Let the save in flight of a run that breaks end; what broke it may concern this rank only, so no other is
         asked."""
-        if self._manager is not None and isinstance(run.error, Exception):
+        if self._manager is not None and not isinstance(run.error, KeyboardInterrupt | None):
             self._manager.wait_locally(_BREAKING_S)
 
     @property

@@ -130,6 +130,8 @@ Row = dict[str, Any]
 _LONGEST_LINE_BYTES = 64 * 2**20
 _LARGEST, _SMALLEST = 1e100, 1e-100
 _SAFE_DIGITS = 18
+_MOST_ROWS = 2**15
+"""Rows of a file that are kept whole, about 2 KB each; more are thinned."""
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -150,15 +152,58 @@ def lines_of(path: Path) -> Iterator[str]:
 def rows_by_step(lines: Iterable[str]) -> list[Row]:
     """Return the JSON objects with a ``step``, sorted by it.
 
-    After a resume, the last row of a step counts. Rows that a crash truncated are left out.
+    After a resume, the last row of a step counts. Rows that a crash truncated are left out. Of many rows, those stay
+    that have the smallest or the largest value of a column in a stretch of steps, and the first and the last.
     """
     by_step: dict[int, Row] = {}
+    most = _MOST_ROWS
     for line in lines:
         row = json_object(line)
         step = row.get("step")
         if type(step) is int:
             by_step[step] = row
+            if len(by_step) > most:
+                by_step = _thinned(by_step)
+                most = max(_MOST_ROWS, 2 * len(by_step))
     return [by_step[step] for step in sorted(by_step)]
+
+
+def numbers_of(row: Row) -> Iterator[tuple[str, str, float]]:
+    """Yield column, suffix and value of the finite numbers of a row; the suffix of a validation set is ``/NAME``."""
+    for suffix, part in [("", row), *((f"/{name}", part) for name, part in _mapping(row.get("sets")).items())]:
+        for column, value in _mapping(part).items():
+            if (type(value) is float or type(value) is int) and math.isfinite(value):
+                yield column, suffix, value
+
+
+def _mapping(value: Any) -> Row:
+    return value if isinstance(value, dict) else {}
+
+
+def _thinned(rows: Mapping[int, Row]) -> dict[int, Row]:
+    """Return the rows with the extremes of each column in stretches of steps, as many as leave about half of
+    ``_MOST_ROWS``."""
+    first, last = min(rows), max(rows)
+    stretches = max(1, _MOST_ROWS // 4 // len({column for row in rows.values() for column in row}))
+    extremes: dict[int, dict[str, tuple[float, int, float, int]]] = {}
+    for step, row in rows.items():
+        seen = extremes.setdefault((step - first) * stretches // (last - first + 1), {})
+        for column, suffix, number in numbers_of(row):
+            name = column + suffix
+            found = seen.get(name)
+            if found is None:
+                seen[name] = number, step, number, step
+            elif number < found[0]:
+                seen[name] = number, step, *found[2:]
+            elif number > found[2]:
+                seen[name] = *found[:2], number, step
+    kept = {first, last}
+    for seen in extremes.values():
+        kept.update(step for _, at_least, _, at_greatest in seen.values() for step in (at_least, at_greatest))
+    return {step: rows[step] for step in kept}
+
+
+_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _SAFE_DIGITS else float(digits))
 
 
 def json_object(text: str) -> Row:
@@ -167,7 +212,7 @@ def json_object(text: str) -> Row:
     Integers are small enough for arithmetic and for ``str``: those of more than 18 digits become floats.
     """
     try:
-        found = json.loads(text, parse_int=_integer)
+        found = _DECODER.decode(text)
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -182,10 +227,6 @@ def finite(value: object) -> float | None:
 def fits_axes(value: float) -> bool:
     """Return whether axes can hold the value, and the differences and powers that they compute from it."""
     return value == 0 or _SMALLEST <= abs(value) <= _LARGEST
-
-
-def _integer(digits: str) -> int | float:
-    return int(digits) if len(digits) <= _SAFE_DIGITS else float(digits)
 
 
 _CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")

@@ -21,6 +21,7 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.garbage_collection import collect_as_usual
+from nxdt_core.kernel.discovery import exits_explained
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.models.token_flops import token_flops
 from nxdt_core.progress import PROGRESS
@@ -94,7 +95,7 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
         with printed(config, engine.rank_info), owned_on_rank_zero(config, own, console.say, ranks) as ownership:
             if supervisor is not None:
                 supervisor.keep_stacks_in(config.run_dir)
-            with run_log(config, engine.rank_info), monitored(config, ranks) as monitor:
+            with run_log(config, engine.rank_info), monitored(config, ranks) as monitor, exits_explained():
                 if monitor.url is not None:
                     console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
                 if config.run.checkpoint.enabled:

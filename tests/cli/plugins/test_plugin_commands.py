@@ -30,6 +30,13 @@ def test_listing_does_not_import_the_command(nxdt, dist):
     assert re.search(r"^  greet +Greet\.$", nxdt("--help").stdout, re.MULTILINE)
 
 
+def test_a_command_whose_module_exits_is_an_error(nxdt, dist):
+    dist("acme", ENTRY.format(verb="greet", target="acme_commands:greet"), acme_commands="raise SystemExit(0)")
+    done = nxdt("greet")
+    assert done.returncode == 2
+    assert "called sys.exit(0)" in done.stderr
+
+
 def test_nobody_replaces_a_command_of_the_core(nxdt, dist):
     dist("acme", ENTRY.format(verb="train", target="acme_commands:greet"), acme_commands=BODY.format(name="acme"))
     assert "hello" not in nxdt("train", "--help").stdout

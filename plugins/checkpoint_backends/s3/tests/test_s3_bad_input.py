@@ -16,6 +16,7 @@ from nxdt_testing.errors import raises
 from nxdt_core.checkpoint import open_storage
 from nxdt_core.checkpoint.storage import check_writable
 from nxdt_core.errors.checkpoints import BadStorageKey, StorageDenied, StorageError, StorageFull
+from tests.http_faults import refuse
 from tests.s3_server import BUCKET, ENVIRONMENT, READER, refuse_s3
 
 
@@ -157,6 +158,18 @@ def test_answers_that_stay_bad(behind, proxy, status, code, expected, kind):
     error = refused(behind(max_attempts=2))
     assert (error.code, isinstance(error, kind)) == (expected, True)
     assert f"{code}: as the server says" in error.what()
+
+
+@pytest.mark.parametrize("tokens", [("a", "a"), ("a", "b", "a"), ("",)])
+def test_a_listing_whose_continuation_tokens_repeat_ends(behind, proxy, tokens):
+    for number, token in enumerate(tokens):
+        given = f"<NextContinuationToken>{token}</NextContinuationToken>" if token else ""
+        page = f"<ListBucketResult><IsTruncated>true</IsTruncated>{given}</ListBucketResult>"
+        proxy.inject(refuse(200, page.encode(), {"content-type": "application/xml"}), at=number)
+    error = refused(behind(), listed)
+    assert error.code == "NXDT-S109"
+    assert f"continuation token {tokens[-1] or None!r}" in error.what()
+    assert len(proxy.requests) == len(tokens)
 
 
 @pytest.mark.parametrize(

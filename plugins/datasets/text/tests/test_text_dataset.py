@@ -85,7 +85,7 @@ def test_a_document_s_weight_is_that_of_its_labels_and_0_leaves_it_out(tmp_path)
     assert held[0].loss_weights.tolist() == [0, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("weight", ["-1", "true", '"2"', "NaN", "Infinity"])
+@pytest.mark.parametrize("weight", ["-1", "true", '"2"', "NaN", "Infinity", "1e300", "1" + 400 * "0"])
 def test_a_document_s_weight_is_a_number_of_at_least_0(weight, tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "abcdef"}\n{"text": "ab", "w": ' + weight + "}")
     with raises(DocumentWeightWrong, match=r"a\.jsonl:2: the weight under the key 'w' is"):

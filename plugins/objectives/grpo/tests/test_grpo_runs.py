@@ -233,6 +233,9 @@ def test_answers_of_one_reward_teach_nothing_whatever_their_mean_is_rounded_to(s
         ("[float('nan')] * len(answers)", "returned nan"),
         ("records[0]['nowhere']", "raised KeyError"),
         ("None", "raised TypeError"),
+        ("exit(0)", "raised SystemExit: 0"),
+        ("[1e300] * len(answers)", "returned 1e+300"),
+        ("[10**400] * len(answers)", "raised OverflowError"),
     ],
 )
 def test_a_reward_that_fails_is_named_with_the_record(small, short, body, said):
@@ -244,12 +247,25 @@ def test_a_reward_that_fails_is_named_with_the_record(small, short, body, said):
     assert "prompts-train.jsonl:" in str(caught.value)
 
 
+def test_a_reward_that_switches_autograd_off_changes_nothing(small, short):
+    off, losses = "(__import__('torch').set_grad_enabled(False), [float(len(each)) for each in answers])[1]", []
+    for name, body in (("without", off), ("with", "[float(len(each)) for each in answers]")):
+        config = small(short(body), "objective.rewards=[short]", "trainer.max_steps=2", name=name)
+        try:
+            train(config)
+        finally:
+            torch.set_grad_enabled(True)
+        losses.append(rows(config))
+    assert losses[0] == losses[1]
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
         ("objective.rewards=[charakters]", "characters"),
         ("objective.rewards=[{weight: 1}]", "has no name"),
         ("objective.rewards=[{name: characters, weight: much}]", "'much'"),
+        ("objective.rewards=[{name: characters, weight: 1e300}]", "a number beyond"),
         ("objective.rewards=[{name: characters, keys: a}]", "keys"),
         ("objective.rewards=[{name: match, pattern: '('}]", "is not a regular expression"),
         ("objective.rewards=[]", "no reward is named"),

@@ -124,5 +124,7 @@ def test_margins_are_read_where_they_are_asked_for(write):
     assert without.report().unused == {"margin": 1}
     assert not without[0].values
     assert without.fingerprint() != dataset.fingerprint()
-    with pytest.raises(NxdtError, match=r"A005.*'margin' of .*:1 cannot be read: 'much' is not a finite number"):
-        pairs([{**records[0], "margin": "much"}], margins=True)
+    for margin in ("much", 1e300, 10**400):
+        with pytest.raises(NxdtError, match=r"A005.*'margin' of .*:1 cannot be read: .* is not a number") as caught:
+            pairs([{**records[0], "margin": margin}], margins=True)
+        assert repr(margin) in str(caught.value)

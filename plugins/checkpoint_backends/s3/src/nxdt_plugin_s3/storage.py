@@ -26,6 +26,7 @@ from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.connection import Connection
 from nxdt_plugin_s3.download import Download
+from nxdt_plugin_s3.errors import S3Failed
 from nxdt_plugin_s3.faults import FAILURES, is_transient, no_such_key, status_of
 from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
 
@@ -199,13 +200,19 @@ class S3Storage:
     def _entries(self, name: str, prefix: str) -> Iterator[dict[str, Any]]:
         """What the server lists of names that begin with ``name``, page by page."""
         connection, request = self._connection(), {"Bucket": self._address.bucket, "Prefix": name}
+        tokens: set[str | None] = {None}
         with connection.explained(self.uri, "Listing"):
             while True:
                 page = self._run(prefix, lambda: connection.client.list_objects_v2(**request))
                 yield from page.get("Contents", [])
                 if not page.get("IsTruncated"):
                     return
-                request["ContinuationToken"] = page["NextContinuationToken"]
+                token = page.get("NextContinuationToken")
+                if token in tokens:
+                    reason = f"the server announces another page and gives the continuation token {token!r}"
+                    raise S3Failed(where=self.uri, reason=f"{reason}, which is not a new one")
+                tokens.add(token)
+                request["ContinuationToken"] = token
 
     def _delete(self, key: str, names: Sequence[str]) -> None:
         """Delete objects with one request; those that the server could not delete just now are tried again."""

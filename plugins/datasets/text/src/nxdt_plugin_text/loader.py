@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from nxdt_core.errors.data import (
     SpecialTokenMissing,
     TooFewTokens,
 )
+from nxdt_core.protocols.batch import LARGEST
 from nxdt_core.protocols.dataset import DataContext, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_text.config import TextConfig
@@ -76,7 +76,7 @@ def _weight_of(path: Path, number: int, record: dict[str, Any], key: str | None)
     weight = None if key is None else record.get(key)
     if weight is None:
         return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= LARGEST:
         raise DocumentWeightWrong(path=str(path), line=number, key=key, found=repr(weight))
     return float(weight)
 

@@ -6,7 +6,7 @@ from nxdt_core.errors import NxdtError
 
 RewardFailed = NxdtError.define(
     "NXDT-R001",
-    "A reward function that raised, or returned something else than a finite number for each answer.",
+    "A reward function that raised, or returned something else than a number of float32 for each answer.",
     "The reward {reward!r} {found}, for answers to {place}.",
     "Correct the reward or the record. Nothing of this step has changed the model.",
 )

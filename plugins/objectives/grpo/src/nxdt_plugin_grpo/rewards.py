@@ -28,6 +28,7 @@ from nxdt_core.config.section import ChecksItself
 from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
+from nxdt_core.protocols.batch import LARGEST
 from nxdt_plugin_grpo.config import NUMBER, CharactersConfig, MatchConfig
 from nxdt_plugin_grpo.errors import RewardFailed, RewardMisnamed
 from nxdt_plugin_grpo.prompts import Prompt
@@ -43,7 +44,7 @@ class Reward(Protocol):
     def __init__(self, config: Any = None) -> None: ...
 
     def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Sequence[float]:
-        """Return a finite number for each of ``answers``, higher for better ones.
+        """Return a number for each of ``answers``, higher for better ones; weighted, it is from −1e30 to 1e30.
 
         Args:
             answers: texts that the model wrote, without the token that ends them.
@@ -64,19 +65,21 @@ class Weighted:
         """Return the rewards of answers to one prompt, before they are weighted.
 
         Raises:
-            RewardFailed: the function raises, or does not return as many finite numbers.
+            RewardFailed: the function raises, or does not return as many such numbers.
         """
         try:
             found = [float(score) for score in self.function(answers, [prompt.record] * len(answers))]
-        except Exception as error:  # anybody's code
+        except (Exception, SystemExit) as error:  # anybody's code
             said = f"raised {type(error).__name__}: {error}"
             raise RewardFailed(reward=self.name, found=said, place=prompt.place) from error
         if len(found) != len(answers):
             said = f"returned {len(found)} numbers for {len(answers)} answers"
             raise RewardFailed(reward=self.name, found=said, place=prompt.place)
-        wrong = next((score for score in found if not math.isfinite(score)), None)
+        most = LARGEST / max(1.0, abs(self.weight))
+        wrong = next((score for score in found if not abs(score) <= most), None)
         if wrong is not None:
-            raise RewardFailed(reward=self.name, found=f"returned {wrong}", place=prompt.place)
+            said = f"returned {wrong}, which is not a number from {-most:g} to {most:g}"
+            raise RewardFailed(reward=self.name, found=said, place=prompt.place)
         return found
 
 

@@ -18,6 +18,7 @@ from nxdt_core.data.chat.records import (
 )
 from nxdt_core.data.files.records import Place, unread
 from nxdt_core.errors.base import listing
+from nxdt_core.protocols.batch import LARGEST
 from nxdt_plugin_preference.errors import (
     AnswerEmpty,
     AnswerMissing,
@@ -109,10 +110,10 @@ def _margin(record: Mapping[str, Any], place: Place) -> float:
     value = record.get("margin")
     try:
         margin = float(0.0 if value is None else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         margin = math.nan
-    if not math.isfinite(margin):
-        raise BadPreference(place=str(place), key="margin", reason=f"{value!r} is not a finite number")
+    if not abs(margin) <= LARGEST:
+        raise BadPreference(place=str(place), key="margin", reason=f"{value!r} is not a number from -1e30 to 1e30")
     return margin
 
 
