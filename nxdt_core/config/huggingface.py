@@ -199,8 +199,8 @@ def weights_in(directory: Path) -> tuple[int, int] | None:
 def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> str | None:
     """Return why a mapping from someone else's file cannot become a part of a configuration; None if it can.
 
-    It may hold no references, which would read this machine's environment, and no numbers that float32 lacks. A model's
-    configuration may name no sizes that its weights cannot have.
+    It may hold no references, which would read this machine's environment, no halves of characters, and no numbers that
+    float32 lacks. A model's configuration may name no sizes that its weights cannot have.
 
     Args:
         values: keys of a ``config.json``, of an ``adapter_config.json``, or of the section ``model``, at any depth.
@@ -209,6 +209,8 @@ def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> s
     for key, value in _scalars(values):
         if has_interpolation(value):
             return f"{key} is the reference {value[:100]!r}, which is not resolved in a file from elsewhere"
+        if isinstance(value, str) and value.encode("utf-8", "ignore").decode() != value:
+            return f"{key} is {value[:100]!r}, which holds half a character"
         if type(value) is float and _LARGEST < abs(value) < math.inf:
             return f"{key} is {value!r}, which float32 cannot hold"
         if type(value) is int and weights is not None:

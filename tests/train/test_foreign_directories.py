@@ -153,6 +153,7 @@ VALUES = [
     *((use, CONFIG, {"r": 10**9}, "r is 1000000000") for use in ("adapter", "teacher")),
     *((use, CONFIG, {"r": "x"}, "lora_rank") for use in ("adapter", "teacher")),
     *((use, CONFIG, {"lora_alpha": 1e308}, "float32") for use in ("adapter", "teacher")),
+    *((use, CONFIG, {"bias": "\ud800none"}, "half a character") for use in ("adapter", "teacher")),
     *((use, CONFIG, {BASE: "."}, "an adapter itself") for use in ("adapter", "teacher")),
     *((use, CONFIG, {BASE: "x" * 5000}, "not found") for use in ("adapter", "teacher")),
     *((use, CONFIG, {BASE: ["x"]}, "not a path") for use in ("adapter", "teacher")),

@@ -257,7 +257,7 @@ def _expanded(array: Any) -> int:
         values = array.dictionary
         if types.is_string(kind.value_type) or types.is_binary(kind.value_type) or _is_large(kind.value_type):
             lengths = pyarrow.compute.binary_length(values).take(array.indices)
-            return own + (pyarrow.compute.sum(lengths).as_py() or 0)
+            return own + int(pyarrow.compute.sum(lengths).as_py() or 0)
         return own + len(array) * _expanded(values)
     if types.is_string_view(kind) or types.is_binary_view(kind):
         views = np.frombuffer(array.buffers()[1], "<i4")[::4] if len(array) else np.empty(0, "<i4")

@@ -414,7 +414,7 @@ class HuggingFaceTokenizer:
         """Say which file lets the library give up on a text: its regular expressions do after many steps."""
         try:
             yield
-        except BaseException as error:  # a panic of Rust is no Exception, and its class has no name to import
+        except BaseException as error:  # a panic of Rust is a BaseException of a class that cannot be imported
             if type(error).__module__ != "pyo3_runtime" and type(error) is not Exception:
                 raise
             wanted = "tokenizer of this text"

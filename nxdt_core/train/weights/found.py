@@ -174,7 +174,7 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
 
 
 def _check_added(run: ResolvedConfig, manifest: Manifest) -> None:
-    """Check what adapters add to the model, before it takes memory: their sections name sizes of their own.
+    """Check what adapters add to the model, before it takes memory: their sections name the sizes.
 
     Raises:
         WeightsDoNotFit: the checkpoint has it in other shapes, or lacks it.

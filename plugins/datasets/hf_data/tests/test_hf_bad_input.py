@@ -12,6 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
+from nxdt_plugin_hf_data.errors import DamagedDataset
+from nxdt_plugin_hf_data.formats import read_rows
 from nxdt_testing.errors import raises
 
 from nxdt_core.data.files.records import read_records
@@ -352,3 +354,20 @@ def test_files_that_change_between_passes_are_told(loader, tmp_path):
         file.write(line)
     with raises(DataFileChanged, match=r"a\.jsonl has changed"):
         list(islice(rows, 100))
+
+
+@pytest.mark.parametrize("form", ["parquet", "file", "stream"])
+def test_a_small_file_does_not_expand_without_end(tmp_path, monkeypatch, form):
+    monkeypatch.setattr("nxdt_core.data.files.tables.EXPANDS_TO_BYTES", 2**22)
+    monkeypatch.setattr("nxdt_core.data.files.tables.EXPANDS_BY", 1)
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 200, pa.int32()), ["a" * 2**17])
+    table = pa.table({"text": repeated if form == "parquet" else ["a" * 2**17] * 200})
+    path = tmp_path / ("a.parquet" if form == "parquet" else "a.arrow")
+    if form == "parquet":
+        pq.write_table(table, path, compression="zstd")
+    else:
+        options = pa.ipc.IpcWriteOptions(compression="zstd")
+        with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(path, table.schema, options=options) as writer:
+            writer.write_table(table)
+    with raises(DamagedDataset, match="expands to more than"):
+        list(read_rows(path, "text"))
