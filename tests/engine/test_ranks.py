@@ -146,7 +146,7 @@ def test_a_dead_rank_is_noticed(ranks, monkeypatch):
 
 
 def test_a_result_that_does_not_pickle_is_an_error_of_that_rank(ranks):
-    with pytest.raises(RanksFailed, match=r"rank 0 raised .*pickle"):
+    with pytest.raises(RanksFailed, match=r"rank 0 raised .*(pickle|local object)"):
         ranks(1).run(unpicklable)
 
 
