@@ -203,15 +203,14 @@ def lasting():
     return partial(RankPool, lasting=True)
 
 
-def test_lasting_ranks_take_later_runs_in_groups_of_their_own_size(lasting):
-    first, second, (alone,) = (lasting(world).run(summed, value) for world, value in ((2, 10), (2, 20), (1, 30)))
-    assert [total for total, *_ in (*first, *second, alone)] == [21, 21, 41, 41, 30]
-    assert [pid for _, pid, _ in first] == [pid for _, pid, _ in second]
-    assert alone[1] == first[0][1]
-    (_, pid, _), *_ = lasting(3).run(summed, 10)
-    assert pid == first[0][1]
+def test_lasting_ranks_take_later_runs_of_their_size(lasting):
+    runs = [lasting(world).run(summed, value) for world, value in ((2, 10), (3, 30), (2, 20))]
+    assert [[total for total, *_ in run] for run in runs] == [[21] * 2, [93] * 3, [41] * 2]
+    pids = [[pid for _, pid, _ in run] for run in runs]
+    assert pids[0] == pids[2]
+    assert not {*pids[0]} & {*pids[1]}
     end_lasting_ranks()
-    assert not _runs(pid)
+    assert not any(_runs(pid) for pid in (*pids[0], *pids[1]))
 
 
 def test_a_lasting_rank_takes_variables_directory_and_modules_of_each_run(lasting, tmp_path, monkeypatch):

@@ -29,6 +29,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, final
 
@@ -82,7 +83,7 @@ class RankPool:
 
     Args:
         size: how many ranks.
-        lasting: whether runs take the same processes, which all lasting pools share, until one fails or
+        lasting: whether runs take the same processes, which all lasting pools of a size share, until one fails or
             :func:`end_lasting_ranks` is called. Not for what an earlier run could change, such as peaks of memory and
             compiled graphs. By default, each run has new processes.
     """
@@ -116,38 +117,34 @@ class RankPool:
             RanksFailed: a rank raised, died or did not end in time; all are stopped then.
         """
         for attempt in range(1, _ATTEMPTS + 1):
-            ranks = _lasting if self.lasting else _Processes()
-            keeps = False
+            kept = _lasting.pop(self.size, None) if self.lasting else None
+            ranks = kept or _Ranks(self.size)
             try:
-                ranks.start(self.size)
-                results = _Run(function, arguments, ranks, self.size, threads, environment or {}).results(timeout_s)
-                keeps = self.lasting
-                return results
-            except RanksFailed as failed:
-                if attempt == _ATTEMPTS or not any(word in str(failed) for word in _PORT_TAKEN):
+                results = _Run(function, arguments, ranks, threads, environment or {}).results(timeout_s)
+            except BaseException as failed:
+                ranks.stop()
+                taken = isinstance(failed, RanksFailed) and any(word in str(failed) for word in _PORT_TAKEN)
+                if attempt == _ATTEMPTS or not taken:
                     raise
-            finally:
-                if not keeps:
-                    ranks.stop()
+                continue
+            if self.lasting:
+                _lasting[self.size] = ranks
+            else:
+                ranks.stop()
+            return results
         raise AssertionError("unreachable")
 
 
-class _Processes:
-    """Processes of rank 0, 1, …, each with a connection and a file for what it writes."""
+class _Ranks:
+    """Processes of ranks, each with a connection and a file for what it writes."""
 
-    def __init__(self) -> None:
+    def __init__(self, size: int) -> None:
+        self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
         self.processes: list[BaseProcess] = []
         self.connections: list[Connection] = []
-        self._logs: tempfile.TemporaryDirectory[str] | None = None
-
-    def start(self, size: int) -> None:
-        """Start what is missing of ``size`` processes, and empty the files."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(_PRELOAD))
-        self._logs = self._logs or tempfile.TemporaryDirectory(prefix="ranks-")
         for rank in range(size):
-            self.log(rank).write_bytes(b"")
-        for rank in range(len(self.processes), size):
             ours, theirs = context.Pipe()
             process = context.Process(target=serve, args=(theirs, self.log(rank)), name=f"rank {rank}", daemon=True)
             process.start()  # returns once the server, which imports torch before the first, has forked
@@ -156,7 +153,6 @@ class _Processes:
             self.connections.append(ours)
 
     def log(self, rank: int) -> Path:
-        assert self._logs is not None
         return Path(self._logs.name) / f"rank-{rank}.log"
 
     def stop(self) -> None:
@@ -166,17 +162,20 @@ class _Processes:
             process.join()
             process.close()
             connection.close()
-        if self._logs is not None:
-            self._logs.cleanup()
-        self.processes, self.connections, self._logs = [], [], None
+        self._logs.cleanup()
 
 
-_lasting = _Processes()
+_lasting: dict[int, _Ranks] = {}
+"""By their number, so that all have carried out the same: torch and sessions count, and name groups by it."""
 
 
 def end_lasting_ranks() -> None:
     """End the processes of lasting pools, so that what follows starts others."""
-    _lasting.stop()
+    while _lasting:
+        _lasting.popitem()[1].stop()
+
+
+Finalize(None, end_lasting_ranks, exitpriority=0)  # not by SIGTERM as other daemons: a session may still handle that
 
 
 class _Run:
@@ -186,15 +185,14 @@ class _Run:
         self,
         function: Callable[..., Any],
         arguments: Sequence[Any],
-        ranks: _Processes,
-        size: int,
+        ranks: _Ranks,
         threads: int,
         environment: dict[str, str],
     ) -> None:
         self.name = function.__qualname__
-        self.size = size
+        self.size = size = len(ranks.processes)
         self._ranks = ranks
-        self._processes, self._connections = ranks.processes, ranks.connections[:size]
+        self._processes, self._connections = ranks.processes, ranks.connections
         self._module = function.__module__
         self._file = getattr(sys.modules[function.__module__], "__file__", None) or ""
         self._arguments = pickle.dumps(arguments)
@@ -210,6 +208,7 @@ class _Run:
 
     def results(self, timeout_s: float) -> list[Any]:
         for rank, connection in enumerate(self._connections):
+            self._ranks.log(rank).write_bytes(b"")
             task = Task(
                 module=self._module,
                 file=self._file,
