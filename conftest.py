@@ -100,6 +100,8 @@ def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> 
     fail in its place."""
     if nextitem is not None and nextitem.path == item.path:  # a fixture of the module may hold them
         return
+    if nextitem is not None and "nxdt_testing.ranks" in sys.modules:  # what ranks keep depends on no other module
+        sys.modules["nxdt_testing.ranks"].end_lasting_ranks()
     left = _RANK_VARIABLES & os.environ.keys()
     for name in left:
         del os.environ[name]

@@ -1,22 +1,16 @@
-"""Several calls in the same ranks, one after the other: processes are started once."""
+"""Several calls in the same ranks, one after the other: processes are started once for each number of ranks."""
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import pickle
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing.connection import Client, Connection, Listener
 from typing import Any, TypeVar
 from unittest import mock
 
-from nxdt_testing.processes.rank_worker import import_module
 from nxdt_testing.ranks import RankPool
 
-__all__ = ["Call", "LastingRanks", "in_turn", "run_in_turn"]
+__all__ = ["Call", "in_turn", "run_in_turn"]
 
 Name = TypeVar("Name")
 
@@ -60,79 +54,3 @@ def run_in_turn(calls: Mapping[Name, Call], **options: Any) -> dict[Name, list[A
         for place, name in enumerate(names):
             found[name] = [report[place] for report in reports[: calls[name].world]]
     return found
-
-
-class LastingRanks:
-    """``ranks(n).run(function, *arguments)`` as of pools, in the same ranks: a session costs half of a first one.
-
-    Not for what an earlier call could change: resumes, memory, compiled graphs. A call that fails ends the ranks, and
-    the next one starts others.
-    """
-
-    def __init__(self, size: int = 2) -> None:
-        self._size = size
-        self._executor = ThreadPoolExecutor(1)
-        self._ended: Future[Any] | None = None
-        self._connections: list[Connection] = []
-
-    def __call__(self, world: int) -> LastingRanks._First:
-        assert world <= self._size
-        return self._First(self, world)
-
-    @dataclass(frozen=True)
-    class _First:
-        """The first ranks, which have a world of their own."""
-
-        ranks: LastingRanks
-        world: int
-
-        def run(self, function: Callable[..., Any], *arguments: Any, timeout_s: float = 120) -> list[Any]:
-            """Return what each rank returned."""
-            return self.ranks._run(Call(self.world, function, arguments), timeout_s)
-
-    def _run(self, call: Call, timeout_s: float) -> list[Any]:
-        if self._ended is None:
-            self._start()
-        assert self._ended is not None
-        home = call.function.__module__, sys.modules[call.function.__module__].__file__
-        try:
-            for connection in self._connections:
-                connection.send_bytes(pickle.dumps((*home, timeout_s, pickle.dumps(call))))
-            return [pickle.loads(connection.recv_bytes()) for connection in self._connections][: call.world]
-        except (EOFError, OSError):  # the pool says which rank failed, and how
-            failed, self._ended = self._ended, None
-            failed.result()
-            raise
-
-    def _start(self) -> None:
-        with Listener(family="AF_UNIX") as listener:
-            self._ended = self._executor.submit(
-                RankPool(self._size).run, answer_calls, listener.address, timeout_s=9999
-            )
-            connections = [listener.accept() for _ in range(self._size)]
-        self._connections = sorted(connections, key=lambda connection: int(connection.recv_bytes()))
-
-    def close(self) -> None:
-        """End the ranks."""
-        if self._ended is not None:
-            for connection in self._connections:
-                connection.close()
-            self._ended.result()
-        self._executor.shutdown()
-
-
-def answer_calls(address: str) -> None:
-    """Make the calls that come from ``address`` on this rank, until it hangs up. One that takes too long ends the rank
-    with the stacks of its threads."""
-    with Client(address, family="AF_UNIX") as connection:
-        connection.send_bytes(os.environ["RANK"].encode())
-        while True:
-            try:
-                module, file, timeout_s, call = pickle.loads(connection.recv_bytes())
-            except EOFError:
-                return
-            import_module(module, file)
-            faulthandler.dump_traceback_later(timeout_s, exit=True, file=sys.stderr)
-            (result,) = in_turn([pickle.loads(call)])
-            faulthandler.cancel_dump_traceback_later()
-            connection.send_bytes(pickle.dumps(result))

@@ -252,7 +252,7 @@ def test_the_checkpoint_that_a_run_goes_on_from_counts_too() -> None:
 
 @pytest.mark.parametrize("layout", [Layout(dp=2), slow(Layout(dp=2, tp=2))], ids=["dp2", "dp2 tp2"])
 def test_ranks_save_their_shares_in_the_background(tmp_path: Path, layout: Layout) -> None:
-    told = RankPool(layout.world).run(background.save_sharded, layout, str(tmp_path))
+    told = RankPool(layout.world, lasting=True).run(background.save_sharded, layout, str(tmp_path))
     assert told == [[STEP, STEP + 1]] * layout.world
     storage = LocalStorage(str(tmp_path))
     for step in (STEP, STEP + 1):

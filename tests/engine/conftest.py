@@ -1,13 +1,12 @@
 """The rank pools that the tests of layouts share."""
 
-from collections.abc import Callable, Iterator
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
 from nxdt_testing.ranks import RankPool
 
-from tests.calls import LastingRanks
 from tests.engine.matrix.layouts import Layout, Numbers
 from tests.engine.matrix.training import Report, train
 from tests.sampling import shortened, takes_all
@@ -15,16 +14,15 @@ from tests.sampling import shortened, takes_all
 
 @pytest.fixture(scope="session")
 def ranks() -> Callable[[int], RankPool]:
-    """``ranks(n).run(function, *arguments)`` calls a function on ``n`` real processes."""
+    """``ranks(n).run(function, *arguments)`` calls a function on ``n`` real processes, which stay for the tests of a
+    module."""
+    return cache(partial(RankPool, lasting=True))
+
+
+@pytest.fixture(scope="session")
+def new_ranks() -> Callable[[int], RankPool]:
+    """``ranks`` with new processes for each call: where a call changes them, compiles or measures memory."""
     return cache(RankPool)
-
-
-@pytest.fixture(scope="module")
-def lasting_ranks() -> Iterator[LastingRanks]:
-    """``ranks`` whose processes stay for the tests of a module."""
-    ranks = LastingRanks()
-    yield ranks
-    ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -36,11 +36,6 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15], [90, 4], [33, 34, 35, 36, 37
 STEPS = 12
 
 
-@pytest.fixture(scope="module")
-def ranks(lasting_ranks):
-    return lasting_ranks
-
-
 def started(overrides):
     recipe, *words = overrides if overrides[0].startswith("recipe:") else (*MISTRAL, *overrides)
     batches = ("data.seq_length=32", "data.global_batch_size=2", "data.micro_batch_size=1")

@@ -7,11 +7,18 @@ import sys
 import textwrap
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
-from nxdt_testing.ranks import RankPool, RanksFailed, process_group
+from nxdt_testing.processes.rank_worker import import_module
+from nxdt_testing.ranks import RankPool, RanksFailed, end_lasting_ranks, process_group
+
+
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
 
 
 @dataclass(frozen=True)
@@ -76,6 +83,10 @@ def one_dies():
             os.kill(os.getpid(), signal.SIGKILL)
         dist.send(torch.ones(1), 1)
         wait_for_nothing()
+
+
+def sleeps(rank):
+    time.sleep(60 * (os.environ["RANK"] == str(rank)))
 
 
 def unpicklable():
@@ -178,6 +189,53 @@ def test_ranks_end_with_the_process_that_started_them(tmp_path):
     parent.kill()
     parent.wait()
     assert not _eventually(lambda: [pid for pid in pids if _runs(pid)], lambda running: not running)
+
+
+def summed(value):
+    with process_group():
+        tensor = torch.tensor([value + dist.get_rank()])
+        dist.all_reduce(tensor)
+        return int(tensor), os.getpid(), os.environ.get("GIVEN")
+
+
+@pytest.fixture
+def lasting():
+    return partial(RankPool, lasting=True)
+
+
+def test_lasting_ranks_take_later_runs_of_their_size(lasting):
+    runs = [lasting(world).run(summed, value) for world, value in ((2, 10), (3, 30), (2, 20))]
+    assert [[total for total, *_ in run] for run in runs] == [[21] * 2, [93] * 3, [41] * 2]
+    pids = [[pid for _, pid, _ in run] for run in runs]
+    assert pids[0] == pids[2]
+    assert not {*pids[0]} & {*pids[1]}
+    end_lasting_ranks()
+    assert not any(_runs(pid) for pid in (*pids[0], *pids[1]))
+
+
+def test_a_lasting_rank_takes_variables_directory_and_modules_of_each_run(lasting, tmp_path, monkeypatch):
+    assert lasting(1).run(summed, 0, environment={"GIVEN": "1"})[0][2] == "1"
+    for name in ("one", "other"):
+        (tmp_path / name).mkdir()
+        file = tmp_path / name / "named_as_another.py"
+        file.write_text(f"import os\n\ndef say():\n    return {name!r}, os.getcwd()\n")
+        monkeypatch.chdir(file.parent)
+        said = import_module("named_as_another", str(file)).say
+        assert lasting(1).run(said) == [(name, str(file.parent))]
+    del sys.modules["named_as_another"]
+    assert lasting(1).run(summed, 0)[0][2] is None
+
+
+@pytest.mark.parametrize(
+    ("function", "timeout_s", "said"), [(one_raises, 60, "boom on purpose"), (sleeps, 2, "in sleeps")]
+)
+def test_lasting_ranks_of_which_one_fails_or_hangs_end_and_others_follow(lasting, function, timeout_s, said):
+    (_, before, _), _ = lasting(2).run(summed, 1)
+    with pytest.raises(RanksFailed, match=said):
+        lasting(2).run(function, 1, timeout_s=timeout_s)
+    assert not _runs(before)
+    (total, after, _), _ = lasting(2).run(summed, 2)
+    assert (total, after != before) == (5, True)
 
 
 def test_a_pool_needs_no_fixture():

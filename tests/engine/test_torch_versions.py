@@ -15,6 +15,11 @@ from nxdt_core.models.moe import experts
 from nxdt_core.models.moe.experts import RowGroups
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 def gathered_and_scattered():
     with process_group():
         rank, size = dist.get_rank(), dist.get_world_size()

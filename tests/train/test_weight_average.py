@@ -77,7 +77,7 @@ def test_it_is_the_formula_in_float32_whatever_the_weights_are_in(small_run, tmp
 def test_it_is_the_formula_in_every_layout(tmp_path, layout):
     devices, *strategy = LAYOUTS[layout]
     more = (f"trainer.devices={devices}", "trainer.max_steps=3", *ON, *ALL, *strategy)
-    RankPool(devices).run(averaged_run, str(tmp_path), *more, timeout_s=120)
+    RankPool(devices, lasting=True).run(averaged_run, str(tmp_path), *more, timeout_s=120)
     assert_equal(states(tmp_path, 3)[1], by_formula(tmp_path, range(1, 4)))
 
 
@@ -103,7 +103,7 @@ def test_a_resumed_run_has_the_same_average_to_the_bit_also_in_another_layout(sm
     train(small_run("trainer.max_steps=4", *ON, exp_dir=parts))
     assert_equal(states(parts, 4)[1], states(whole, 4)[1])
     elsewhere = ("trainer.devices=2", f"{STRATEGY}.tensor_model_parallel_size=2")
-    RankPool(2).run(averaged_run, str(parts), "trainer.max_steps=6", *ON, *ALL, *elsewhere, timeout_s=120)
+    RankPool(2, lasting=True).run(averaged_run, str(parts), "trainer.max_steps=6", *ON, *ALL, *elsewhere, timeout_s=120)
     expected = states(parts, 4)[1]
     for step in (5, 6):
         now = states(parts, step)[0]
@@ -132,7 +132,9 @@ def test_validation_sees_the_average_and_training_does_not(tmp_path, metric_rows
         if devices == 1:
             averaged_run(tmp_path / name, *more, *strategy, instead)
         else:
-            RankPool(devices).run(averaged_run, str(tmp_path / name), *more, *strategy, instead, timeout_s=120)
+            RankPool(devices, lasting=True).run(
+                averaged_run, str(tmp_path / name), *more, *strategy, instead, timeout_s=120
+            )
         runs[name] = tmp_path / name
     losses = {name: [row["loss"] for row in metric_rows(run / "run").values()] for name, run in runs.items()}
     assert losses["average"] == losses["weights"]

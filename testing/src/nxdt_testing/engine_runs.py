@@ -144,7 +144,7 @@ class EngineRuns:
             pytest.skip("this run of pytest leaves the layout out")
         with settings.run() as run:
             alone = steps(run, batches)
-        for losses, norms, weight_norms, agree in RankPool(ranks).run(train_on_rank, settings, overrides):
+        for losses, norms, weight_norms, agree in RankPool(ranks, lasting=True).run(train_on_rank, settings, overrides):
             assert losses == pytest.approx(alone.losses, rel=settings.tolerance)
             assert norms == pytest.approx(alone.norms, rel=10 * settings.tolerance)
             assert weight_norms == pytest.approx(alone.weight_norms, rel=settings.tolerance)

@@ -11,7 +11,8 @@ Example::
     assert RankPool(2).run(total, 10) == [21, 21]
 
 Importing torch is paid once for all pools of a Python process: a server that has imported it forks the ranks, which
-takes milliseconds, and each run meets processes in which no group, cache or device is left from the run before.
+takes milliseconds, and each run meets processes in which no group, cache or device is left from the run before. In
+lasting ranks a run meets what earlier ones left: the first session of a process costs twice what a later one does.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, final
 
@@ -36,7 +38,7 @@ import torch.distributed as dist
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_testing.processes.rank_worker import STACK_SIGNAL, Outcome, Task, serve
 
-__all__ = ["RankPool", "RanksFailed", "process_group"]
+__all__ = ["RankPool", "RanksFailed", "end_lasting_ranks", "process_group"]
 
 _HOST = "127.0.0.1"
 _PRELOAD = ("nxdt_testing.processes.preload", "nxdt_testing.processes.rank_worker")
@@ -77,12 +79,18 @@ def process_group(timeout_s: float = 30, backend: str | None = None) -> Iterator
 
 @final
 class RankPool:
-    """Runs functions on ``size`` ranks of 127.0.0.1, with one thread each. Holds no process between runs."""
+    """Runs functions on ``size`` ranks of 127.0.0.1, with one thread each.
 
-    def __init__(self, size: int) -> None:
+    Args:
+        size: how many ranks.
+        lasting: whether runs take the same processes, which all lasting pools of a size share, until one fails or
+            :func:`end_lasting_ranks` is called. Not for what an earlier run could change, such as peaks of memory and
+            compiled graphs. By default, each run has new processes.
+    """
+
+    def __init__(self, size: int, *, lasting: bool = False) -> None:
         self.size = size
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(list(_PRELOAD))
+        self.lasting = lasting
 
     def run(
         self,
@@ -109,28 +117,82 @@ class RankPool:
             RanksFailed: a rank raised, died or did not end in time; all are stopped then.
         """
         for attempt in range(1, _ATTEMPTS + 1):
-            run = _Run(function, arguments, self.size, threads, environment or {})
+            kept = _lasting.pop(self.size, None) if self.lasting else None
+            ranks = kept or _Ranks(self.size)
             try:
-                return run.results(self._context, timeout_s)
-            except RanksFailed as failed:
-                if attempt == _ATTEMPTS or not any(word in str(failed) for word in _PORT_TAKEN):
+                results = _Run(function, arguments, ranks, threads, environment or {}).results(timeout_s)
+            except BaseException as failed:
+                ranks.stop()
+                taken = isinstance(failed, RanksFailed) and any(word in str(failed) for word in _PORT_TAKEN)
+                if attempt == _ATTEMPTS or not taken:
                     raise
+                continue
+            if self.lasting:
+                _lasting[self.size] = ranks
+            else:
+                ranks.stop()
+            return results
         raise AssertionError("unreachable")
 
 
+class _Ranks:
+    """Processes of ranks, each with a connection and a file for what it writes."""
+
+    def __init__(self, size: int) -> None:
+        self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
+        self.processes: list[BaseProcess] = []
+        self.connections: list[Connection] = []
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(_PRELOAD))
+        for rank in range(size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(theirs, self.log(rank)), name=f"rank {rank}", daemon=True)
+            process.start()  # returns once the server, which imports torch before the first, has forked
+            theirs.close()
+            self.processes.append(process)
+            self.connections.append(ours)
+
+    def log(self, rank: int) -> Path:
+        return Path(self._logs.name) / f"rank-{rank}.log"
+
+    def stop(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.join()
+            process.close()
+            connection.close()
+        self._logs.cleanup()
+
+
+_lasting: dict[int, _Ranks] = {}
+"""By their number, so that all have carried out the same: torch and sessions count, and name groups by it."""
+
+
+def end_lasting_ranks() -> None:
+    """End the processes of lasting pools, so that what follows starts others."""
+    while _lasting:
+        _lasting.popitem()[1].stop()
+
+
+Finalize(None, end_lasting_ranks, exitpriority=0)  # not by SIGTERM as other daemons: a session may still handle that
+
+
 class _Run:
-    """One call on all ranks: starts the processes, collects the outcomes, stops what is left."""
+    """One call on all ranks: sends the tasks, collects the outcomes."""
 
     def __init__(
         self,
         function: Callable[..., Any],
         arguments: Sequence[Any],
-        size: int,
+        ranks: _Ranks,
         threads: int,
         environment: dict[str, str],
     ) -> None:
         self.name = function.__qualname__
-        self.size = size
+        self.size = size = len(ranks.processes)
+        self._ranks = ranks
+        self._processes, self._connections = ranks.processes, ranks.connections
         self._module = function.__module__
         self._file = getattr(sys.modules[function.__module__], "__file__", None) or ""
         self._arguments = pickle.dumps(arguments)
@@ -142,36 +204,26 @@ class _Run:
             "MASTER_ADDR": _HOST,
             "MASTER_PORT": str(_free_port()),
         }
-        self._processes: list[BaseProcess] = []
-        self._connections: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
 
-    def results(self, context: multiprocessing.context.ForkServerContext, timeout_s: float) -> list[Any]:
-        with ExitStack() as stack:
-            self._logs = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="ranks-")))
-            stack.callback(self._stop)
-            for rank in range(self.size):
-                self._start(context, rank)
-            failure = self._collect(time.monotonic() + timeout_s)
-            if failure is not None:
-                raise self._failed(failure if failure else f"not done within {timeout_s:g} s")
-            return [self._outcomes[rank].value for rank in range(self.size)]
-
-    def _start(self, context: multiprocessing.context.ForkServerContext, rank: int) -> None:
-        ours, theirs = context.Pipe()
-        task = Task(
-            module=self._module,
-            file=self._file,
-            qualname=self.name,
-            arguments=self._arguments,
-            environment={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            log=self._log(rank),
-        )
-        process = context.Process(target=serve, args=(theirs, task), name=f"rank {rank}", daemon=True)
-        process.start()  # returns once the server, which imports torch before the first, has forked
-        theirs.close()
-        self._processes.append(process)
-        self._connections.append(ours)
+    def results(self, timeout_s: float) -> list[Any]:
+        for rank, connection in enumerate(self._connections):
+            self._ranks.log(rank).write_bytes(b"")
+            task = Task(
+                module=self._module,
+                file=self._file,
+                qualname=self.name,
+                arguments=self._arguments,
+                environment={**self._environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                directory=os.getcwd(),
+                path=sys.path,
+            )
+            with suppress(BrokenPipeError):  # of one that has ended, which `_collect` reports
+                connection.send(task)
+        failure = self._collect(time.monotonic() + timeout_s)
+        if failure is not None:
+            raise self._failed(failure if failure else f"not done within {timeout_s:g} s")
+        return [self._outcomes[rank].value for rank in range(self.size)]
 
     def _collect(self, deadline: float) -> str | None:
         """Read outcomes until all are here; otherwise say what went wrong, "" for the timeout."""
@@ -225,27 +277,16 @@ class _Run:
         for rank in ranks:
             pid = self._processes[rank].pid
             if pid is not None and self._processes[rank].exitcode is None:
-                sizes[rank] = _size(self._log(rank))
+                sizes[rank] = _size(self._ranks.log(rank))
                 os.kill(pid, STACK_SIGNAL)
         deadline = time.monotonic() + _STACKS_S
-        while any(_size(self._log(rank)) == size for rank, size in sizes.items()) and time.monotonic() < deadline:
+        while any(_size(self._ranks.log(rank)) == size for rank, size in sizes.items()) and time.monotonic() < deadline:
             time.sleep(0.02)
         time.sleep(0.05 * bool(sizes))  # the first bytes are there, the rest follows within this
 
-    def _stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-        for process, connection in zip(self._processes, self._connections, strict=True):
-            process.join()
-            process.close()
-            connection.close()
-
-    def _log(self, rank: int) -> Path:
-        return self._logs / f"rank-{rank}.log"
-
     def _output(self, rank: int) -> str:
         """The end of what the rank wrote."""
-        path = self._log(rank)
+        path = self._ranks.log(rank)
         return path.read_text(errors="replace")[-_LOG_CHARACTERS:] if path.exists() else ""
 
 

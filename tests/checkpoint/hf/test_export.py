@@ -72,7 +72,7 @@ def test_transformers_computes_and_generates_the_same(tmp_path, tokenizer, layou
     """An export reads whole tensors; ``test_sharded.py`` shows that those of FSDP are whole in a checkpoint too."""
     ranks, overrides = LAYOUTS[layout]
     uri, target = str(tmp_path / "store"), tmp_path / "hf"
-    RankPool(ranks).run(save_run, uri, overrides, tokenizer, timeout_s=120)
+    RankPool(ranks, lasting=True).run(save_run, uri, overrides, tokenizer, timeout_s=120)
     exported = export_hf(uri, str(target), max_shard_bytes=20_000)
     assert sum(name.endswith(".safetensors") for name in exported.files) > 2
     assert sorted(exported.files) == sorted(path.name for path in target.iterdir())

@@ -42,7 +42,7 @@ def saved(tokenizer, tmp_path_factory):
     def save(*overrides):
         if overrides not in made:
             made[overrides] = str(tmp_path_factory.mktemp("saved") / "store")
-            RankPool(1).run(save_run, made[overrides], overrides, tokenizer, timeout_s=120)
+            RankPool(1, lasting=True).run(save_run, made[overrides], overrides, tokenizer, timeout_s=120)
         return made[overrides]
 
     return save

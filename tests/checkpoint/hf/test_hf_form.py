@@ -58,7 +58,7 @@ def carried(uri: str, step: int) -> dict[str, bytes]:
 )
 def test_every_second_save_carries_what_an_export_writes(tmp_path, ranks, overrides, asynchronous):
     uri = str(tmp_path / "store")
-    RankPool(ranks).run(save_thrice, uri, overrides, asynchronous)
+    RankPool(ranks, lasting=True).run(save_thrice, uri, overrides, asynchronous)
     export_hf(f"{uri}/step-00000002", str(tmp_path / "hf"))
     assert carried(uri, 2) == {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     assert carried(uri, 1) == carried(uri, 3) == {}
@@ -67,7 +67,7 @@ def test_every_second_save_carries_what_an_export_writes(tmp_path, ranks, overri
 
 def test_a_flipped_bit_in_the_form_is_damage_of_the_checkpoint(tmp_path):
     uri = str(tmp_path / "store")
-    RankPool(1).run(save_thrice, uri, (), False)
+    RankPool(1, lasting=True).run(save_thrice, uri, (), False)
     file = next(Path(uri).rglob("hf/model.safetensors"))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1

@@ -127,7 +127,7 @@ def test_the_safetensors_library_reads_the_shards_of_every_rank(saved):
 
 def test_every_rank_has_a_state_of_its_own(saved):
     uri = saved("dp2")
-    found = RankPool(2).run(sharded.load_states, uri)
+    found = RankPool(2, lasting=True).run(sharded.load_states, uri)
     assert [state["rank"] for state in found] == [0, 1]
     assert [state["rng"].tolist() for state in found] == [[0] * 4, [1] * 4]
     manifest = read_manifest(LocalStorage(uri), STEP)
@@ -162,31 +162,31 @@ def test_an_older_save_of_the_step_outlives_a_failed_one(saved, tmp_path):
     uri = str(tmp_path / "store")
     shutil.copytree(saved("tp2"), uri)
     before = read_manifest(LocalStorage(uri), STEP)
-    RankPool(2).run(sharded.save_on_full_disk, Layout(dp=2), uri, 1, False)
+    RankPool(2, lasting=True).run(sharded.save_on_full_disk, Layout(dp=2), uri, 1, False)
     assert read_manifest(LocalStorage(uri), STEP) == before
     assert verify(LocalStorage(uri), STEP) == []
-    RankPool(2).run(sharded.save_in, Layout(dp=2), uri)
+    RankPool(2, lasting=True).run(sharded.save_in, Layout(dp=2), uri)
     assert read_manifest(LocalStorage(uri), STEP).attempt != before.attempt
     assert not Path(uri, before.prefix).exists()
 
 
 def test_state_that_one_rank_cannot_save_stops_all_before_anything_is_written(tmp_path):
     uri = str(tmp_path / "store")
-    errors = RankPool(2).run(sharded.save_unsavable, Layout(dp=2), uri, 1)
+    errors = RankPool(2, lasting=True).run(sharded.save_unsavable, Layout(dp=2), uri, 1)
     assert [name for name, _ in errors] == ["UnsavableState"] * 2
     assert not Path(uri).exists()
 
 
 def test_ranks_that_do_not_share_a_store_commit_nothing(tmp_path):
     uri = str(tmp_path / "disk")
-    errors = RankPool(2).run(sharded.save_apart, Layout(dp=2), uri)
+    errors = RankPool(2, lasting=True).run(sharded.save_apart, Layout(dp=2), uri)
     assert [name for name, _ in errors] == ["CheckpointFilesMissing"] * 2
     assert "all nodes share" in errors[0][1]
     assert list_checkpoints(LocalStorage(f"{uri}-0")) == []
 
 
 def test_ranks_that_disagree_about_a_tensor_are_told(tmp_path):
-    errors = RankPool(2).run(sharded.save_different, str(tmp_path / "store"))
+    errors = RankPool(2, lasting=True).run(sharded.save_different, str(tmp_path / "store"))
     assert [name for name, _ in errors] == ["TensorStateUnsupported"] * 2
     assert "(2,)" in errors[0][1]
     assert "(3,)" in errors[0][1]
@@ -200,13 +200,13 @@ def test_a_damaged_file_that_one_rank_reads_stops_all(saved, tmp_path):
     data = bytearray(victim.read_bytes())
     data[-1] ^= 1
     victim.write_bytes(data)
-    errors = RankPool(2).run(sharded.load_damaged, Layout(dp=2), uri)
+    errors = RankPool(2, lasting=True).run(sharded.load_damaged, Layout(dp=2), uri)
     assert [name for name, _ in errors] == ["CheckpointDamaged"] * 2
     assert all(victim.name in text for _, text in errors)
 
 
 def test_what_does_not_fit_over_all_ranks_is_told_alike_on_each(saved):
-    found = RankPool(2).run(sharded.load_misfits, saved("dp2"))
+    found = RankPool(2, lasting=True).run(sharded.load_misfits, saved("dp2"))
     assert found[0] == found[1]
     (model, text), (optimizer, other) = found[0]
     assert (model, optimizer) == ("WeightsDoNotFit", "OptimizerStateDoesNotFit")
@@ -227,11 +227,11 @@ def test_what_does_not_fit_over_all_ranks_is_told_alike_on_each(saved):
     ids=["1-D", "2-D", "3-D", "4-D"],
 )
 def test_a_box_says_where_the_elements_of_a_shard_belong(sizes, names):
-    assert RankPool(4).run(sharded.boxes_in, sizes, names) == [[]] * 4
+    assert RankPool(4, lasting=True).run(sharded.boxes_in, sizes, names) == [[]] * 4
 
 
 def test_partial_sums_are_refused():
-    assert RankPool(2).run(sharded.partial_sums)[0][0] == "TensorStateUnsupported"
+    assert RankPool(2, lasting=True).run(sharded.partial_sums)[0][0] == "TensorStateUnsupported"
 
 
 def held(box: Box, shape: tuple[int, ...] = (8,), **more) -> ShardInfo:

@@ -37,6 +37,11 @@ TP2 = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
 SP = "distributed_strategy.sequence_parallel=true"
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 def graphs_of_a_layer() -> list[tuple[Counter[str], Counter[str]]]:
     """Operators before and after the pass, of the graphs of forward and backward; collectives do nothing here.
 

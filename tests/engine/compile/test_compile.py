@@ -24,6 +24,11 @@ from tests.sampling import slow
 PLAN = ParallelPlan(recompute={"Layer": ("layers.*",), "First": ("layers.*.first",)})
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 class Layer(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()

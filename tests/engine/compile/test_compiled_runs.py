@@ -13,6 +13,11 @@ SAMPLE = 2
 TIMEOUT_S = 300
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         metafunc.parametrize("case", sampled(metafunc.config, CASES, SAMPLE, default=("tp2",)))

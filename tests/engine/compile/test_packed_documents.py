@@ -42,6 +42,11 @@ MODEL = {
 }
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 @contextmanager
 def hosts_with_blocks() -> Iterator[None]:
     """Let the host attend by blocks. torch refuses gradients there, for its compiled kernel has none; without that

@@ -13,6 +13,11 @@ from tests.engine.tensor.cases import Case, built, materialised
 from tests.engine.tensor.models import HIDDEN, SEQ
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 def largest_difference() -> float:
     """Between the compiled layer's output and gradients and its own before."""
     with process_group():

@@ -23,6 +23,11 @@ from tests.sampling import slow
 ENDS = TABLE + HIDDEN
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 class Order(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Elements of each sum, and ``|`` where backward has all gradients of a layer."""
 

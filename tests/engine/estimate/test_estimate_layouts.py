@@ -84,6 +84,11 @@ COPIES = {"masters rounded": 2}
 """Of float32 weights that are counted with the optimizer's state."""
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 class LivePeak(TorchDispatchMode):
     """The highest sum of the sizes of all storages, looked at after each kernel: FSDP2 empties storages and keeps them,
     so that counting their births and deaths would not do."""

@@ -25,6 +25,11 @@ HIDDEN, FFN, EXPERTS, RANKS = 8, 12, 4, 2
 PRODUCTS = ("mm", "bmm", "_grouped_mm")
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 class InFlight(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Products by how many exchanges are under way, and rows of exchanges that none covers."""
 

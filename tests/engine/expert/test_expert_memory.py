@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
@@ -16,6 +17,11 @@ from nxdt_core.train.step import initialize_parallel_model
 from tests.engine.test_traffic import HIDDEN, LAYERS, MICRO_BATCHES, ROWS, SEQ, STRATEGY, configured
 
 FFN, EXPERTS = 64, 4
+
+
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
 
 
 def expert_bytes_in_forward() -> int:

@@ -69,11 +69,6 @@ def pytest_generate_tests(metafunc):
 
 
 @pytest.fixture(scope="module")
-def ranks(lasting_ranks):
-    return lasting_ranks
-
-
-@pytest.fixture(scope="module")
 def alone(ranks):
     """``alone(objective)``: what one process sees."""
     one = (*APART, "data.micro_batch_size=4")

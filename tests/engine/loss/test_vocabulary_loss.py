@@ -21,6 +21,11 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16]
 SHARDED = StepContext(vocabulary_loss=vocabulary_parallel_cross_entropies)
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 def logits_of(dtype: torch.dtype) -> torch.Tensor:
     """Large enough that a sum of exponentials without its maximum would overflow."""
     return (torch.randn(*ROWS, VOCAB, generator=torch.Generator().manual_seed(1)) * 60 + 700).to(dtype)

@@ -28,6 +28,11 @@ TWO_RANKS = [
 ]
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 @pytest.fixture
 def shortened(pytestconfig):
     """Take two steps, unless all samples are taken: plain gradient descent has no state that a third could show."""

@@ -39,6 +39,11 @@ SCHEDULES = ("1f1b", "interleaved", "zbv")
 MIXED = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
 
 
+@pytest.fixture(scope="session")
+def ranks(new_ranks):
+    return new_ranks
+
+
 class Alive:
     """Counts tensors whose memory is held at a time, by whomever."""
 

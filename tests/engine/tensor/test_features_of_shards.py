@@ -79,17 +79,17 @@ def on_a_rank(channels, saved, reset):
 @pytest.mark.parametrize("reset", [False, True])
 def test_a_rank_computes_with_the_values_of_its_own_channels(reset):
     output, gradient = output_and_gradient(model())
-    for found, found_gradient, held in RankPool(2).run(on_a_rank, CHANNELS, False, reset):
+    for found, found_gradient, held in RankPool(2, lasting=True).run(on_a_rank, CHANNELS, False, reset):
         torch.testing.assert_close(found, output)
         torch.testing.assert_close(found_gradient, gradient)
         assert held == CHANNELS // 2
 
 
 def test_a_buffer_that_would_be_saved_in_parts_is_refused():
-    for text in RankPool(2).run(on_a_rank, CHANNELS, True, False):
+    for text in RankPool(2, lasting=True).run(on_a_rank, CHANNELS, True, False):
         assert "'block.scale' is channels, and its buffer 'offset' would be saved: register it with" in text
 
 
 def test_channels_that_do_not_divide_are_refused():
-    for text in RankPool(2).run(on_a_rank, 5, False, False):
+    for text in RankPool(2, lasting=True).run(on_a_rank, 5, False, False):
         assert "has 5 output features, which 2 tensor parallel ranks cannot share" in text

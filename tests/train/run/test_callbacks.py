@@ -223,7 +223,7 @@ def test_one_rank_is_enough_to_end_a_run_of_two(tmp_path, run_with):
     config = run_with("Stops")
     plugin = (f"plugins.local=[{tmp_path}/observing.py]", "trainer.callbacks=[Stops]", "trainer.max_steps=9")
     layout = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
-    RankPool(2).run(averaged_run, str(tmp_path), *layout, *plugin, timeout_s=120)
+    RankPool(2, lasting=True).run(averaged_run, str(tmp_path), *layout, *plugin, timeout_s=120)
     assert saved(config) == [3], "the step after the one that asked"
 
 

@@ -70,7 +70,7 @@ def everything(directory, overrides):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    (found,) = RankPool(1).run(everything, str(tmp_path_factory.mktemp("alone")), (), timeout_s=240)
+    (found,) = RankPool(1, lasting=True).run(everything, str(tmp_path_factory.mktemp("alone")), (), timeout_s=240)
     return found
 
 
@@ -105,7 +105,9 @@ def losses_of_texts(directory, overrides):
 
 
 def test_a_test_reads_the_test_split(tmp_path):
-    ((first, same, second, also_same),) = RankPool(1).run(losses_of_texts, str(tmp_path), (), timeout_s=240)
+    ((first, same, second, also_same),) = RankPool(1, lasting=True).run(
+        losses_of_texts, str(tmp_path), (), timeout_s=240
+    )
     assert (first, second) == (same, also_same)
     assert first != second
 
@@ -116,7 +118,7 @@ def test_a_test_reads_the_test_split(tmp_path):
     ids=["data parallel", "tensor parallel", "sharded"],
 )
 def test_two_ranks_find_what_one_finds(alone, tmp_path, layout):
-    found = RankPool(2).run(everything, str(tmp_path), ("trainer.devices=2", *layout), timeout_s=240)
+    found = RankPool(2, lasting=True).run(everything, str(tmp_path), ("trainer.devices=2", *layout), timeout_s=240)
     assert found[0] == found[1]
     for name, value in alone.items():
         assert found[0][name] == pytest.approx(value, rel=1e-4), name
@@ -138,9 +140,9 @@ def focal(directory, overrides):
 
 
 def test_the_loss_of_the_page_is_the_same_with_a_sharded_vocabulary(alone, tmp_path):
-    (one,) = RankPool(1).run(focal, str(tmp_path / "1"), (), timeout_s=240)
+    (one,) = RankPool(1, lasting=True).run(focal, str(tmp_path / "1"), (), timeout_s=240)
     layout = ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2")
-    two = RankPool(2).run(focal, str(tmp_path / "2"), layout, timeout_s=240)
+    two = RankPool(2, lasting=True).run(focal, str(tmp_path / "2"), layout, timeout_s=240)
     assert two == pytest.approx([one, one], rel=1e-4)
     assert one < alone["fit"]
 

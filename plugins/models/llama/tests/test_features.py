@@ -240,6 +240,6 @@ def test_logits_in_a_layout_equal_those_of_transformers(layout, cases, tmp_path)
         theirs.save_pretrained(tmp_path / name)
         expected[name] = theirs(ids, use_cache=False).logits
     directories = {name: str(tmp_path / name) for name in cases}
-    for found in RankPool(2).run(logits_of, directories, LAYOUTS[layout], ids, timeout_s=200):
+    for found in RankPool(2, lasting=True).run(logits_of, directories, LAYOUTS[layout], ids, timeout_s=200):
         for name, logits in found.items():
             assert (logits - expected[name]).abs().max() <= 1e-5, name

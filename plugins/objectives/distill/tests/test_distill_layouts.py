@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from itertools import islice, product
 from pathlib import Path
 
@@ -17,7 +17,6 @@ from torch.distributed.tensor import DTensor, Shard
 from nxdt_core.config import load
 from nxdt_core.train import TrainSession
 from nxdt_core.train.run.train import train
-from tests.calls import LastingRanks
 from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers")
@@ -130,9 +129,7 @@ def learn(directory: str, teachers: dict[int, str], devices: int, overrides: tup
 
 @pytest.fixture(scope="module")
 def ranks():
-    lasting = LastingRanks()
-    yield lasting
-    lasting.close()
+    return partial(RankPool, lasting=True)
 
 
 @pytest.fixture(scope="module")

@@ -352,11 +352,13 @@ def test_a_teacher_may_be_an_adapter_over_the_weights_that_its_run_began_with(te
     train(load("recipe:llama-small", [*overrides, "model.optim.sched.warmup_steps=1"]))
     own = [*NARROW, *FEW, "data.micro_batch_size=1", "objective.teacher_config=null"]
     adapted = [*own, f"objective.teacher={tmp_path / 'llama-small'}"]
-    (wanted,) = RankPool(1).run(first_loss, str(tmp_path), adapted)
-    (base,) = RankPool(1).run(first_loss, str(tmp_path), [*own, f"objective.teacher={teacher.run_dir}"])
+    (wanted,) = RankPool(1, lasting=True).run(first_loss, str(tmp_path), adapted)
+    (base,) = RankPool(1, lasting=True).run(first_loss, str(tmp_path), [*own, f"objective.teacher={teacher.run_dir}"])
     assert abs(wanted - base) > 1e-3
     for layout in ("distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.zero_stage=3"):
-        found = RankPool(2).run(first_loss, str(tmp_path), [*adapted, "trainer.devices=2", layout], timeout_s=120)
+        found = RankPool(2, lasting=True).run(
+            first_loss, str(tmp_path), [*adapted, "trainer.devices=2", layout], timeout_s=120
+        )
         assert found == [pytest.approx(wanted, abs=1e-5)] * 2
 
 
@@ -376,5 +378,7 @@ def test_a_teacher_frees_each_layer_after_its_forward_pass_under_zero1(small, tm
     untied = ("model.share_embeddings_and_output_weights=false", "trainer.max_steps=1", *NO_VALIDATION)
     train(load("recipe:llama-small", [*NARROW, *FEW, *untied, f"exp_manager.exp_dir={tmp_path}"]))
     named = (f"objective.teacher={tmp_path / 'llama-small'}", "objective.teacher_config=null")
-    found = RankPool(2).run(gathered_behind_the_layers, str(tmp_path), [*overrides, *named], timeout_s=120)
+    found = RankPool(2, lasting=True).run(
+        gathered_behind_the_layers, str(tmp_path), [*overrides, *named], timeout_s=120
+    )
     assert found == [False, False]

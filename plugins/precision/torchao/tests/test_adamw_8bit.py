@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -232,8 +232,8 @@ def saved(directory: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def ranks():
-    """``ranks(n)``: a pool of that many processes, which later calls share."""
-    return cache(RankPool)
+    """``ranks(n)``: a pool of that many processes, which stay for the tests of a module."""
+    return partial(RankPool, lasting=True)
 
 
 @pytest.fixture

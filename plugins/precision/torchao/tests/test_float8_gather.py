@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -45,8 +45,8 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def ranks():
-    """``ranks(n)``: a pool of that many processes, which later calls share."""
-    return cache(RankPool)
+    """``ranks(n)``: a pool of that many processes, which stay for the tests of a module."""
+    return partial(RankPool, lasting=True)
 
 
 Trained = tuple[list[float], dict[str, torch.Tensor], int]

@@ -14,7 +14,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,8 +40,9 @@ class Task:
     qualname: str
     arguments: bytes
     environment: Mapping[str, str]
-    log: Path
-    """Takes the process's standard output and error."""
+    directory: str
+    path: Sequence[str]
+    """Where modules are found."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,20 +56,31 @@ class Outcome:
     """``time.monotonic`` at the end, comparable between the processes of one machine."""
 
 
-def serve(connection: Connection, task: Task) -> NoReturn:
-    """Run ``task``, send its :class:`Outcome`, and live on until the parent hangs up.
+def serve(connection: Connection, log: Path) -> NoReturn:
+    """Run tasks and send the :class:`Outcome` of each, until the parent hangs up.
 
     (Rank 0 often hosts the store of the others: it must not go before they are done.)
+
+    Args:
+        connection: to the parent.
+        log: takes the process's standard output and error.
     """
     gc.freeze()  # what the server has imported, a million objects: half a second of each full collection
     gc.set_threshold(10_000, 10, 10)  # a tenth of the CPU time of ranks that train tiny models
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _redirect_output(task.log)
+    _redirect_output(log)
     faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
-    os.environ.update(task.environment)
-    torch.set_num_threads(int(task.environment["OMP_NUM_THREADS"]))
-    connection.send_bytes(_outcome(task))
-    connection.poll(None)
+    usual = dict(os.environ)
+    with suppress(EOFError):
+        while True:
+            task: Task = connection.recv()
+            os.chdir(task.directory)
+            sys.path[:] = task.path
+            os.environ.update(task.environment)
+            torch.set_num_threads(int(task.environment["OMP_NUM_THREADS"]))
+            connection.send_bytes(_outcome(task))
+            os.environ.clear()
+            os.environ.update(usual)
     os._exit(0)  # what the function left running, such as threads of a process group, may not delay the end
 
 
@@ -89,9 +102,11 @@ def _function(task: Task) -> Callable[..., Any]:
 
 
 def import_module(name: str, file: str) -> ModuleType:
-    """Import ``name``, or the file under that name where it cannot be found: a test's file is in no package."""
-    if name in sys.modules:
+    """Import ``name``, or the file under that name where it cannot be found: a test's file is in no package. Another
+    file of that name may have been imported for an earlier task."""
+    if name in sys.modules and file in ("", getattr(sys.modules[name], "__file__", "")):
         return sys.modules[name]
+    sys.modules.pop(name, None)
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:

@@ -159,7 +159,7 @@ def compare(builder: ModelBuilder, layout: Layout, **parts: Any) -> list[str]:
     work = _Work(builder=builder, layout=layout, **parts)
     alone = work.train(())
     try:
-        found = RankPool(layout.ranks).run(train_on_rank, work.homes, pickle.dumps(work))
+        found = RankPool(layout.ranks, lasting=True).run(train_on_rank, work.homes, pickle.dumps(work))
     except RanksFailed as failed:
         return [f"it cannot be trained: {failed}"]
     problems = [each for each in found if isinstance(each, str)]
