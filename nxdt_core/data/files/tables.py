@@ -265,7 +265,7 @@ def _expanded(array: Any) -> int:
     if types.is_nested(kind):
         inner = [array.keys, array.items] if types.is_map(kind) else array.flatten()
         return own + sum(map(_expanded, inner if isinstance(inner, list) else [inner]))
-    return max(own, array.nbytes)
+    return max(own, int(array.nbytes))
 
 
 def _is_large(kind: Any) -> bool:
