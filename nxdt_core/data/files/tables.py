@@ -62,8 +62,10 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
 
         def table() -> Any:
             is_parquet = bare_name(path).endswith(PARQUET)
-            read = parquet_batches(buffer, _BATCH) if is_parquet else ipc_batches(lambda: pyarrow.BufferReader(buffer))
-            schema, batches = read
+            if is_parquet:
+                schema, _, batches = parquet_batches(buffer, _BATCH)
+            else:
+                schema, batches = ipc_batches(lambda: pyarrow.BufferReader(buffer))
             _check_names(schema.names, ValueError)
             most, found, plain = _most(len(content)), 0, []
             for batch in batches:
@@ -106,9 +108,13 @@ def _most(size_bytes: int) -> int:
     return max(EXPANDS_TO_BYTES, EXPANDS_BY * size_bytes)
 
 
-def parquet_batches(source: Any, rows: int, columns: ChosenColumns = None, start: int = 0) -> tuple[Any, Iterator[Any]]:
-    """Return the schema of a Parquet file, and its batches of ``rows`` rows, whose texts are dictionaries where the
-    file has one: a page of a few bytes can stand for gigabytes. :func:`decoded` makes texts of them.
+def parquet_batches(
+    source: Any, rows: int, columns: ChosenColumns = None, start: int = 0
+) -> tuple[Any, int, Iterator[Any]]:
+    """Return the schema of a Parquet file, the number of the first row that is read, and batches of ``rows`` rows.
+
+    Texts are dictionaries where the file has one: a page of a few bytes can stand for gigabytes. :func:`decoded` makes
+    texts of them.
 
     Args:
         source: a path or a buffer.
@@ -126,10 +132,11 @@ def parquet_batches(source: Any, rows: int, columns: ChosenColumns = None, start
     metadata, leaves = plain.metadata, range(len(plain.schema))
     groups = [[*map(metadata.row_group(number).column, leaves)] for number in range(metadata.num_row_groups)]
     most = _most(sum(chunk.total_compressed_size for chunks in groups for chunk in chunks))
-    wanted, end, repeating = [], 0, set[str]()
+    wanted, first, end, repeating = [], 0, 0, set[str]()
     for number, chunks in enumerate(groups):
         end += metadata.row_group(number).num_rows
         if end <= start:
+            first = end
             continue
         wanted.append(number)
         repeating |= {chunk.path_in_schema for chunk in chunks if "DELTA_BYTE_ARRAY" in chunk.encodings}
@@ -138,9 +145,9 @@ def parquet_batches(source: Any, rows: int, columns: ChosenColumns = None, start
     if repeating:  # a value may be the one before it, for a byte
         rows = min(rows, _REPEATING_BATCH)
     texts = {leaf.path for leaf in map(plain.schema.column, leaves) if leaf.physical_type == "BYTE_ARRAY"}
-    file = pyarrow.parquet.ParquetFile(source, read_dictionary=sorted(texts - repeating))
+    file = pyarrow.parquet.ParquetFile(source, metadata=metadata, read_dictionary=sorted(texts - repeating))
     names = None if columns is None else columns(plain.schema_arrow.names)
-    return plain.schema_arrow, file.iter_batches(rows, row_groups=wanted, columns=names)
+    return plain.schema_arrow, first, file.iter_batches(rows, row_groups=wanted, columns=names)
 
 
 def ipc_batches(open_source: Callable[[], Any]) -> tuple[Any, Iterator[Any]]:

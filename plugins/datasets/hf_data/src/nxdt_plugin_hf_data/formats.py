@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import pyarrow as pa
-import pyarrow.parquet as pq
 
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, expand, json_object
@@ -100,12 +99,7 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
 
 
 def _parquet(path: Path, text_key: str, start: int) -> Iterator[Rows]:
-    groups = pq.read_metadata(path)
-    first = before = 0
-    for number in range(groups.num_row_groups):  # whole groups before the start are not read
-        if (before := before + groups.row_group(number).num_rows) <= start:
-            first = before
-    schema, batches = parquet_batches(path, _BATCH, lambda names: chosen(names, text_key, str(path)), start)
+    schema, first, batches = parquet_batches(path, _BATCH, lambda names: chosen(names, text_key, str(path)), start)
     size = path.stat().st_size
 
     def plain() -> Iterator[pa.RecordBatch]:
@@ -117,9 +111,8 @@ def _parquet(path: Path, text_key: str, start: int) -> Iterator[Rows]:
 
 
 def _arrow(path: Path, text_key: str, start: int) -> Iterator[Rows]:
-    _, batches = ipc_batches(
-        lambda: pa.OSFile(str(path))
-    )  # not mapped: a file that is truncated would kill the process
+    # Not mapped: a file that is truncated would kill the process.
+    _, batches = ipc_batches(lambda: pa.OSFile(str(path)))
     yield from _from(start, 0, (batch.select(chosen(batch.schema.names, text_key, str(path))) for batch in batches))
 
 
