@@ -21,7 +21,7 @@ import numpy as np
 from nxdt_core.config.sources import expand_home
 from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig, MegatronTokenizerConfig
-from nxdt_core.data.tokenizers.files import encoded, import_library, read_file
+from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, import_library, read_file
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import LocatedIds
 
@@ -312,8 +312,7 @@ def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -
         record["additional_special_tokens"] = [token_text(token) for token in extra]
     if named:
         record["extra_special_tokens"] = {name: token_text(token) for name, token in named.items()}
-    record = {"model_input_names": ["input_ids", "attention_mask"], **record, **special_tokens}
-    record["tokenizer_class"] = "PreTrainedTokenizerFast"
+    record = {**FAST_TOKENIZER, **record, **special_tokens, "tokenizer_class": FAST_TOKENIZER["tokenizer_class"]}
     content = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
     files = {FILE: content, _CONFIG: (json.dumps(record, indent=2) + "\n").encode()}
     if loaded.directory is not None and (model := _content(loaded.directory, "tokenizer.model")) is not None:

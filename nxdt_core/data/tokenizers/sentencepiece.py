@@ -18,7 +18,7 @@ import numpy as np
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
-from nxdt_core.data.tokenizers.files import encoded, holds_ranks, import_library, read_file, valid
+from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, holds_ranks, import_library, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece
 from nxdt_core.protocols.tokenizer import LocatedIds
 
@@ -51,8 +51,7 @@ def pretrained_files(content: bytes, added: Mapping[str, int], names: Mapping[st
         return {}
     unknown = model.pieces[model.trainer_spec.unk_id].piece
     record = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_input_names": ["input_ids", "attention_mask"],
+        **FAST_TOKENIZER,
         "unk_token": unknown,
         "clean_up_tokenization_spaces": False,
         **names,

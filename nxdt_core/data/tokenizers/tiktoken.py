@@ -13,7 +13,7 @@ from typing import Any
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import TiktokenTokenizerConfig
-from nxdt_core.data.tokenizers.files import import_library, located, read_file, valid
+from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, import_library, located, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile
 from nxdt_core.protocols.tokenizer import LocatedIds
 
@@ -138,8 +138,7 @@ class TiktokenTokenizer:
         names = {id_: token for token, id_ in self._special.items()}
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
         record = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "model_input_names": ["input_ids", "attention_mask"],
+            **FAST_TOKENIZER,
             "clean_up_tokenization_spaces": False,
             **{key: None if id_ is None else names[id_] for key, id_ in ids.items()},
         }
