@@ -106,7 +106,7 @@ class Batch:
     def tokens(self) -> torch.Tensor:
         """Return the number of positions that hold a token. Scalar, float32."""
         padding = self.padding_mask()
-        return (self.input_ids.new_ones(self.input_ids.shape) if padding is None else ~padding).sum().float()
+        return (self.input_ids.new_full((), self.input_ids.numel()) if padding is None else (~padding).sum()).float()
 
     def weight(self) -> torch.Tensor:
         """Return the sum of the loss weights: the number of loss tokens where they are all 1. Scalar, float32."""
