@@ -361,7 +361,7 @@ def test_texts_begin_as_with_trl(models, scorer, write, tmp_path, added):
         (trl.DPOTrainer, arguments(trl.DPOConfig, tmp_path, **before), {"name": "dpo", "kl_beta": BETA}, models, {}),
         (trl.KTOTrainer, arguments(trl.KTOConfig, tmp_path, **before), {"name": "kto", **beta}, models, {}),
         (trl.RewardTrainer, arguments(trl.RewardConfig, tmp_path), {"name": "reward"}, scorers, {}),
-        # Of texts, these two begin with the begin token whatever the tokenizer's files say.
+        # Of texts, these two begin with the begin token, also where the tokenizer's files do not say so.
         (cpo.CPOTrainer, arguments(cpo.CPOConfig, tmp_path), {"name": "cpo", **beta}, models, {"add_bos": True}),
         (orpo.ORPOTrainer, arguments(orpo.ORPOConfig, tmp_path), {"name": "orpo", **beta}, models, {"add_bos": True}),
     ):

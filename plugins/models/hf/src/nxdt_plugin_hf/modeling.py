@@ -140,9 +140,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     for path, module in list(model.named_modules()):
         if type(module) is nn.Dropout:
             model.set_submodule(path, Dropout(module.p))
-        if (
-            getattr(module, "rope_type", None) == "longrope"
-        ):  # other frequencies in longer texts, as in our rotary module
+        if getattr(module, "rope_type", None) == "longrope":  # other frequencies in longer texts, as in our module
             module.original = module.config.rope_parameters["original_max_position_embeddings"]
             module.kept = functools.partial(_kept, module.original)
     model.embedding_path, model.embedding_scale = _plain_embedding(model)
