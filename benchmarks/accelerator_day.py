@@ -7,7 +7,7 @@ that the day can consist of several calls:
 
     python benchmarks/accelerator_day.py --out day --minutes 9 --all
 
-The limits of the default stages add up to 12 minutes, those of all (``--all``) to 17. ``--small`` tries every
+The limits of the default stages add up to 12 minutes, those of all (``--all``) to 24. ``--small`` tries every
 stage on a CPU. Where nxdt is not installed and nothing can be downloaded, ``--bundle`` names the folder that ``make
 accelerator-bundle`` made. The state ``ok`` of a stage says nothing about speed: figures are recorded, not judged.
 """

@@ -69,8 +69,10 @@ STAGES: Sequence[Stage] = (
     _stage("peers-1b", "peers", "peers:pretrain", 0.75, default=False, shape="1b"),
     _stage("rowwise-8b", "float8", "train:pretrain", 0.75, default=False, precisions=[_ROWWISE], **_HALF_8B),
     _stage("runs", "correctness", "correctness:runs", 0.75, default=False),
+    _stage("ranks", "ranks", "ranks:layouts", 3, default=False),
+    _stage("several-8b", "ranks", "train:several", 4, default=False, shape="8b"),
 )
-"""What is least known comes first. The limits of the default stages add up to 12 minutes, those of all to 17."""
+"""What is least known comes first. The limits of the default stages add up to 12 minutes, those of all to 24."""
 
 
 def chosen(names: Sequence[str], *, everything: bool = False) -> list[Stage]:

@@ -38,10 +38,10 @@ def outcomes(out):
     return {name: record["outcome"] for name, record in json.loads((out / "results.json").read_text()).items()}
 
 
-def test_the_default_stages_fit_into_twelve_minutes_and_all_into_two_calls():
+def test_the_default_stages_fit_into_twelve_minutes_and_all_into_three_calls():
     assert sum(stage.minutes for stage in STAGES if stage.default) <= 12
-    assert sum(stage.minutes for stage in STAGES) <= 17
-    assert max(stage.minutes for stage in STAGES) <= 2
+    assert sum(stage.minutes for stage in STAGES) <= 24
+    assert 2 * max(stage.minutes for stage in STAGES) < 9, "stopped after twice its limit, within a call"
     assert len({stage.name for stage in STAGES}) == len(STAGES)
 
 
