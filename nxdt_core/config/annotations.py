@@ -16,7 +16,6 @@ from typing import Annotated, Any
 __all__ = [
     "FORMS",
     "DefaultsTo",
-    "Deprecated",
     "Duration",
     "Fraction",
     "NonNegativeFloat",
@@ -70,16 +69,6 @@ class PartOf:
     """The key counts some of what ``key`` counts: all parts together are no more than that."""
 
     key: str
-
-
-@dataclass(frozen=True, slots=True)
-class Deprecated:
-    """The key goes in version ``goes`` of the core, two minor versions after ``since`` at the earliest. A note says so
-    where it is set, and what to ``use``."""
-
-    use: str
-    since: str
-    goes: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,11 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 
 __all__ = [
-    "MOVED",
     "Completion",
     "find_ungiven",
     "merge_plugin_defaults",
     "section_keys",
     "tidy_given",
-    "with_moved_keys",
 ]
 
 _DEFAULT = Origin(kind="default", where="")
@@ -123,30 +121,6 @@ class Completion:
 
 _MANDATORY = "???"
 """OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
-
-
-MOVED = {
-    "exp_manager.resume_if_exists": "checkpoint.resume_if_exists",
-    "exp_manager.resume_ignore_no_checkpoint": "checkpoint.resume_ignore_no_checkpoint",
-    "exp_manager.resume_from_checkpoint": "checkpoint.resume_from",
-    "exp_manager.create_checkpoint_callback": "checkpoint.enabled",
-    "model.weight_init_only": "checkpoint.weight_init_only",
-}
-"""Keys under which files of nxdt 0.1 say what the section ``checkpoint`` says now; they go in 0.3."""
-
-
-def with_moved_keys(given: Node) -> tuple[Node, list[str]]:
-    """Return the tree with keys that moved in their new places, and a note for each.
-
-    An override of the old key replaces a file's new one. Where both are written in one place, the old one is unknown.
-    """
-    notes = []
-    for old, new in MOVED.items():
-        node, there = given.find(old), given.find(new)
-        if node is not None and (there is None or (there.origin.kind == "file" and node.origin.kind != "file")):
-            given = given.without(old).set(new, node)
-            notes.append(f"{old}: this key is {new} now; the old name goes in nxdt-core 0.3")
-    return given, notes
 
 
 def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem], dict[str, Origin]]:

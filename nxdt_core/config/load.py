@@ -11,7 +11,7 @@ from typing import Any
 
 from nxdt_core.config.capabilities import find_undeclared
 from nxdt_core.config.checks import Checked, find_impossible, find_notes
-from nxdt_core.config.complete import Completion, find_ungiven, merge_plugin_defaults, tidy_given, with_moved_keys
+from nxdt_core.config.complete import Completion, find_ungiven, merge_plugin_defaults, tidy_given
 from nxdt_core.config.components import Replaced, Selection, drop_replaced, find_replaced, selecting_keys
 from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate
@@ -140,7 +140,6 @@ class _Load:
         notes = (
             *self.notes,
             *notes_on_secrets(reading.tree),
-            *reading.notes,
             *find_notes(checked, composition),
             *extensions.notes,
             *plugin_notes(kernel.plugins),
@@ -219,8 +218,6 @@ class _Load:
             reason = "a base is read with the file that names it, and overrides come later"
             place = base.origin.at(BASE)
             self.problems.append(NotSupported(**place, found=describe_node(base), reason=reason, allowed="null"))
-        given, moved = with_moved_keys(given)
-        self.notes += moved
         given, problems, self.mandatory = tidy_given(given)
         self.problems += problems
         if source.stem and given.find("name") is None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any, Literal, get_args, get_origin
 
-from nxdt_core.config.annotations import DefaultsTo, Deprecated
+from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.complete import Completion, section_keys
 from nxdt_core.config.interpolation import UNRESOLVED
 from nxdt_core.config.schema import Composition
@@ -31,7 +31,6 @@ from nxdt_core.config.tree import (
     to_plain,
     walk,
 )
-from nxdt_core.deprecation import deprecation_text
 from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
 from nxdt_core.protocols.batch import LARGEST
 
@@ -121,8 +120,6 @@ class Reading:
         self.instances: dict[str, Any] = {}
         """By section: an instance of the component's class."""
         self.problems: list[ConfigProblem] = []
-        self.notes: list[str] = []
-        """Keys that are set and go."""
         self.followers: dict[str, str] = {}
         """Key → key that it takes its value from: a wrong value is reported at the latter."""
         self._composition = composition
@@ -201,9 +198,6 @@ class Reading:
             yield each, value
 
     def _leaf(self, keys: tuple[Key, ...], node: Node, path: str) -> Any:
-        for key in keys:
-            if node.origin.kind != "default" and (mark := key.mark(Deprecated)) is not None:
-                self.notes.append(deprecation_text(path, use=mark.use, goes=mark.goes))
         absolute = _on_paths(keys, node, _located)
         if absolute != node:
             self.tree = self.tree.set(path, absolute)

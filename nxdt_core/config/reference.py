@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from nxdt_core.config.annotations import DefaultsTo, Deprecated
+from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.complete import section_keys
 from nxdt_core.config.components import usable_class
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, Slot
@@ -183,7 +183,7 @@ def _table(cls: type) -> list[str]:
 
 def _row(key: Key, doc: str) -> str:
     allowed = "section" if key.section is not None else key.describe()
-    cells = (f"`{key.name}`", allowed, _default(key), " ".join([doc, *_remarks(key)]).strip())
+    cells = (f"`{key.name}`", allowed, _default(key), doc)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -201,12 +201,6 @@ def _literal(value: Any) -> str:
     if plain is None or isinstance(plain, bool):
         return {None: "null", True: "true", False: "false"}[plain]
     return str(plain)
-
-
-def _remarks(key: Key) -> Iterator[str]:
-    going = key.mark(Deprecated)
-    if going is not None:
-        yield f"Deprecated, goes in nxdt-core {going.goes}: use {going.use}."
 
 
 _COLUMN = 48

@@ -48,9 +48,11 @@ __all__ = [
     "precision",
     "schedule",
     "schedule_horizon",
+    "signer",
     "step_uri",
     "storage",
     "tokenizer",
+    "trusted_keys",
     "window",
 ]
 

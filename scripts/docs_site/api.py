@@ -1,4 +1,4 @@
-"""Pages of the documentation about the stable Python modules, from their source; nothing is imported."""
+"""Pages of the documentation about the public Python names, from their source; nothing is imported."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ class Module:
 
     def exported(self) -> Iterator[tuple[str, ast.stmt, str]]:
         """Yield the public names in the order of the source, with the statement that binds each and the text below."""
-        public = public_api.public_names(self.tree)
+        public = dict.fromkeys(public_api.public_names()[self.name])
         for node, after in zip(self.tree.body, [*self.tree.body[1:], None], strict=True):
             for name in _bound(node):
-                if name in public:
+                if name in public and not isinstance(node, ast.ImportFrom):
+                    del public[name]
                     yield name, node, _text(after)
+        yield from ((name, public_api.definition(self.name, name), "") for name in public)  # what it imports
 
 
 def api_pages() -> Iterator[tuple[str, str]]:
-    """Yield path and Markdown of the index and of a page for each package of stable modules, or for each module."""
+    """Yield path and Markdown of the index and of a page for each package with public names, or for each module."""
     modules = _modules()
     long = {page for page, text in _pages(modules) if len(text) > _LONGEST_PAGE}
     modules = [replace(each, page=f"reference/api/{each.name}.md") if each.page in long else each for each in modules]
@@ -55,22 +57,18 @@ def _pages(modules: list[Module]) -> Iterator[tuple[str, str]]:
 
 
 def _modules() -> list[Module]:
-    stable = public_api.rooms("Stable modules")
     found = []
-    for name, path in public_api.modules().items():
-        if public_api.is_public(name, stable):
-            package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-            page = name if name in stable else package
-            found.append(Module(name, f"reference/api/{page}.md", ast.parse(path.read_text())))
-    return sorted(
-        (each for each in found if public_api.public_names(each.tree)), key=lambda each: (each.page, each.name)
-    )
+    for name in public_api.public_names():
+        path = public_api.source_of(name)
+        page = name if path.name == "__init__.py" else name.rpartition(".")[0]
+        found.append(Module(name, f"reference/api/{page}.md", ast.parse(path.read_text())))
+    return sorted(found, key=lambda each: (each.page, each.name))
 
 
 def _index(modules: list[Module]) -> Iterator[str]:
     yield from ("# Python API", "")
-    yield "This is the reference of the stable modules: what a plugin may import and a script may rely on. The pages"
-    yield "are generated from the source. [Public API](../public-api.md) describes how stable modules may change."
+    yield "This is the reference of the public names: what a plugin may import and a script may rely on. The pages"
+    yield "are generated from the source. [Public API](../public-api.md) says how they may change."
     yield from ("", "| Module | Contents |", "|---|---|")
     for each in modules:
         text = _first_sentence(ast.get_docstring(each.tree) or "")
@@ -83,7 +81,7 @@ def _index(modules: list[Module]) -> Iterator[str]:
 def _page(page: str, modules: list[Module], places: Mapping[str, str]) -> Iterator[str]:
     name = page.rpartition("/")[2].removesuffix(".md")
     yield from (f"# {name}", "")
-    yield from ("Generated from the source. The [Python API](../api.md) lists all stable modules.", "")
+    yield from ("Generated from the source. The [Python API](../api.md) lists all public modules.", "")
     for module in modules:
         links = Links(page, module, places)
         if module.name != name:

@@ -15,7 +15,7 @@ from tests.packaging.conftest import DISTS, ROOT
 sys.path.insert(0, str(ROOT / "scripts"))
 import distributions
 
-HISTORY = ("docs/decisions/", "docs/moved.md", "CHANGELOG.md")
+HISTORY = ("docs/decisions/", "CHANGELOG.md")
 FOLDERS = ("docs", "examples", "nxdt_core", "plugins", "testing")
 PAGES = [path for folder in FOLDERS for end in ("md", "py", "tmpl") for path in (ROOT / folder).rglob(f"*.{end}")]
 ADVISING = [path for path in (ROOT / "README.md", *PAGES) if not path.relative_to(ROOT).as_posix().startswith(HISTORY)]

@@ -124,7 +124,7 @@ def test_a_checkpoint_of_ours_grows_and_a_resumed_run_keeps_its_rows(base):
     grown = words(ADDED, f"model.vocab_size={ROWS}", start="imported")
     assert main(["train", *grown, *STILL]) == 0
     see_filled(safetensors.load_file("DIR/model.safetensors"), exported())
-    assert main(["train", *grown, "trainer.max_steps=3", "exp_manager.resume_if_exists=true"]) == 0
+    assert main(["train", *grown, "trainer.max_steps=3", "checkpoint.resume_if_exists=true"]) == 0
     assert main(["train", *words(f"model.vocab_size={ROWS}", start="imported", name="other")]) == 2
 
 

@@ -15,7 +15,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
-from nxdt_core.config.annotations import Deprecated
 from nxdt_core.config.section import keys_of, members
 
 __all__ = ["NamesRead", "names_read", "unread_keys", "unread_keys_of_package"]
@@ -80,11 +79,7 @@ def unread_keys(cls: type, names: NamesRead) -> list[str]:
 
     Left out are deprecated keys, and keys with one possible value.
     """
-    return [
-        name
-        for name, key in keys_of(cls).items()
-        if name not in names and not key.mark(Deprecated) and not _has_one_value(key.annotation)
-    ]
+    return [name for name, key in keys_of(cls).items() if name not in names and not _has_one_value(key.annotation)]
 
 
 def unread_keys_of_package(cls: type) -> list[str]:

@@ -17,7 +17,6 @@ from nxdt_plugin_migrate.config.renamed_keys import (
 )
 
 from nxdt_core import config
-from nxdt_core.config.complete import MOVED as READ_HERE
 from nxdt_core.errors.configuration import UnknownKey
 from nxdt_core.kernel import Kernel
 
@@ -42,7 +41,7 @@ def problems(key, kernel, recipe="gpt-tiny"):
     return [each for each in config.check(f"recipe:{recipe}", [f"{key}={value}"], kernel=kernel) if each.key == key]
 
 
-@pytest.mark.parametrize("key", [key for key in TARGETS if "callback_params" not in key and key not in READ_HERE])
+@pytest.mark.parametrize("key", [key for key in TARGETS if "callback_params" not in key])
 def test_a_key_that_has_another_name_here_is_reported_with_it(kernel, key):
     target = TARGETS[key]
     recipe = next((name for place, name in MODELS.items() if target.startswith(place)), "gpt-tiny")

@@ -8,7 +8,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, final
 
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CallDoesNotBind
 
 __all__ = ["TakenArguments", "binds", "expect", "refused"]

@@ -13,7 +13,7 @@ import pyarrow as pa
 from nxdt_core.data.cache import SAMPLED_FROM_BYTES, content_digests, digest, file_digest
 from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, similar_files
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.regular_files import read_text, require_fetched

@@ -22,7 +22,7 @@ from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.sampler import Permutation
 from nxdt_core.data.tokens import encode_documents
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import SplitName

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import found_nearby
 
 IndexedFileMissing = NxdtError.define(

@@ -23,8 +23,7 @@ from tqdm import tqdm
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.base import listing
-from nxdt_core.train.generate import LoadedModel
-from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.generate import LoadedModel, Sampling
 from nxdt_plugin_evaluate.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown, TaskUnusable
 
 _MAX_NEW_TOKENS = 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 
 RayMissing = NxdtError.define(
     "NXDT-P130",

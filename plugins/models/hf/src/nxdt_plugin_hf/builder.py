@@ -15,7 +15,7 @@ import torch
 
 from nxdt_core.config.huggingface import older_rope
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import InitRule, ParallelPlan

@@ -23,7 +23,7 @@ import torch
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 from nxdt_plugin_migrate.errors import NeuronxFileDamaged, NeuronxMisfit, PickleRefused
 
 

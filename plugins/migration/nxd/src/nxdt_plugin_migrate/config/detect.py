@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from nxdt_core.config.tree import Node
-from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors import NxdtError
 from nxdt_plugin_migrate.errors import MigrationRefused
 
 FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
