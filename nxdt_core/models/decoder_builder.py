@@ -6,12 +6,13 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
+from nxdt_core.config.section import Section, keys_of
 from nxdt_core.errors.models import BadModelConfig, NoHFForm
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.huggingface import FEATURES, IGNORED, SCORE, architecture_to_hf, bias_key
+from nxdt_core.models.huggingface import IGNORED, SCORE, architecture_to_hf, bias_key
 from nxdt_core.models.rope_scaling import scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
@@ -181,13 +182,14 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         """Return the ``config.json``, with keys that both transformers 4 and 5 read.
 
         Raises:
-            NoHFForm: the architecture lacks a feature of the model, or has one that the model lacks.
+            NoHFForm: a key of the section makes the model compute what the architecture does not.
         """
         family = self.config.hf_family
-        for key in FEATURES:
-            found, wanted = getattr(self.config, key, False), key in family.always
-            if key not in family.values.names and found != wanted:
-                raise NoHFForm(key=f"model.{key}", architecture=self.hf_architectures[0], found=found, wanted=wanted)
+        said = {*family.values.names, *family.without_effect, "rope_theta", "rope_scaling", "score_head"}
+        for path, found, default in _values(self.config):
+            wanted = True if path in family.always else default
+            if not said & {path, path.partition(".")[0]} and found != wanted:
+                raise NoHFForm(key=f"model.{path}", architecture=self.hf_architectures[0], found=found, wanted=wanted)
         return {
             **architecture_to_hf(self.hf_architectures[0], scores=self.config.score_head),
             "model_type": family.values.model,
@@ -208,6 +210,18 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
         weights = [key for key in config.hf_family.keys if key.name not in lacking]
         scores = (SCORE,) if config.score_head else ()
         return (*weights, *(bias_key(key) for key in weights if key.name in biased), *scores)
+
+
+def _values(section: Section, path: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Yield path, value and default of each key of a section and of those in it. The default is that of the class which
+    declares the key first, where a model's class may have another one."""
+    for name, key in keys_of(type(section)).items():
+        value = getattr(section, key.attribute)
+        if isinstance(value, Section):
+            yield from _values(value, f"{path}{name}.")
+            continue
+        declared = next(cls for cls in reversed(type(section).__mro__) if name in getattr(cls, "__annotations__", ()))
+        yield f"{path}{name}", value, keys_of(declared)[name].default
 
 
 def residual_init_rules(

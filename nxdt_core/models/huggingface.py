@@ -13,13 +13,13 @@ from nxdt_core.protocols.model import KeyMap
 
 __all__ = [
     "DECODER_MODULES",
-    "FEATURES",
     "IGNORED",
     "ONLY",
     "OPTIONAL",
     "REQUIRED",
     "SCORE",
     "SWIGLU_MODULES",
+    "WITHOUT_EFFECT",
     "HFFamily",
     "architecture_to_hf",
     "bias_key",
@@ -35,8 +35,8 @@ REQUIRED: Mapping[str, str] = {
 }
 """Sizes that a ``config.json`` must give: ours → theirs."""
 
-FEATURES = ("attention_bias", "qkv_bias", "mlp_bias", "qk_norm")
-"""Keys of ours that are false unless a family of models says otherwise."""
+WITHOUT_EFFECT = ("neftune_noise_alpha", "use_scaled_init_method")
+"""Keys of a decoder's section that what it computes after training does not depend on."""
 
 OPTIONAL: Mapping[str, tuple[str, Any]] = {
     "num_kv_heads": ("num_key_value_heads", None),
@@ -118,7 +118,10 @@ class HFFamily:
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies where the file gives none."""
     always: tuple[str, ...] = ()
-    """Those of :data:`FEATURES` that all its models have; they lack the others, except those that ``values`` names."""
+    """Keys of ours that are true in all its models. Keys that neither they nor ``values`` name have the default of the
+    class that declares them, or the model has no form in Hugging Face's library."""
+    without_effect: tuple[str, ...] = WITHOUT_EFFECT
+    """Keys of ours, dotted within sections, that what the model computes after training does not depend on."""
 
     def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of the model's section from a ``config.json`` that transformers 4 or 5 wrote.

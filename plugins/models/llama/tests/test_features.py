@@ -5,21 +5,27 @@ from __future__ import annotations
 import json
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from nxdt_plugin_llama import nxdt_models
-from nxdt_plugin_llama.config import Qwen2Config
+from nxdt_plugin_llama.builder import LlamaBuilder
+from nxdt_plugin_llama.config import LlamaConfig, Qwen2Config
+from nxdt_plugin_llama.hf import LLAMA
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
+from pydantic import Field
 
 from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import read
+from nxdt_core.config.section import Section
 from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.errors.models import HFUnsupported, NoHFForm
+from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights.found import find_weights
@@ -195,6 +201,41 @@ def test_what_the_architecture_of_transformers_lacks_is_not_exported(name, chang
     builder = builder_of(tmp_path)
     with raises(NoHFForm, match=key):
         type(builder)(builder.config.model_copy(update=changes)).config_to_hf()
+
+
+class Capped(Section):
+    logits: float | None = None
+    dropout: float = 0.0
+
+
+class AcmeConfig(LlamaConfig):
+    hf_family: ClassVar[HFFamily] = replace(LLAMA, without_effect=(*LLAMA.without_effect, "caps.dropout"))
+
+    residual_scale: float = 1.0
+    qk_norm: bool = True
+    caps: Capped = Field(default_factory=Capped)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"qk_norm": False}, None),
+        ({"qk_norm": False, "neftune_noise_alpha": 5.0, "caps": {"dropout": 0.1}}, None),
+        ({}, "model.qk_norm = True"),
+        ({"qk_norm": False, "residual_scale": 0.5}, "model.residual_scale = 0.5"),
+        ({"qk_norm": False, "caps": {"logits": 30.0}}, "model.caps.logits = 30.0"),
+    ],
+    ids=str,
+)
+def test_a_key_of_a_new_model_is_exported_without_effect_at_its_default_or_refused(values, key):
+    """A model of another author that inherits from Llama's, and computes something else by a key of its own."""
+    sizes = {"num_layers": 1, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 2, "vocab_size": 32}
+    builder = LlamaBuilder(AcmeConfig.model_validate({**sizes, **values}))
+    if key is None:
+        assert builder.config_to_hf()["architectures"] == ["LlamaForCausalLM"]
+    else:
+        with raises(NoHFForm, match=key):
+            builder.config_to_hf()
 
 
 LAYOUTS = {

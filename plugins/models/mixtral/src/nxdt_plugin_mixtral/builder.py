@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from nxdt_core.errors.models import NoHFForm
 from nxdt_core.models.decoder_builder import LAYER, MLP, NORMS, SWIGLU_STYLES, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, TensorStyle
 from nxdt_plugin_mixtral.config import MixtralConfig
@@ -69,17 +68,3 @@ class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):
         block = 3 * c.hidden_size * c.ffn_hidden_size
         sparse = c.moe.top_k * block + c.hidden_size * c.moe.num_experts
         return len(c.expert_layers) * sparse + c.dense_layers * block
-
-    def config_to_hf(self) -> dict[str, Any]:
-        """Return the ``config.json``, with keys that both transformers 4 and 5 read.
-
-        Raises:
-            NoHFForm: transformers' model computes something else.
-        """
-        for key, wanted in (("frequency", 1), ("routing_algorithm", "top_k"), ("normalize_top_k_affinities", True)):
-            found = getattr(self.config.moe, key)
-            if found != wanted:
-                raise NoHFForm(
-                    key=f"model.moe.{key}", architecture=self.hf_architectures[0], found=found, wanted=wanted
-                )
-        return super().config_to_hf()

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from nxdt_core.config.huggingface import HFValues
-from nxdt_core.models.huggingface import DECODER_MODULES, ONLY, OPTIONAL, REQUIRED, HFFamily, weight_keys
+from nxdt_core.models.huggingface import (
+    DECODER_MODULES,
+    ONLY,
+    OPTIONAL,
+    REQUIRED,
+    WITHOUT_EFFECT,
+    HFFamily,
+    weight_keys,
+)
 from nxdt_core.protocols.model import KeyMap
 
 _ROUTER = {"layers.*.moe.router": "model.layers.*.block_sparse_moe.gate"}
@@ -40,4 +48,11 @@ MIXTRAL = HFFamily(
         ),
     ),
     rope_theta=1_000_000.0,
+    without_effect=(
+        *WITHOUT_EFFECT,
+        # Those of training, and those of a router that has no form in Hugging Face's library.
+        *(f"moe.{key}" for key in ("capacity_factor", "dropless", "dropout", "exchange_chunks")),
+        *(f"moe.{key}" for key in ("output_router_logits", "pool_router_aux_loss")),
+        *(f"moe.{key}" for key in ("router_activation", "sinkhorn_iterations", "sinkhorn_tol")),
+    ),
 )
