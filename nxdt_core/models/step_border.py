@@ -57,7 +57,7 @@ def step_of(step: StepContext | None) -> StepContext:
 
 
 def takes_step(called: Any) -> bool:
-    """Return whether a module's forward, or a function, has the parameter ``step``, without another annotation."""
+    """Return whether a module's forward, or a function, has the parameter ``step``, whatever its annotation says."""
     forward = getattr(called, "forward", called)
     function = forward if inspect.isroutine(forward) else type(forward).__call__
     return _has_step(getattr(function, "__func__", function))
@@ -65,8 +65,7 @@ def takes_step(called: Any) -> bool:
 
 @functools.cache
 def _has_step(function: Any) -> bool:
-    found = inspect.signature(function).parameters.get("step")
-    return found is not None and (found.annotation is found.empty or StepContext.__name__ in str(found.annotation))
+    return "step" in inspect.signature(function).parameters
 
 
 def called_with_step(called: Any, step: StepContext, *args: Any) -> Any:

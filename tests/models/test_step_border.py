@@ -80,17 +80,18 @@ def test_an_argument_precedes_the_border():
         assert step_of(None) is OTHER
 
 
-def test_a_parameter_of_that_name_and_another_type_is_not_it():
-    def numbered(logits, step: int = 0): ...
+Context = StepContext
 
-    def typed(logits, step: StepContext | None = None): ...
 
-    def untyped(logits, step=None): ...
+def test_a_parameter_of_that_name_is_it_whatever_its_annotation_is():
+    def aliased(logits, batch, step: Context): ...
 
-    assert [takes_step(each) for each in (numbered, typed, untyped, Native(), Foreign())] == [
-        *(False, True, True),
-        *(True, False),
-    ]
+    def untyped(logits, batch, step=None): ...
+
+    def without(logits, batch): ...
+
+    found = [takes_step(each) for each in (aliased, untyped, without, Native(), Foreign())]
+    assert found == [True, True, False, True, False]
 
 
 def test_an_objective_gets_it_either_way():
