@@ -27,6 +27,7 @@ from nxdt_core.kernel.discovery import find_local_plugins, find_plugins, import_
 from nxdt_core.kernel.hooks import HookSet, collect_hooks
 from nxdt_core.kernel.plugin import (
     BUILTIN,
+    LOCAL,
     PluginDefect,
     PluginInfo,
     PluginPolicy,
@@ -40,6 +41,8 @@ from nxdt_core.kernel.registry import RegisteredComponent, Registry
 T = TypeVar("T")
 
 
+_WITHOUT_RUN = {"launcher", "metric", "task"}
+"""Kinds that commands look for before they read a configuration, which may name local plugins."""
 _OWN = {kind.name: kind for kind in KINDS}
 """The kernel's own kinds by name."""
 
@@ -233,7 +236,11 @@ class Candidate:
                 raise PluginDefect(f"nxdt_kinds adds {kind.name!r} {reason}")
         for kind in KINDS:
             self.components += self._register(kind, self._called(kind.hook, kind.record))
-        self._called("nxdt_cli", CliCommand)  # checked now; the command line calls it again
+        commands = self._called("nxdt_cli", CliCommand)  # checked now; the command line calls it again
+        unseen = [*{each.kind for each in self.components} & _WITHOUT_RUN, *(["command"] if commands else [])]
+        if self.plugin.dist == LOCAL and unseen:
+            note = f"only an installed plugin can offer {listing(sorted(unseen))}; `nxdt plugins new` writes one"
+            self.plugin = replace(self.plugin, note="; ".join(filter(None, (self.plugin.note, note))))
         with _defects_of("nxdt_components"):
             for value in self.hooks.call("nxdt_components"):
                 if not isinstance(value, Mapping):

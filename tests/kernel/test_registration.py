@@ -185,6 +185,18 @@ def test_a_local_file_named_by_the_policy_is_a_plugin(site, tmp_path, plugin_nam
     assert plugin_named(site.start(local=(file,), block=("my-plugin",)), "my-plugin").state == "blocked"
 
 
+def test_what_a_local_file_offers_to_commands_that_read_no_run_is_noted(site, tmp_path, plugin_named):
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from nxdt_core.api import CliCommand, Component, hookimpl\n"
+        "@hookimpl\ndef nxdt_cli(): return [CliCommand(name='mine', target='mine:run', summary='Run.')]\n"
+        "@hookimpl\ndef nxdt_launchers(): return [Component(name='mine', target='mine:Launcher')]\n"
+        "@hookimpl\ndef nxdt_optimizers(): return [Component(name='mine', target='mine:Optimizer')]\n"
+    )
+    plugin = plugin_named(site.start(strict=True, local=(file,)), "mine")
+    assert plugin.note.startswith("only an installed plugin can offer 'command', 'launcher';")
+
+
 def test_local_files_of_one_name_in_two_kernels_are_two_modules(site, tmp_path):
     answers = []
     for folder in "ab":
