@@ -25,6 +25,8 @@ CAUGHT_BY = {
     "CountsItsReads": "test_an_index_alone_decides_the_sample",
     "FingerprintsItself": "test_data_opened_twice_are_the_same",
     "ForgetsTheContent": "test_other_content_has_another_fingerprint",
+    "ForgetsTheLength": "test_a_run_with_other_samples_has_another_fingerprint",
+    "ForgetsTheSeed": "test_a_run_with_other_samples_has_another_fingerprint",
     "CountsFromTheEnd": "test_indices_end_at_the_length",
     "StandsBeforeItsSample": "test_a_stream_goes_on_behind_any_sample",
     "ReadsAhead": "test_a_stream_goes_on_behind_any_sample",

@@ -13,6 +13,10 @@ Example, the whole test file of a plugin::
         def changed(self, make):
             return make("another text of the same length")
 
+        @pytest.fixture
+        def variants(self, make):
+            return {"seq_length": make(seq_length=24), "seed": make(seed=7)}
+
 Map-style and iterable datasets are held to the same: what a run sees follows from the data and the state alone, never
 from what was read before, from threads, or from how many ranks share a batch.
 """
@@ -20,19 +24,23 @@ from what was read before, from threads, or from how many ranks share a batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import islice
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from nxdt_core.data.loader import GlobalBatchLoader
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
+from nxdt_core.protocols.tokenizer import LocatedIds
 
-__all__ = ["DatasetContract", "take_steps"]
+__all__ = ["DatasetContract", "MirroredBytes", "take_steps"]
 
 Dataset = MapDataset | IterableDataset
 Content = tuple[Any, ...]
@@ -43,7 +51,7 @@ _STEPS = 6
 
 
 class DatasetContract:
-    """Override the fixtures ``make`` and ``changed``."""
+    """Override the fixtures ``make``, ``changed`` and ``variants``."""
 
     predicts_the_next_token: ClassVar[bool] = True
     """False for data whose labels are not the tokens that follow."""
@@ -59,6 +67,13 @@ class DatasetContract:
     def changed(self) -> Dataset:
         """Return a dataset of the same kind over other content."""
         raise NotImplementedError("override the fixture 'changed'")
+
+    @pytest.fixture
+    def variants(self) -> Mapping[str, Dataset]:
+        """Return the data of ``make`` opened for other runs, by the field of their
+        :class:`~nxdt_core.protocols.dataset.DataContext` that differs: ``seq_length``, ``seed`` and ``tokenizer``, as
+        far as the data can be opened so. (:class:`MirroredBytes` is another tokenizer.)"""
+        raise NotImplementedError("override the fixture 'variants'")
 
     @pytest.fixture
     def samples(self, make: Callable[[], Dataset]) -> list[Sample]:
@@ -145,6 +160,17 @@ class DatasetContract:
         """On resume nothing else tells them apart."""
         assert make().fingerprint() != changed.fingerprint()
 
+    def test_a_run_with_other_samples_has_another_fingerprint(
+        self, make: Callable[[], Dataset], samples: list[Sample], variants: Mapping[str, Dataset]
+    ) -> None:
+        """Samples that follow from the run's sequence length, seed or tokenizer are not taken for those of another."""
+        assert variants, "open the data for another run at least once"
+        for field, variant in variants.items():
+            if _contents(_first(variant, _SAMPLES)) != _contents(samples):
+                assert variant.fingerprint() != make().fingerprint(), (
+                    f"another {field} gives other samples and the same fingerprint, so that a run resumes on them"
+                )
+
     def test_an_index_alone_decides_the_sample(self, by_index: MapDataset, samples: list[Sample]) -> None:
         """In any order, again, and from several threads at once."""
         backwards = [by_index[index] for index in reversed(range(_SAMPLES))]
@@ -199,6 +225,34 @@ class DatasetContract:
             assert begun == whole[:stop]
             ranks = [_run(make(), _STEPS - stop, rank, 2, state=state, workers=rank)[0] for rank in range(2)]
             assert [first + second for first, second in zip(*ranks, strict=True)] == whole[stop:]
+
+
+class MirroredBytes(ByteTokenizer):
+    """Another tokenizer than the one of bytes, which makes as many ids of a text."""
+
+    def encode(self, text: str) -> list[int]:
+        """Return 255 less each byte of the text."""
+        return self.encode_to_array(text).tolist()
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each text."""
+        return [self.encode(text) for text in texts]
+
+    def encode_to_array(self, text: str) -> NDArray[np.uint8]:
+        """Return the ids as an array."""
+        return 255 - super().encode_to_array(text)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Return the text of the ids."""
+        return super().decode(255 - token if token < 256 else token for token in ids)
+
+    def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
+        """Return the ids of each text with their places in it."""
+        return [replace(each, ids=255 - np.asarray(each.ids)) for each in super().locate(texts)]
+
+    def fingerprint(self) -> str:
+        """Return the digest of what decides the ids."""
+        return f"mirrored {super().fingerprint()}"
 
 
 def _first(dataset: Dataset, count: int) -> list[Sample]:

@@ -238,6 +238,32 @@ class TakesItsOwnPart(InOrder):
                 yield sample
 
 
+class OfRun(ByIndex):
+    """Right: samples follow from the run's sequence length and seed; a base of those that forget one of them."""
+
+    def __init__(self, start: int = 0, seq_length: int = LENGTH, seed: int = 0) -> None:
+        super().__init__(start + 10_000 * seed)
+        self.seq_length, self.seed = seq_length, seed
+
+    def __getitem__(self, index: int, /) -> Sample:
+        return super().__getitem__(index).map(lambda field: field[: self.seq_length])
+
+    def fingerprint(self) -> str:
+        return f"from {self.start}, {self.seq_length}"
+
+
+@mutant
+class ForgetsTheLength(OfRun):
+    def fingerprint(self) -> str:
+        return f"from {self.start}"
+
+
+@mutant
+class ForgetsTheSeed(OfRun):
+    def fingerprint(self) -> str:
+        return f"from {self.start - 10_000 * self.seed}, {self.seq_length}"
+
+
 def under_contract(cls: type) -> type[DatasetContract]:
     class Contract(DatasetContract):
         @pytest.fixture
@@ -247,6 +273,12 @@ def under_contract(cls: type) -> type[DatasetContract]:
         @pytest.fixture
         def changed(self):
             return cls(1000)
+
+        @pytest.fixture
+        def variants(self):
+            if not issubclass(cls, OfRun):
+                return {"seq_length": cls(), "seed": cls()}
+            return {"seq_length": cls(seq_length=6), "seed": cls(seed=1)}
 
     return Contract
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from nxdt_testing.dataset_contract import DatasetContract
+from nxdt_testing.dataset_contract import DatasetContract, MirroredBytes
 
 
 class Kept(DatasetContract):
@@ -19,11 +19,11 @@ class Kept(DatasetContract):
 
     @pytest.fixture
     def opened(self, loader, saved, tmp_path):
-        def make(offset=0):
+        def make(offset=0, **run):
             path = tmp_path / str(offset)
             if not path.exists():
                 saved(path, **self.columns(offset))
-            return loader(train_dir=path, **self.keys()).split("train")
+            return loader(train_dir=path, **self.keys(), **run).split("train")
 
         return make
 
@@ -34,6 +34,12 @@ class Kept(DatasetContract):
     @pytest.fixture
     def changed(self, opened):
         return opened(1)
+
+    @pytest.fixture
+    def variants(self, opened):
+        found = {"seed": opened(seed=7), "tokenizer": opened(tokenizer=MirroredBytes())}
+        rows = "input_ids" in self.columns() and not self.keys().get("packing")
+        return found if rows else {**found, "seq_length": opened(seq_length=6)}
 
 
 class TestRows(Kept):
@@ -80,14 +86,14 @@ class TestShuffledStream(TestStreamOfTexts):
 
     @pytest.fixture
     def opened(self, loader, tmp_path):
-        def make(offset=0):
+        def make(offset=0, **run):
             path = tmp_path / str(offset)
             if not path.exists():
                 path.mkdir()
                 texts = self.columns(offset)["text"]
                 for number in range(3):
                     pq.write_table(pa.table({"text": texts[number::3]}), path / f"{number}.parquet")
-            return loader(train_dir=path, **self.keys()).split("train")
+            return loader(train_dir=path, **self.keys(), **run).split("train")
 
         return make
 
@@ -95,14 +101,14 @@ class TestShuffledStream(TestStreamOfTexts):
 class TestMixture(Kept):
     @pytest.fixture
     def opened(self, loader, saved, tmp_path):
-        def make(offset=0):
+        def make(offset=0, **run):
             sources = {}
             for name, weight, shift in (("a", 1.0, offset), ("b", 2.5, 100)):
                 path = tmp_path / f"{name}-{shift}"
                 if not path.exists():
                     saved(path, **self.columns(shift))
                 sources[name] = {"train_dir": path, "weight": weight}
-            return loader(sources=sources, **self.keys()).split("train")
+            return loader(sources=sources, **self.keys(), **run).split("train")
 
         return make
 

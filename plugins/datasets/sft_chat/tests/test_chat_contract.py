@@ -14,12 +14,17 @@ class Chats(DatasetContract):
     @pytest.fixture
     def make(self, load, write, shipped):
         path = write(*shipped[: self.records])
-        return lambda: load(path, seq_length=256, packing=self.packing, truncation="drop")
+        keys = {"packing": self.packing, "truncation": "drop"}
+        return lambda **context: load(path, **{"seq_length": 256, **context}, **keys)
 
     @pytest.fixture
     def changed(self, load, write, shipped):
         path = write(*shipped[: self.records - 9], name="fewer.jsonl")
         return load(path, seq_length=256, packing=self.packing, truncation="drop")
+
+    @pytest.fixture
+    def variants(self, make):
+        return {"seq_length": make(seq_length=300), "seed": make(seed=7)}
 
 
 class TestPadded(Chats):

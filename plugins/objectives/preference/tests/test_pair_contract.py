@@ -7,7 +7,7 @@ from importlib.resources import files
 import pytest
 from nxdt_plugin_preference.config import PreferenceConfig, UnpairedConfig
 from nxdt_plugin_preference.loader import PreferenceData, UnpairedData
-from nxdt_testing.dataset_contract import DatasetContract
+from nxdt_testing.dataset_contract import DatasetContract, MirroredBytes
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.dataset import DataContext
@@ -19,9 +19,9 @@ class Pairs(DatasetContract):
     packing = False
     data, section = PreferenceData, PreferenceConfig
 
-    def pairs(self, **settings):
+    def pairs(self, seq_length=128, seed=0, tokenizer=None, **settings):
         config = self.section(train_files=(SHIPPED,) * 4, packing=self.packing, **settings)
-        context = DataContext(seq_length=128, seed=0, tokenizer=ByteTokenizer())
+        context = DataContext(seq_length=seq_length, seed=seed, tokenizer=tokenizer or ByteTokenizer())
         return self.data(config, context).split("train")
 
     @pytest.fixture
@@ -31,6 +31,11 @@ class Pairs(DatasetContract):
     @pytest.fixture
     def changed(self):
         return self.pairs(dev_choose_samples=180)
+
+    @pytest.fixture
+    def variants(self):
+        other = MirroredBytes()
+        return {"seq_length": self.pairs(256), "seed": self.pairs(seed=7), "tokenizer": self.pairs(tokenizer=other)}
 
 
 class TestPadded(Pairs):
