@@ -28,6 +28,7 @@ CAUGHT_BY = {
     "RoundsItsLogits": "test_it_computes_in_the_dtype_of_its_weights",
     "WidensItsLogits": "test_it_computes_in_the_dtype_of_its_weights",
     "CountsPlacesFromOne": "test_positions_default_to_the_place_in_the_row",
+    "AddsItsInputWhenTraining": "test_it_computes_the_same_in_training_and_evaluation",
     "CountsItsCalls": "test_recomputation_changes_nothing",
     "DrawsItsLastNorm": "test_every_pattern_matches_something",
     "HasARuleForNothing": "test_every_pattern_matches_something",

@@ -232,7 +232,7 @@ class MirroredBytes(ByteTokenizer):
 
     def encode(self, text: str) -> list[int]:
         """Return 255 less each byte of the text."""
-        return self.encode_to_array(text).tolist()
+        return [255 - byte for byte in super().encode(text)]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the ids of each text."""

@@ -48,6 +48,8 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
     capabilities: ClassVar[frozenset[str] | None] = None
     """What the model's record declares. None: as the installed record says whose target is the builder's class, or,
     where there is none, independent of the plan's entries."""
+    noisy: ClassVar[bool] = False
+    """Whether the model that the builder builds adds noise in training."""
     exhaustive = tuple(name for name, layout in LAYOUTS.items() if layout.exhaustive)
 
     @pytest.fixture
@@ -111,6 +113,14 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
         for dtype in (torch.float64, torch.bfloat16):
             found = model.to(dtype)(ids).dtype
             assert found == dtype, f"the logits of a model in {dtype} are {found}"
+
+    def test_it_computes_the_same_in_training_and_evaluation(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """Without dropout, a validation judges the function that is trained."""
+        if self.noisy:
+            pytest.skip("it adds noise in training")
+        ids = tokens(builder, 2, 9)
+        evaluated = model(ids)
+        torch.testing.assert_close(model.train()(ids), evaluated)
 
     def test_a_loss_reaches_every_parameter(self, builder: ModelBuilder, model: nn.Module) -> None:
         """It is that of a guess, about, and each parameter gets a gradient."""

@@ -169,6 +169,12 @@ class CountsPlacesFromOne(Small):
 
 
 @layer
+class AddsItsInputWhenTraining(Layer):
+    def forward(self, hidden, document_ids=None):
+        return super().forward(hidden, document_ids) + (0.1 * hidden if self.training else 0)
+
+
+@layer
 class CountsItsCalls(Layer):
     calls = 0
 

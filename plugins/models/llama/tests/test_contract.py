@@ -104,6 +104,8 @@ class TestBiasedLlama(OfOneLayout):
 class TestNoisyLlama(OfOneLayout):
     """With noise on embeddings, which every layout draws alike."""
 
+    noisy = True
+
     @pytest.fixture
     def builder(self) -> LlamaBuilder:
         return LlamaBuilder(LlamaConfig(**SMALL, neftune_noise_alpha=20.0))
