@@ -57,7 +57,7 @@ def step_of(step: StepContext | None) -> StepContext:
 
 
 def takes_step(called: Any) -> bool:
-    """Return whether a module's forward, or a function, has the parameter ``step``, whatever its annotation says."""
+    """Return whether a module's forward, or a function, has the parameter ``step``, with any annotation."""
     forward = getattr(called, "forward", called)
     function = forward if inspect.isroutine(forward) else type(forward).__call__
     return _has_step(getattr(function, "__func__", function))
