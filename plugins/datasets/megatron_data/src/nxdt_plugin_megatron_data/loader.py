@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from nxdt_core.data.cache import digest, file_digest
@@ -14,7 +14,7 @@ from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, IndexedDataset, SampleSettings, in_shares
 from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, provenance_path, read_provenance
-from nxdt_plugin_megatron_data.indices import build_indices, cached_indices, count_samples
+from nxdt_plugin_megatron_data.indices import are_indices, build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
 
 
@@ -105,17 +105,13 @@ class MegatronData:
         settings = (sequences, cut.seq_length, seed, cut.extra, drop_last)
         content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, source.lengths, settings)
         directory = self._config.index_mapping_dir or source.prefix.parent / "index_mapping"
+        of = {"lengths": source.lengths, "documents": sequences}
+        wanted = {"seq_length": cut.seq_length, "extra": cut.extra, "drop_last": drop_last}
         indices = cached_indices(
             directory,
             f"{source.prefix.name}-{name}-{content}",
-            lambda: build_indices(
-                source.lengths,
-                sequences,
-                seq_length=cut.seq_length,
-                seed=seed,
-                extra=cut.extra,
-                drop_last=drop_last,
-            ),
+            partial(build_indices, **of, **wanted, seed=seed),
+            partial(are_indices, **of, **wanted),
         )
         return IndexedDataset(source, indices, cut, content=content)
 
