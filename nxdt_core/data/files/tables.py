@@ -142,13 +142,15 @@ def parquet_batches(
         for number in wanted:
             texts, expanded, longest = set(), 0, 0
             for place, leaf in enumerate(leaves):
-                pages = [*_pages(content, metadata.row_group(number).column(place))]
+                largest, repeats = 0, False
                 value_bytes = max(_VALUE_BYTES, leaf.length)  # of one that a dictionary may have once
-                expanded += sum(max(0, size, value_bytes * values) for size, values, _ in pages)
-                if expanded > most:
-                    raise pyarrow.ArrowInvalid(_TOO_LARGE)
-                if any(_REPEATING in encodings for *_, encodings in pages):
-                    longest = max(longest, *(size for size, *_ in pages))
+                for size, values, encodings in _pages(content, metadata.row_group(number).column(place)):
+                    expanded += max(0, size, value_bytes * values)
+                    largest, repeats = max(largest, size), repeats or _REPEATING in encodings
+                    if expanded > most:
+                        raise pyarrow.ArrowInvalid(_TOO_LARGE)
+                if repeats:
+                    longest = max(longest, largest)
                 elif leaf.physical_type == "BYTE_ARRAY":
                     texts.add(leaf.path)
             file = pyarrow.parquet.ParquetFile(source, metadata=metadata, read_dictionary=sorted(texts))
