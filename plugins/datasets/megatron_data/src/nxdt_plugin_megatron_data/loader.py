@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from nxdt_core.data.cache import digest, file_digest
@@ -105,13 +105,12 @@ class MegatronData:
         settings = (sequences, cut.seq_length, seed, cut.extra, drop_last)
         content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, source.lengths, settings)
         directory = self._config.index_mapping_dir or source.prefix.parent / "index_mapping"
-        of = {"lengths": source.lengths, "documents": sequences}
-        wanted = {"seq_length": cut.seq_length, "extra": cut.extra, "drop_last": drop_last}
+        length, extra, lengths = cut.seq_length, cut.extra, source.lengths
         indices = cached_indices(
             directory,
             f"{source.prefix.name}-{name}-{content}",
-            partial(build_indices, **of, **wanted, seed=seed),
-            partial(are_indices, **of, **wanted),
+            lambda: build_indices(lengths, sequences, seq_length=length, seed=seed, extra=extra, drop_last=drop_last),
+            lambda found: are_indices(found, lengths, sequences, seq_length=length, extra=extra, drop_last=drop_last),
         )
         return IndexedDataset(source, indices, cut, content=content)
 
