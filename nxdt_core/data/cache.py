@@ -6,7 +6,8 @@ that makes arrays removes it. The lock is the operating system's, which frees it
 the file system has no locks that other machines see, each node makes its own arrays, and removes nothing.
 
 The directory has the digest of each array, and arrays that differ from it are made again. As in an unsigned checkpoint,
-the digests are xxh3: they show damage, and not the changes of a user who can also write the digests.
+the digests are xxh3: they show damage, and not the changes of a user who can also write the digests. Therefore types,
+lengths and offsets of the arrays are compared, too.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import fields
 from pathlib import Path
 from tokenize import TokenError
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.lib.format import open_memmap
@@ -36,8 +37,17 @@ from nxdt_core.regular_files import open_regular, private_directory, read_text, 
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
+    from numpy.typing import NDArray
 
-__all__ = ["SAMPLED_FROM_BYTES", "cached_arrays", "content_digests", "digest", "file_digest"]
+__all__ = [
+    "SAMPLED_FROM_BYTES",
+    "are_offsets",
+    "cached_arrays",
+    "content_digests",
+    "digest",
+    "file_digest",
+    "is_array",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -145,6 +155,7 @@ def cached_arrays(
     kind: type[T],
     make: Callable[[], T],
     unkept: Callable[[OSError], None],
+    fits: Callable[[T], bool],
     *,
     most_bytes: int | None = None,
 ) -> T:
@@ -157,11 +168,13 @@ def cached_arrays(
         make: is called by one process of a node.
         unkept: receives the reason why nothing can be kept. Where it returns, the arrays stay in the memory of this
             process.
+        fits: whether mapped arrays have the types and lengths of each other, as in :func:`is_array` and
+            :func:`are_offsets`; what does not is damaged.
         most_bytes: that the directory may hold; what has not been asked for longest is removed. None sets no limit.
     """
     place = directory / name
     with suppress(*_DAMAGED):
-        return _mapped(place, kind)
+        return _mapped(place, kind, fits)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(directory)
@@ -171,26 +184,37 @@ def cached_arrays(
         return make()
     with _released(directory / f"{name}.lock", lock):
         try:
-            return _mapped(place, kind)  # another process may have made it while this one waited
+            return _mapped(place, kind, fits)  # another process may have made it while this one waited
         except _DAMAGED as error:
             if place.exists():
                 _log.warning("%s is damaged and is made again: %s", place, error)
         made = make()
         try:
-            _store(place, made)
+            _store(place, made, fits)
             _remove_oldest(place, most_bytes)
         except OSError as error:
             unkept(error)
         with suppress(*_DAMAGED):
-            return _mapped(place, kind)
+            return _mapped(place, kind, fits)
         return made
 
 
-_DAMAGED = (OSError, ValueError, TypeError, OverflowError, MemoryError, RecursionError, TokenError)
+def is_array(array: NDArray[Any], kinds: str, *shape: int) -> bool:
+    """Return whether ``array`` has this shape, and one of these kinds of dtype (``dtype.kind``)."""
+    return array.shape == shape and array.dtype.kind in kinds
+
+
+def are_offsets(starts: NDArray[Any], end: int) -> bool:
+    """Return whether ``starts`` begin at 0, never fall, and end at ``end``."""
+    falls = starts[1:] < starts[:-1]
+    return is_array(starts, "i", len(starts)) and starts[0] == 0 and starts[-1] == end and not falls.any()
+
+
+_DAMAGED = (OSError, ValueError, TypeError, IndexError, OverflowError, MemoryError, RecursionError, TokenError)
 """What reading arrays raises that are missing or damaged; numpy parses a header as Python."""
 
 
-def _mapped(place: Path, kind: type[T]) -> T:
+def _mapped(place: Path, kind: type[T], fits: Callable[[T], bool]) -> T:
     """Return the arrays in ``place``, compared with their digests."""
     files = {each.name: place / f"{each.name}.npy" for each in fields(kind)}
     for path in files.values():
@@ -199,7 +223,10 @@ def _mapped(place: Path, kind: type[T]) -> T:
         os.utime(place)  # the time of its last use
     if json.loads(read_text(place / _DIGESTS)) != _digests(place.name, files, place.parent):
         raise ValueError("its arrays differ from their digests")
-    return kind(**{name: open_memmap(path, mode="r").view(np.ndarray) for name, path in files.items()})
+    found = kind(**{name: open_memmap(path, mode="r").view(np.ndarray) for name, path in files.items()})
+    if not fits(found):
+        raise ValueError("its arrays contradict each other")
+    return found
 
 
 def _digests(name: str, files: Mapping[str, Path], directory: Path | None) -> dict[str, str]:
@@ -207,7 +234,7 @@ def _digests(name: str, files: Mapping[str, Path], directory: Path | None) -> di
     return {"": name, **dict(zip(files, content_digests(files.values(), directory), strict=True))}
 
 
-def _store(place: Path, made: DataclassInstance) -> None:
+def _store(place: Path, made: T, fits: Callable[[T], bool]) -> None:
     part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
     try:
         files = {each.name: part / f"{each.name}.npy" for each in fields(made)}
@@ -223,7 +250,7 @@ def _store(place: Path, made: DataclassInstance) -> None:
             part.rename(place)
         except OSError:
             with suppress(*_DAMAGED):
-                _mapped(place, type(made))  # of another node, which made the same
+                _mapped(place, type(made), fits)  # of another node, which made the same
                 return
             raise
     finally:

@@ -14,13 +14,17 @@ import numpy as np
 import pytest
 from xxhash import xxh3_128
 
-from nxdt_core.data.cache import cached_arrays, content_digests, digest
+from nxdt_core.data.cache import cached_arrays, content_digests, digest, is_array
 from nxdt_core.file_lock import take_file_lock
 
 
 @dataclass
 class Arrays:
     numbers: np.ndarray
+
+
+def fits(arrays: Arrays) -> bool:
+    return is_array(arrays.numbers, "if", len(arrays.numbers))
 
 
 @pytest.fixture
@@ -35,7 +39,7 @@ def locks(tmp_path, monkeypatch) -> Path:
 
 
 def made(tmp_path, unkept):
-    found = cached_arrays(tmp_path / "cache", "five", Arrays, lambda: Arrays(np.arange(5)), unkept)
+    found = cached_arrays(tmp_path / "cache", "five", Arrays, lambda: Arrays(np.arange(5)), unkept, fits)
     assert found.numbers.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -72,7 +76,7 @@ def test_arrays_that_differ_from_their_digests_are_made_again(tmp_path, caplog, 
     def asked(name, content):
         calls = []
         make = lambda: calls.append(name) or Arrays(np.array(content))  # noqa: E731
-        return cached_arrays(tmp_path, name, Arrays, make, pytest.fail).numbers.tolist(), bool(calls)
+        return cached_arrays(tmp_path, name, Arrays, make, pytest.fail, fits).numbers.tolist(), bool(calls)
 
     assert [asked("five", [1, 2, 3]), asked("five", [1, 2, 3])] == [([1, 2, 3], True), ([1, 2, 3], False)]
     asked("other", [4, 5, 6])
@@ -102,7 +106,7 @@ def test_a_pickle_in_place_of_an_array_is_not_loaded(tmp_path):
         def __reduce__(self):
             return pytest.fail, ("the payload ran",)
 
-    cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+    cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail, fits)
     numbers, digests = (tmp_path / "five" / name for name in ("numbers.npy", "digests.json"))
     np.save(pickled := io.BytesIO(), np.array([Payload()]))
     np.savez(archive := io.BytesIO(), numbers=np.arange(5))
@@ -110,7 +114,7 @@ def test_a_pickle_in_place_of_an_array_is_not_loaded(tmp_path):
     for content in (pickled.getvalue(), archive.getvalue(), pickle.dumps(Payload()), header):
         numbers.write_bytes(content)
         digests.write_text(json.dumps({"": "five", "numbers": content_digests([numbers], None)[0]}))
-        found = cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+        found = cached_arrays(tmp_path, "five", Arrays, lambda: Arrays(np.arange(5)), pytest.fail, fits)
         assert found.numbers.tolist() == [0, 1, 2, 3, 4]
 
 
@@ -149,10 +153,10 @@ def test_what_killed_processes_have_not_finished_is_removed(tmp_path):
         (tmp_path / name).mkdir()
         np.save(tmp_path / name / "numbers.npy", np.arange(5))
     lock = take_file_lock(tmp_path / f"{living}.lock", b"")
-    cached_arrays(tmp_path, own, Arrays, lambda: Arrays(np.arange(5)), pytest.fail)
+    cached_arrays(tmp_path, own, Arrays, lambda: Arrays(np.arange(5)), pytest.fail, fits)
     rest = {*strange, own, f".{living}-abc_1234", f"{living}.lock"}
     assert {path.name for path in tmp_path.iterdir()} == rest
-    cached_arrays(tmp_path, "new", Arrays, lambda: Arrays(np.arange(5)), pytest.fail, most_bytes=0)
+    cached_arrays(tmp_path, "new", Arrays, lambda: Arrays(np.arange(5)), pytest.fail, fits, most_bytes=0)
     assert (tmp_path / f".{living}-abc_1234").exists()
     lock.release()
 
@@ -173,6 +177,7 @@ def test_what_was_not_asked_for_longest_is_removed_above_the_limit(tmp_path):
             Arrays,
             lambda: calls.append(name) or Arrays(np.zeros(1000)),
             pytest.fail,
+            fits,
             most_bytes=most_bytes,
         )
         assert len(found.numbers) == 1000

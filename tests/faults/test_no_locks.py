@@ -71,7 +71,7 @@ assert [(each.step, each.state) for each in checkpoint.list_checkpoints(storage)
 assert checkpoint.verify(storage, 3) == []
 
 unkept = []
-made = cached_arrays(where / "cache", "numbers", Arrays, lambda: Arrays(numpy.arange(5)), unkept.append)
+made = cached_arrays(where / "cache", "numbers", Arrays, lambda: Arrays(numpy.arange(5)), unkept.append, bool)
 assert made.numbers.tolist() == [0, 1, 2, 3, 4]
 assert len(unkept) == 1, "without any locks, of the temporary directory neither, nothing is kept"
 """

@@ -10,9 +10,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS
+from nxdt_plugin_megatron_data.config import MegatronDataConfig
+from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
+from nxdt_plugin_megatron_data.loader import MegatronData
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
 
@@ -23,6 +27,7 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
+from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.regular_files import NotRegularFile, require_inside
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.weights.found import find_weights
@@ -33,6 +38,7 @@ __all__ = ["little_memory"]
 
 REFERENCE = "${oc.env:HOME}"
 MODULE = "base_model.model.model.layers.0.self_attn.q_proj"
+SHARD, INDEX = "model-00001-of-00001.safetensors", "model.safetensors.index.json"
 ADAPTER = {"peft_type": "LORA", "r": 2, "lora_alpha": 4, "target_modules": ["q_proj"]}
 
 
@@ -57,6 +63,12 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {f"{MODULE}.lora_A.weight": torch.ones(2, 8), f"{MODULE}.lora_B.weight": torch.ones(8, 2)}, adapter / WEIGHTS
     )
     shutil.copytree(hf, root / "tokenizer")
+    sharded = Path(shutil.copytree(hf, root / "sharded"))
+    (sharded / "model.safetensors").rename(sharded / SHARD)
+    (sharded / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights(), SHARD)}))
+    (root / "megatron").mkdir()
+    with IndexedWriter(root / "megatron" / "corpus", np.dtype("<u2")) as writer:
+        writer.add(np.arange(99))
     (root / "gguf").mkdir()
     (root / "gguf" / "model.gguf").write_bytes(b"GGUF\3\0\0\0" + (2**62).to_bytes(8, "little") * 2)
     return root
@@ -67,6 +79,13 @@ def use_tokenizer(directory: Path) -> None:
     tokenizer.encode("a"), tokenizer.chat_template(), tokenizer.hf_files()
 
 
+def use_megatron(directory: Path) -> None:
+    config = MegatronDataConfig(data_prefix=directory / "corpus")
+    split = MegatronData(config, DataContext(seq_length=8, seed=0, tokenizer=None, vocab_size=99)).split("train")
+    assert len(split) == 12
+    assert sorted(token for number in range(12) for token in split[number].input_ids) == list(range(96))
+
+
 USES: dict[str, Callable[[Path], object]] = {
     "model": lambda path: load_model(str(path)),
     "import": lambda path: import_checkpoint(str(path), str(path.parent / "imported")),
@@ -75,6 +94,8 @@ USES: dict[str, Callable[[Path], object]] = {
     "checkpoint": lambda path: load_model(str(path)),
     "tokenizer": use_tokenizer,
     "gguf": lambda path: load_model(str(path / "model.gguf")),
+    "sharded": lambda path: load_model(str(path)),
+    "megatron": use_megatron,
 }
 OF = {"import": "model", "teacher": "adapter"}
 """Uses that read the directory of another kind."""
@@ -86,6 +107,8 @@ FILES = {
     "checkpoint": (manifest_key(0), "*.safetensors"),
     "tokenizer": ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"),
     "gguf": ("model.gguf",),
+    "sharded": (INDEX, SHARD),
+    "megatron": ("corpus.idx", "corpus.bin"),
 }
 OPTIONAL = ("generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja", CONFIG)
 """Without these, a directory is another kind of directory, or none of a model with text."""
@@ -119,8 +142,8 @@ def test_files_are_neither_links_out_of_the_directory_nor_pipes(copy, tmp_path, 
         USES[use](tmp_path / use)
     except NxdtError:
         return
-    assert attack != "link"
-    assert file in OPTIONAL  # read as a directory without it
+    assert attack != "link" or use == "megatron"  # data may be linked
+    assert attack == "link" or file in OPTIONAL  # read as a directory without it
 
 
 def edited(path: Path, **changed: Any) -> None:
@@ -164,6 +187,19 @@ VALUES = [
     ("checkpoint", None, {"adapter": {"name": "lora", "lora_rank": 10**9}}, "do not fit"),
     ("checkpoint", None, {"adapter": {"name": "lora", "lora_alpha": 1e308}}, "float32"),
     ("checkpoint", None, {"data__tokenizer__added_tokens": [f"<{n}>" for n in range(2000)]}, "added_tokens"),
+    *(
+        ("sharded", INDEX, {"weight_map": names}, said)
+        for names, said in (
+            (5, "weight_map"),
+            (["x"], "weight_map"),
+            ({"lm_head.weight": 5}, "weight_map"),
+            ({"lm_head.weight": "../model/model.safetensors"}, "model.safetensors"),
+            ({"lm_head.weight": "/dev/zero"}, "holds no 'zero'"),
+            ({"lm_head.weight": REFERENCE}, "HOME"),
+            ({"lm_head.weight": INDEX}, "index.json"),
+            (dict.fromkeys(weights(), "x" * 5000), "."),
+        )
+    ),
     ("tokenizer", "tokenizer.json", {"normalizer": {"type": "Nothing"}}, "not a tokenizer.json"),
     *(
         ("tokenizer", "tokenizer.json", {"normalizer": {"type": "Sequence", "normalizers": [part] * 3}}, "characters")
@@ -186,6 +222,23 @@ def test_values_are_refused_by_name(copy, monkeypatch, use, file, values, said):
     forged(directory, **values) if file is None else edited(directory / file, **values)
     with pytest.raises(NxdtError, match=said):
         USES[use](directory)
+
+
+@pytest.mark.usefixtures("little_memory")
+@pytest.mark.parametrize("count", [0, 1, 2**31 - 1, 2**31, 2**60, 2**62, 2**63, 2**64 - 1])
+@pytest.mark.parametrize("place", [9, 18, 26, 34, 38, 46])
+def test_a_forged_index_of_megatron_is_an_error(copy, place, count):
+    """Its version, numbers of sequences and documents, a length, a place in the tokens and a border."""
+    index = copy("megatron") / "corpus.idx"
+    whole = bytearray(index.read_bytes())
+    width = 4 if place == 34 else 8
+    forged = (count % 2 ** (8 * width)).to_bytes(width, "little")
+    if whole[place : place + width] == forged:
+        pytest.skip("it has this value")
+    whole[place : place + width] = forged
+    index.write_bytes(whole)
+    with pytest.raises(NxdtError, match="NXDT-D"):
+        use_megatron(index.parent)
 
 
 @pytest.mark.parametrize(("layers", "accepted"), [(("blobs", "5f"), True), (("elsewhere", "5f"), False)])

@@ -7,6 +7,7 @@ import io
 import struct
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ __all__ = [
     "TEXT_TABLES",
     "ArrowRows",
     "check_batch",
+    "check_stream",
     "decoded",
     "ipc_batches",
     "parquet_batches",
@@ -33,7 +35,8 @@ TEXT_TABLES = (".csv", ".tsv")
 """Endings of tables of texts, whose first row has the names of the columns."""
 
 _BATCH = 1024
-_REPEATING_BATCH = 16
+_REPEATING = 7
+"""Parquet's number of ``DELTA_BYTE_ARRAY``: a value of a byte can be the one before it."""
 T = TypeVar("T")
 ChosenColumns = Callable[[Sequence[str]], Sequence[str]] | None
 
@@ -128,26 +131,97 @@ def parquet_batches(
     import pyarrow
     import pyarrow.parquet
 
-    plain = pyarrow.parquet.ParquetFile(source)
-    metadata, leaves = plain.metadata, range(len(plain.schema))
-    groups = [[*map(metadata.row_group(number).column, leaves)] for number in range(metadata.num_row_groups)]
-    most = _most(sum(chunk.total_compressed_size for chunks in groups for chunk in chunks))
-    wanted, first, end, repeating = [], 0, 0, set[str]()
-    for number, chunks in enumerate(groups):
-        end += metadata.row_group(number).num_rows
-        if end <= start:
-            first = end
-            continue
-        wanted.append(number)
-        repeating |= {chunk.path_in_schema for chunk in chunks if "DELTA_BYTE_ARRAY" in chunk.encodings}
-        if sum(max(chunk.total_uncompressed_size, _VALUE_BYTES * chunk.num_values) for chunk in chunks) > most:
-            raise pyarrow.ArrowInvalid(_TOO_LARGE)
-    if repeating:  # a value may be the one before it, for a byte
-        rows = min(rows, _REPEATING_BATCH)
-    texts = {leaf.path for leaf in map(plain.schema.column, leaves) if leaf.physical_type == "BYTE_ARRAY"}
-    file = pyarrow.parquet.ParquetFile(source, metadata=metadata, read_dictionary=sorted(texts - repeating))
+    plain, content = pyarrow.parquet.ParquetFile(source), pyarrow.input_stream(source, compression=None)
+    metadata, leaves = plain.metadata, [plain.schema.column(number) for number in range(len(plain.schema))]
+    most, numbers = _most(content.size()), [*range(metadata.num_row_groups)]
+    ends = [*accumulate(metadata.row_group(number).num_rows for number in numbers)]
+    wanted = [number for number in numbers if ends[number] > start]
     names = None if columns is None else columns(plain.schema_arrow.names)
-    return plain.schema_arrow, first, file.iter_batches(rows, row_groups=wanted, columns=names)
+
+    def batches() -> Iterator[Any]:
+        for number in wanted:
+            texts, expanded, longest = set(), 0, 0
+            for place, leaf in enumerate(leaves):
+                largest, repeats = 0, False
+                value_bytes = max(_VALUE_BYTES, leaf.length)  # of one that a dictionary may have once
+                for size, values, encodings in _pages(content, metadata.row_group(number).column(place)):
+                    expanded += max(0, size, value_bytes * values)
+                    largest, repeats = max(largest, size), repeats or _REPEATING in encodings
+                    if expanded > most:
+                        raise pyarrow.ArrowInvalid(_TOO_LARGE)
+                if repeats:
+                    longest = max(longest, largest)
+                elif leaf.physical_type == "BYTE_ARRAY":
+                    texts.add(leaf.path)
+            file = pyarrow.parquet.ParquetFile(source, metadata=metadata, read_dictionary=sorted(texts))
+            count = min(rows, max(1, most // 2 // longest)) if longest else rows
+            yield from file.iter_batches(count, row_groups=[number], columns=names)
+
+    return plain.schema_arrow, ends[wanted[0] - 1] if wanted and wanted[0] else 0, batches()
+
+
+def _pages(content: Any, chunk: Any) -> Iterator[tuple[int, int, set[Any]]]:
+    """Yield the bytes, the number of values and the encodings of each page of a Parquet column chunk, as the page
+    declares them, which its reader allocates. What the file declares of the chunk may be less.
+
+    Raises:
+        pyarrow.ArrowInvalid: a header is damaged.
+    """
+    import pyarrow
+
+    place, values = chunk.data_page_offset, 0
+    if chunk.has_dictionary_page and 0 < chunk.dictionary_page_offset < place:
+        place = chunk.dictionary_page_offset
+    end = place + chunk.total_compressed_size
+    while place < end and values < chunk.num_values:
+        content.seek(place)
+        try:
+            header = _thrift(content, levels=2)  # PageHeader in parquet.thrift
+            first, second = header.get(5, {}), header.get(8, {})
+            found = first.get(1, 0) + second.get(1, 0)
+            size, place = header[2], content.tell() + max(0, header[3])
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise pyarrow.ArrowInvalid(f"the header of a page at byte {place} is damaged") from error
+        yield size, found, {first.get(2), second.get(4)}
+        values += found
+
+
+def _thrift(content: Any, levels: int) -> dict[int, Any]:
+    """Return the numbers and structs of a struct in Thrift's compact protocol, by field; ``levels`` bounds nesting.
+
+    Raises:
+        ValueError: it ends early, or has types that the header of a page has not.
+    """
+
+    def varint() -> int:
+        value = 0
+        for shift in range(0, 64, 7):
+            (byte,) = content.read(1)
+            value |= (byte & 127) << shift
+            if byte < 128:
+                return int(value)
+        raise ValueError("a number of a page header has no end")
+
+    fields: dict[int, Any] = {}
+    number = 0
+    while (head := content.read(1)) != b"\0":
+        (byte,) = head
+        number = number + (byte >> 4) if byte >> 4 else varint() >> 1
+        match byte & 15:
+            case 1 | 2:  # true and false
+                pass
+            case 3:
+                content.read(1)
+            case 4 | 5 | 6:
+                value = varint()
+                fields[number] = (value >> 1) ^ -(value & 1)
+            case 8:
+                content.read(varint())
+            case 12 if levels:
+                fields[number] = _thrift(content, levels - 1)
+            case kind:
+                raise ValueError(f"a page header has a field of type {kind}")
+    return fields
 
 
 def ipc_batches(open_source: Callable[[], Any]) -> tuple[Any, Iterator[Any]]:
@@ -186,6 +260,21 @@ def ipc_batches(open_source: Callable[[], Any]) -> tuple[Any, Iterator[Any]]:
             raise pyarrow.ArrowInvalid(f"its footer names {named} batches, and {read} are before it")
 
     return reader.schema, batches()
+
+
+def check_stream(path: Path) -> None:
+    """Check that all batches of an Arrow stream together are no larger than a file of this size may be, without reading
+    their values.
+
+    Raises:
+        pyarrow.ArrowException: they are, or the stream is damaged.
+    """
+    import pyarrow
+
+    with pyarrow.memory_map(str(path)) as source:
+        messages = pyarrow.ipc.MessageReader.open_stream(source)
+        if sum(_uncompressed(message) for message in messages if message.type != "schema") > _most(source.size()):
+            raise pyarrow.ArrowInvalid(_TOO_LARGE)
 
 
 def _uncompressed(message: Any) -> int:

@@ -69,13 +69,16 @@ def test_a_log_is_not_written_through_what_stands_in_its_place(used, tmp_path, c
 
 
 def test_a_copied_file_replaces_a_link_and_a_pipe_is_not_copied(small_run, tmp_path):
-    (tmp_path / "notes.txt").write_text("mine")
-    config = small_run("trainer.max_steps=1", f"exp_manager.files_to_copy=[{tmp_path / 'notes.txt'}]")
+    names = {"link": "notes.txt", "hard link": "more.txt"}
+    for name in names.values():
+        (tmp_path / name).write_text("mine")
+    copied = ",".join(str(tmp_path / name) for name in names.values())
+    config = small_run("trainer.max_steps=1", f"exp_manager.files_to_copy=[{copied}]")
     (config.run_dir / "files").mkdir(parents=True)
-    precious = put("link", config.run_dir / "files" / "notes.txt", tmp_path)
+    precious = [put(kind, config.run_dir / "files" / name, tmp_path) for kind, name in names.items()]
     train(config)
-    assert precious.read_text() == PRECIOUS
-    assert (config.run_dir / "files" / "notes.txt").read_text() == "mine"
+    assert [each.read_text() for each in precious] == [PRECIOUS] * 2
+    assert [(config.run_dir / "files" / name).read_text() for name in names.values()] == ["mine"] * 2
     put("pipe", tmp_path / "notes.txt", tmp_path)
     with raises(CannotCopyFile, match="it is a named pipe"):
         train(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from itertools import islice
 
 import datasets
@@ -371,3 +372,31 @@ def test_a_small_file_does_not_expand_without_end(tmp_path, monkeypatch, form):
             writer.write_table(table)
     with raises(DamagedDataset, match="expands to more than"):
         list(read_rows(path, "text"))
+
+
+def test_compressed_batches_of_a_saved_dataset_are_limited(loader, saved, tmp_path, monkeypatch):
+    monkeypatch.setattr("nxdt_core.data.files.tables.EXPANDS_TO_BYTES", 2**22)
+    monkeypatch.setattr("nxdt_core.data.files.tables.EXPANDS_BY", 1)
+    path = saved(tmp_path / "a", text=["a"])
+    (file,) = path.glob("*.arrow")
+    table = pa.table({"text": ["a" * 2**17] * 200})
+    with pa.ipc.new_stream(file, table.schema, options=pa.ipc.IpcWriteOptions(compression="zstd")) as writer:
+        writer.write_table(table, max_chunksize=8)
+    before, pool = pa.default_memory_pool(), pa.proxy_memory_pool(pa.default_memory_pool())
+    pa.set_memory_pool(pool)
+    try:
+        with raises(DamagedDataset, match="expands to more than"):
+            loader(train_dir=path).split("train")
+    finally:
+        pa.set_memory_pool(before)
+    assert pool.max_memory() < 2**22
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("name", ["data-00000-of-00001.arrow", "state.json", "dataset_info.json"])
+def test_a_pipe_in_a_saved_dataset_is_not_waited_for(loader, saved, tmp_path, name):
+    path = saved(tmp_path / "a", text=["a"])
+    (path / name).unlink()
+    os.mkfifo(path / name)
+    with pytest.raises(NxdtError, match="NXDT-D20"):
+        loader(train_dir=path).split("train")

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 from nxdt_plugin_megatron_data.dataset import IndexedDataset, SampleSettings
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
-from nxdt_plugin_megatron_data.indices import Indices, build_indices, cached_indices, count_samples
+from nxdt_plugin_megatron_data.indices import Indices, are_indices, build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import read_shares, split_bounds
 
 from tests import processes
@@ -109,7 +110,7 @@ def build():
         log.write("built\\n")
     time.sleep(float(sys.argv[3]))
     return build_indices(np.full(50, 9, np.int32), range(50), seq_length=8, seed=1)
-indices = cached_indices(Path(sys.argv[1]), "x", build)
+indices = cached_indices(Path(sys.argv[1]), "x", build, bool)
 print(indices.shuffle.sum(), indices.samples.shape)
 """
 
@@ -146,13 +147,13 @@ def test_another_process_builds_where_the_first_is_killed(tmp_path):
     assert log.read_text() == "built\nbuilt\n"
 
 
-def small():
-    return build_indices(np.full(50, 9, np.int32), range(50), seq_length=8, seed=1)
+small = partial(build_indices, np.full(50, 9, np.int32), range(50), seq_length=8, seed=1)
+of_small = partial(are_indices, lengths=np.full(50, 9, np.int32), documents=range(50), seq_length=8)
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "text", "order"])
 def test_a_damaged_index_is_built_again(tmp_path, damage):
-    cached_indices(tmp_path, "x", small)
+    cached_indices(tmp_path, "x", small, of_small)
     file = tmp_path / "x/samples.npy"
     {
         "cut": lambda: os.truncate(file, 200),
@@ -160,21 +161,21 @@ def test_a_damaged_index_is_built_again(tmp_path, damage):
         "text": lambda: file.write_text("no index"),
         "order": lambda: np.save(file, np.load(file)[::-1]),
     }[damage]()
-    again = cached_indices(tmp_path, "x", small)
+    again = cached_indices(tmp_path, "x", small, of_small)
     assert all(np.array_equal(ours, whole) for ours, whole in zip(astuple(again), astuple(small()), strict=True))
 
 
 def test_a_kept_index_is_not_built_again(tmp_path):
-    cached_indices(tmp_path, "x", small)
+    cached_indices(tmp_path, "x", small, of_small)
 
     def never() -> Indices:
         raise AssertionError("built twice")
 
-    assert len(cached_indices(tmp_path, "x", never).shuffle) == 56
+    assert len(cached_indices(tmp_path, "x", never, of_small).shuffle) == 56
 
 
 def test_where_nothing_can_be_written_the_index_stays_in_memory(tmp_path, caplog):
     (tmp_path / "file").write_text("")
-    assert len(cached_indices(tmp_path / "file" / "cache", "x", small).shuffle) == 56
+    assert len(cached_indices(tmp_path / "file" / "cache", "x", small, of_small).shuffle) == 56
     assert "each process builds its own" in caplog.text
     assert Path(tmp_path / "file").read_text() == ""

@@ -494,11 +494,30 @@ def bomb(pa, name):
     repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), ["a" * 2**15])
     if name == "dictionary":
         return repeated
+    if name == "fixed":
+        return pa.array([b"a" * 2**15] * 1000, pa.binary(2**15))
     return pa.ListArray.from_arrays(pa.array([0, 1000], pa.int32()), repeated)
 
 
 _IN_ARROW = ("texts", "nulls", "lists of nulls", "numbers", "views", "run-end", "dictionary", "dictionary in a list")
-_IN_PARQUET = ("texts", "numbers", "dictionary", "dictionary in a list")
+_IN_PARQUET = ("texts", "numbers", "dictionary", "dictionary in a list", "fixed")
+
+
+def lying(pq, path):
+    """Let the footer of a Parquet file declare sizes and numbers of values of 5."""
+
+    def varint(number):
+        more = number >> 7
+        return bytes([number & 127 | (128 if more else 0)]) + (varint(more) if more else b"")
+
+    content, metadata = path.read_bytes(), pq.ParquetFile(path).metadata
+    begin = len(content) - 8 - int.from_bytes(content[-8:-4], "little")
+    footer, group = content[begin:], metadata.row_group(0)
+    for number in {group.total_byte_size, group.column(0).total_uncompressed_size, group.column(0).num_values}:
+        true = varint(2 * number)
+        footer = footer.replace(true, b"\x8a" + b"\x80" * (len(true) - 2) + b"\0")
+    path.write_bytes(content[:begin] + footer)
+    assert pq.ParquetFile(path).metadata.row_group(0).column(0).total_uncompressed_size == 5
 
 
 @pytest.mark.parametrize(
@@ -507,6 +526,7 @@ _IN_PARQUET = ("texts", "numbers", "dictionary", "dictionary in a list")
         *(("file", name) for name in _IN_ARROW),
         *(("stream", name) for name in _IN_ARROW),
         *(("parquet", name) for name in _IN_PARQUET),
+        *(("lying", name) for name in ("texts", "numbers")),
         ("delta", "texts"),
     ],
 )
@@ -519,7 +539,11 @@ def test_tables_of_some_kilobytes_take_no_more_memory_than_their_limit(tmp_path,
     path = tmp_path / ("a.arrow" if form in ("file", "stream") else "a.parquet")
     if path.suffix == ".parquet":
         more = {"use_dictionary": False, "column_encoding": "DELTA_BYTE_ARRAY"} if form == "delta" else {}
+        if form == "lying":
+            more = {"use_dictionary": False}
         pq.write_table(table, path, compression="zstd", **more)
+        if form == "lying":
+            lying(pq, path)
     else:
         options = pa.ipc.IpcWriteOptions(compression="zstd")
         with (pa.ipc.new_file if form == "file" else pa.ipc.new_stream)(path, table.schema, options=options) as writer:

@@ -13,6 +13,7 @@ import pyarrow as pa
 from nxdt_core.data.cache import SAMPLED_FROM_BYTES, content_digests, digest, file_digest
 from nxdt_core.data.files.compressed import COMPRESSED
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, similar_files
+from nxdt_core.data.files.tables import check_stream
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
@@ -113,6 +114,7 @@ def open_saved(path: Path, *, key: str, split: SplitName, digests: Path | None =
     try:
         for each in arrow:
             require_fetched(each)
+            check_stream(each)
         found = datasets.load_from_disk(str(directory))
         files = [Path(file["filename"]) for file in found.cache_files]
         large = [each for each in files if each.stat().st_size > SAMPLED_FROM_BYTES]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from nxdt_core.data.cache import cached_arrays, digest
+from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.files.records import count_records
 from nxdt_core.data.mixture import mixed
@@ -44,7 +44,18 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
     def unkept(error: OSError) -> None:
         raise CacheUnwritable(path=str(directory), reason=error.strerror or str(error)) from error
 
-    return cached_arrays(directory, name, TokenStream, whole, unkept)
+    return cached_arrays(directory, name, TokenStream, whole, unkept, _fits)
+
+
+def _fits(stream: TokenStream) -> bool:
+    """Return whether the documents of a stream are all of its tokens."""
+    tokens, starts = np.asanyarray(stream.tokens), stream.starts
+    return (
+        is_array(tokens, "u", len(tokens))
+        and is_array(starts, "i", len(starts))
+        and are_offsets(np.append(starts, len(tokens)), len(tokens))
+        and is_array(stream.weights, "f", 0)
+    )
 
 
 _KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}

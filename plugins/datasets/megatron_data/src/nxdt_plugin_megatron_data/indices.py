@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import cached_arrays
+from nxdt_core.data.cache import cached_arrays, is_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +59,48 @@ def build_indices(
     random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
     order = np.arange(documents.start, documents.stop, dtype=np.int32)
     random.shuffle(order)
-    ends = np.cumsum(lengths[order], dtype=np.int64)
-    tokens = int(ends[-1]) if len(ends) else 0
-    count = count_samples(tokens, seq_length=seq_length, extra=extra, drop_last=drop_last)
-    samples = _starts(ends, count, seq_length=seq_length, extra=extra)
+    samples = _starts(lengths, order, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    count = len(samples) - 1
     wide = count >= 2**32 - 2
     shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
     random.shuffle(shuffle)
     return Indices(documents=order, samples=samples, shuffle=shuffle)
 
 
-def _starts(ends: NDArray[np.int64], count: int, *, seq_length: int, extra: bool) -> NDArray[np.int32 | np.int64]:
+def are_indices(
+    indices: Indices,
+    lengths: NDArray[np.int32],
+    documents: range,
+    *,
+    seq_length: int,
+    extra: bool = True,
+    drop_last: bool = True,
+) -> bool:
+    """Return whether ``indices`` have the sequences ``documents`` of a file with ``lengths``, in any order."""
+    if not _is_permutation(indices.documents, documents):
+        return False
+    samples = _starts(lengths, indices.documents, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    same = is_array(indices.samples, "i", *samples.shape) and np.array_equal(indices.samples, samples)
+    return same and _is_permutation(indices.shuffle, range(len(samples) - 1))
+
+
+def _is_permutation(order: NDArray[np.integer], of: range) -> bool:
+    places = order.astype(np.int64) - of.start
+    is_within = 0 <= places.min(initial=0) <= places.max(initial=0) < max(len(of), 1)
+    return is_array(order, "iu", len(of)) and is_within and bool((np.bincount(places, minlength=len(of)) == 1).all())
+
+
+def _starts(
+    lengths: NDArray[np.int32], order: NDArray[np.int32], *, seq_length: int, extra: bool, drop_last: bool
+) -> NDArray[np.int32 | np.int64]:
     """Where the samples begin, and where the last ends.
 
     A sample that begins with the first token of a document, and shares no token with the one before, is said to begin
     behind the last token of the document before it.
     """
+    ends = np.cumsum(lengths[order], dtype=np.int64)
+    tokens = int(ends[-1]) if len(ends) else 0
+    count = count_samples(tokens, seq_length=seq_length, extra=extra, drop_last=drop_last)
     if not count:
         return np.zeros((1, 2), np.int32)
     at = np.arange(count + 1, dtype=np.int64) * seq_length
@@ -89,7 +115,9 @@ def _starts(ends: NDArray[np.int64], count: int, *, seq_length: int, extra: bool
 _log = logging.getLogger("nxdt.data")
 
 
-def cached_indices(directory: Path, name: str, build: Callable[[], Indices]) -> Indices:
+def cached_indices(
+    directory: Path, name: str, build: Callable[[], Indices], fits: Callable[[Indices], bool]
+) -> Indices:
     """Return the index ``name`` of ``directory``, built where it is missing or damaged.
 
     Where the directory cannot be written, the index stays in the memory of this process, and a warning says so.
@@ -99,4 +127,4 @@ def cached_indices(directory: Path, name: str, build: Callable[[], Indices]) -> 
         reason = error.strerror or str(error)
         _log.warning("%s: cannot keep an index there (%s); each process builds its own", directory, reason)
 
-    return cached_arrays(directory, name, Indices, build, unkept)
+    return cached_arrays(directory, name, Indices, build, unkept, fits)

@@ -14,7 +14,7 @@ from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, IndexedDataset, SampleSettings, in_shares
 from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, provenance_path, read_provenance
-from nxdt_plugin_megatron_data.indices import build_indices, cached_indices, count_samples
+from nxdt_plugin_megatron_data.indices import are_indices, build_indices, cached_indices, count_samples
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
 
 
@@ -105,17 +105,12 @@ class MegatronData:
         settings = (sequences, cut.seq_length, seed, cut.extra, drop_last)
         content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, source.lengths, settings)
         directory = self._config.index_mapping_dir or source.prefix.parent / "index_mapping"
+        length, extra, lengths = cut.seq_length, cut.extra, source.lengths
         indices = cached_indices(
             directory,
             f"{source.prefix.name}-{name}-{content}",
-            lambda: build_indices(
-                source.lengths,
-                sequences,
-                seq_length=cut.seq_length,
-                seed=seed,
-                extra=cut.extra,
-                drop_last=drop_last,
-            ),
+            lambda: build_indices(lengths, sequences, seq_length=length, seed=seed, extra=extra, drop_last=drop_last),
+            lambda found: are_indices(found, lengths, sequences, seq_length=length, extra=extra, drop_last=drop_last),
         )
         return IndexedDataset(source, indices, cut, content=content)
 

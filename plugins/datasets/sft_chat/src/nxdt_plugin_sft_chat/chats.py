@@ -10,6 +10,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
+from nxdt_core.data.cache import are_offsets, is_array
 from nxdt_core.data.chat.conversation import ROLES, Conversation
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn
@@ -188,6 +189,25 @@ class Chats:
 
     def __len__(self) -> int:
         return len(self.starts) - 1
+
+    def fits(self, most: int, vocab_size: int) -> bool:
+        """Return whether the arrays agree, and each conversation has from 2 to ``most`` tokens of the vocabulary."""
+        tokens, unused = len(self.tokens), len(self.unused_fields)
+        return (
+            are_offsets(self.starts, tokens)
+            and 2 <= self.lengths.min(initial=2) <= self.lengths.max(initial=2) <= most
+            and is_array(self.tokens, "u", tokens)
+            and self.tokens.max(initial=0) < vocab_size
+            and is_array(self.trained, "b", tokens)
+            and is_array(self.weights, "f", tokens if len(self.weights) else 0)
+            and is_array(self.roles, "i", 2, len(_NAMES))
+            and is_array(self.turns, "i", 2, self.turns.shape[-1])
+            and is_array(self.truncated, "i", 1)
+            and is_array(self.left_out, "i", len(_REASONS))
+            and is_array(self.bad, "U", len(self.bad))
+            and is_array(self.unused_fields, "U", unused)
+            and is_array(self.unused_counts, "i", unused)
+        )
 
     @property
     def lengths(self) -> NDArray[np.int64]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import cast
 
 import numpy as np
@@ -203,7 +204,8 @@ class ChatData:
         if directory is None:
             return chats()
         name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
-        return cached_arrays(directory, name, Chats, chats, _unkept, most_bytes=self._config.cache_bytes)
+        fits = partial(Chats.fits, most=length + 1, vocab_size=self._tokenizer.vocab_size)
+        return cached_arrays(directory, name, Chats, chats, _unkept, fits, most_bytes=self._config.cache_bytes)
 
 
 def _unkept(error: OSError) -> None:

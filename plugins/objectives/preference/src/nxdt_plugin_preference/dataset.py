@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import digest
+from nxdt_core.data.cache import are_offsets, digest, is_array
 from nxdt_core.data.files.records import BadRecords, UnusedFields
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
@@ -52,6 +52,27 @@ class PairArrays:
 
     def __len__(self) -> int:
         return len(self.cut)
+
+    def fits(self, apart: bool, vocab_size: int) -> bool:
+        """Return whether the arrays agree, as those of answers ``apart`` from each other or of pairs, and all tokens
+        are of the vocabulary."""
+        pairs, unused = len(self.cut), len(self.unused_fields)
+        return (
+            are_offsets(self.starts, len(self.tokens))
+            and is_array(self.starts, "i", (2 if apart else 3) * pairs + 1)
+            and is_array(self.others, "i", pairs if apart else 0)
+            and 0 <= self.others.min(initial=0) <= self.others.max(initial=0) < max(pairs, 1)
+            and self.lengths.min(initial=1) > 0
+            and is_array(self.tokens, "u", len(self.tokens))
+            and self.tokens.max(initial=0) < vocab_size
+            and is_array(self.scores, "f", pairs)
+            and is_array(self.cut, "b", pairs)
+            and is_array(self.left_out, "i", len(_REASONS))
+            and is_array(self.bad, "U", len(self.bad))
+            and is_array(self.unused_fields, "U", unused)
+            and is_array(self.unused_counts, "i", unused)
+            and is_array(self.settings, "U", 1)
+        )
 
     def parts(self, pair: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """Return the tokens of the prompt and of the answers of both rows."""

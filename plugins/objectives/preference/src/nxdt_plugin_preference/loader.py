@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
@@ -168,7 +169,10 @@ class PreferenceData:
         decided = (len(records), texts, config.space_after_turns, config.unused_fields)
         policy = (config.bad_records, config.max_bad_share, config.turn_order, self._template())
         name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
-        return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, _unkept, most_bytes=config.cache_bytes)
+        fits = partial(PairArrays.fits, apart=self._apart, vocab_size=self._tokenizer.vocab_size)
+        return cached_arrays(
+            directory, f"pairs-{name}", PairArrays, pairs, _unkept, fits, most_bytes=config.cache_bytes
+        )
 
     @property
     def _what(self) -> tuple[str, ...]:
