@@ -85,6 +85,7 @@ ALLOWED = {
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
         f"{CORE}/data/cache.py: path.open('rb')",
         f"{CORE}/data/files/compressed.py: path.open('rb')",
+        f"{CORE}/data/files/tables.py: pyarrow.memory_map(str(path))",
         "plugins/adapters/lora/src/nxdt_plugin_lora/peft_files.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{MEGATRON}/preprocess/progress.py: path.open('rb')",
         f"{MEGATRON}/preprocess/tokenizers.py: path.read_bytes()",
