@@ -29,7 +29,7 @@ def groups_of(net, *, decay_norms, weight_decay=0.25, lr=0.1):
     return parameter_groups(net.named_parameters(), PLAN, lr=lr, weight_decay=weight_decay, decay_norms=decay_norms)
 
 
-def optimizer_over(groups, build):
+def optimizer_over(groups, build, **options):
     """One process's optimizer, with the engine's norm."""
     parameters = [parameter for group in groups for parameter in group["params"]]
 
@@ -37,7 +37,7 @@ def optimizer_over(groups, build):
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
         return global_norm([p.grad for p in parameters], None, device=torch.device("cpu"), dtype=dtype)
 
-    return TorchOptimizer(build, groups, norm)
+    return TorchOptimizer(build, groups, norm, **options)
 
 
 def decay_by_name(groups):
@@ -101,13 +101,29 @@ STOCK = {
 }
 
 
+@pytest.fixture
+def as_written(monkeypatch):
+    """Lets kernels run that would be compiled, and counts their calls."""
+    calls = []
+
+    def called(function, backend):
+        return lambda *arguments: calls.append(function(*arguments))
+
+    monkeypatch.setattr("nxdt_core.engine.optim.rounding._compiled", called)
+    return calls
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile"])
 @pytest.mark.parametrize("stock", STOCK)
-def test_clipped_steps_are_those_of_torchs_clipping(stock):
-    """What clipped a step says nothing of the next, which is not clipped, and of gradients that are dropped."""
+def test_clipped_steps_are_those_of_torchs_clipping(stock, backend, as_written):
+    """What clipped a step says nothing of the next, which is not clipped, and of gradients that are dropped.
+
+    Where kernels are compiled, the fused Adam is one, and leaves the gradients as they are.
+    """
     dtype, build = STOCK[stock]
     net, other = Net().to(dtype), Net().to(dtype)
     other.load_state_dict(net.state_dict())
-    mine = optimizer_over(groups_of(net, decay_norms=True, weight_decay=0.0), build)
+    mine = optimizer_over(groups_of(net, decay_norms=True, weight_decay=0.0), build, backend=backend)
     theirs = build([*other.parameters()])
     give_gradients(net)
     mine.clip_grad_norm(1e-3)
@@ -120,6 +136,7 @@ def test_clipped_steps_are_those_of_torchs_clipping(stock):
     give_gradients(net, other)
     mine.step()
     theirs.step()
+    assert bool(as_written) == (backend == "compile" and stock == "fused")
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 1e-6}
     for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, **tolerance, msg=f"{name}: {{}}".format)
@@ -137,6 +154,28 @@ def test_what_rejected_a_step_is_gone_after_it():
     give_gradients(net)
     optimizer.step()
     assert not torch.equal(net.norm.weight.detach(), before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_compiled_step_rounds_bfloat16_and_keeps_state_as_torchs_fused_kernels(kind, as_written):
+    net, other = Net().bfloat16(), Net().bfloat16()
+    other.load_state_dict(net.state_dict())
+
+    def build(shards):
+        return kind(shards, fused=True, betas=(0.5, 0.5))
+
+    mine, theirs = (
+        optimizer_over(groups_of(each, decay_norms=True), build, backend=backend)
+        for each, backend in ((net, "compile"), (other, "eager"))
+    )
+    give_gradients(net, other)
+    mine.step()
+    theirs.step()
+    assert len(as_written) == len([*net.parameters()])
+    state, expected = mine.state_dict(), theirs.state_dict()
+    assert state.keys() == expected.keys()
+    found = {**dict(net.named_parameters()), **state}
+    torch.testing.assert_close(found, {**dict(other.named_parameters()), **expected}, rtol=2**-8, atol=0)
 
 
 def test_fused_kernels_clip_without_a_pass_over_the_gradients():
