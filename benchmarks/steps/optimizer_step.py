@@ -48,6 +48,11 @@ SHAPES["1.5B"] = (
     *("model.num_attention_heads=32", "model.num_kv_heads=8", "model.vocab_size=128256"),
 )
 """As stage ``train-1b`` of ``benchmarks/accelerator`` trains it."""
+SHAPES["8B"] = (
+    *("model.num_layers=32", "model.hidden_size=4096", "model.ffn_hidden_size=14336"),
+    *SHAPES["1.5B"][len(SHAPES["1B"]) :],
+)
+"""As stage ``train-8b``, to count."""
 KERNELS = {"fused": True, "unfused": False}
 """Torch's second is foreach, on a host one parameter at a time."""
 OTHERS = ("lion", "adafactor", "muon")

@@ -1,6 +1,6 @@
 """The step of torch's Adam and AdamW in one kernel for each parameter, for weights of any precision.
 
-Torch's fused kernels write clipped gradients back and round to the nearest. This one does neither.
+Torch's fused kernels write clipped gradients back, and round only to the nearest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from nxdt_core.eager_optimizers import eager
 from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, StochasticRounding, by_vectors, separate_rows
 from nxdt_core.models.random.positions import noises, rounded_number
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
 
 _OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
 """Options of torch's that change the arithmetic; the configuration has none of them."""
@@ -34,31 +33,28 @@ class AdamUpdates:
         self,
         optimizer: torch.optim.Optimizer,
         weights: Mapping[str, torch.Tensor],
+        places: Mapping[str, ParameterShard],
         trained: Mapping[str, torch.nn.Parameter],
+        rounding: StochasticRounding | None = None,
         *,
         backend: Backend,
-        rounding: StochasticRounding | None = None,
-        places: Mapping[str, ParameterShard] | None = None,
     ) -> None:
         """Update the parameters of ``optimizer``.
 
         Args:
             optimizer: keeps state and hyperparameters; its ``step`` is not called.
             weights: this rank's shards by global name.
+            places: where each is in its whole.
             trained: what the optimizer was built over, the keys of its state.
-            backend: as for :class:`BlockKernel`.
             rounding: of bfloat16; None rounds to the nearest, and keeps state in the dtype of the weights as torch's.
-            places: where each shard is in its whole; only ``rounding`` needs them.
+            backend: as for :class:`BlockKernel`.
         """
         self._optimizer = optimizer
         self._backend: Backend = backend
         self._weights = weights
         self._trained = trained
         self._rounding = rounding
-        self._places = places or {
-            name: ParameterShard(shape=tuple(weight.shape), box=Box.whole(weight.shape))
-            for name, weight in weights.items()
-        }
+        self._places = places
         self._dtype: torch.dtype | None = None if rounding is None else getattr(torch, rounding.state)
         self._kernels = {
             decoupled: BlockKernel(_decoupled if decoupled else _coupled, backend=backend)

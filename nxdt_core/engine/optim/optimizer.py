@@ -102,7 +102,7 @@ class TorchOptimizer:
             self._stochastic.attach(self.inner)
             self._apply = self._stochastic.apply
         elif backend == "compile" and self._fused and AdamUpdates.handles(self.inner):
-            self._apply = AdamUpdates(self.inner, self._shards, self._shards, backend=backend).apply
+            self._apply = AdamUpdates(self.inner, self._shards, self._places, self._shards, backend=backend).apply
         self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm

@@ -50,12 +50,7 @@ class StochasticUpdates:
         self._optimizer = optimizer
         if AdamUpdates.handles(optimizer):
             self._adam = AdamUpdates(
-                optimizer,
-                self._weights,
-                self.stand_ins,
-                backend=self._backend,
-                rounding=self._rounding,
-                places=self._places,
+                optimizer, self._weights, self._places, self.stand_ins, self._rounding, backend=self._backend
             )
 
     def apply(self, step: int) -> None:

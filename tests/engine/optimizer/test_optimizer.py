@@ -7,13 +7,16 @@ import torch
 from nxdt_testing.errors import raises
 from torch import nn
 
+from nxdt_core.config import load
 from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.train import build
 from nxdt_core.train.optimizers.config import AdamWConfig
 from nxdt_core.train.optimizers.elementwise import adamw
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
 
 PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
 
@@ -176,6 +179,20 @@ def test_a_compiled_step_rounds_bfloat16_and_keeps_state_as_torchs_fused_kernels
     assert state.keys() == expected.keys()
     found = {**dict(net.named_parameters()), **state}
     torch.testing.assert_close(found, {**dict(other.named_parameters()), **expected}, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_runs_that_compile_step_adam_in_compiled_kernels_on_devices(compiled, as_written, monkeypatch):
+    monkeypatch.setattr("nxdt_core.engine.engine.backend_on", lambda device: "compile")
+    config = load("recipe:llama-tiny", [f"model.compile={str(compiled).lower()}", "model.num_layers=1"])
+    engine = build.engine(config)
+    engine.start()
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
+    for _, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert len(as_written) == compiled * len([*model.named_parameters()])
 
 
 def test_fused_kernels_clip_without_a_pass_over_the_gradients():
