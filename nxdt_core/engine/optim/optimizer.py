@@ -11,7 +11,7 @@ from nxdt_core.distributed.collectives import group_by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, local_of, placed_like, sharded_over
 from nxdt_core.engine.optim.adam import AdamUpdates
-from nxdt_core.engine.optim.rounded_updates import StochasticUpdates
+from nxdt_core.engine.optim.rounded_updates import StochasticUpdates, stand_ins
 from nxdt_core.engine.optim.rounding import Backend, StochasticRounding
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import shard_of
@@ -79,10 +79,7 @@ class TorchOptimizer:
             name: shard_of(parameter, self._padded.get(name), matrix=name not in tables)
             for name, parameter in self._named.items()
         }
-        self._stochastic = (
-            None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, backend=backend)
-        )
-        self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
+        self._trained = self._shards if rounding is None else stand_ins(self._shards)
         of_shards: list[ParameterGroup] = [
             {
                 **group,
@@ -98,11 +95,11 @@ class TorchOptimizer:
             raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
         self._apply: Callable[[int], object] = lambda step: self.inner.step()
-        if self._stochastic is not None:
-            self._stochastic.attach(self.inner)
-            self._apply = self._stochastic.apply
-        elif backend == "compile" and self._fused and AdamUpdates.handles(self.inner):
-            self._apply = AdamUpdates(self.inner, self._shards, self._places, self._shards, backend=backend).apply
+        updated = (self.inner, self._shards, self._places, self._trained)
+        if AdamUpdates.handles(self.inner) and (rounding is not None or (backend == "compile" and self._fused)):
+            self._apply = AdamUpdates(*updated, rounding, backend=backend).apply
+        elif rounding is not None:
+            self._apply = StochasticUpdates(*updated, rounding, backend=backend).apply
         self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm

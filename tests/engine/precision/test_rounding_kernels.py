@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from nxdt_core.distributed.devices import HOST, current_device
 from nxdt_core.engine.optim import rounding
 from nxdt_core.engine.optim.adam import AdamUpdates
-from nxdt_core.engine.optim.rounded_updates import StochasticUpdates, round_into
+from nxdt_core.engine.optim.rounded_updates import StochasticUpdates, round_into, stand_ins
 from nxdt_core.engine.optim.rounding import BlockKernel, StochasticRounding, backend_on, can_compile, separate_rows
 from nxdt_core.engine.precision import rounded_weights
 from nxdt_core.models.random.positions import hashed, noises, rounded
@@ -51,17 +51,19 @@ def made(
     seed=0,
     weights_in=torch.bfloat16,
     device=HOST,
+    general=False,
 ):
-    """Weights by name, and what updates them."""
+    """Weights by name, what updates them, and the optimizer and the keys of its state."""
     draw = torch.Generator().manual_seed(seed)
     weights = {
         name: nn.Parameter(torch.randn(place.box.shape, generator=draw).to(device, weights_in))
         for name, place in places.items()
     }
-    updates = StochasticUpdates(weights, places, StochasticRounding(seed=7, state=state), backend=backend)
-    inner = optimizer(list(updates.stand_ins.values()), lr=1e-2, weight_decay=0.1)
-    updates.attach(inner)
-    return weights, updates, inner
+    trained = stand_ins(weights)
+    inner = optimizer(list(trained.values()), lr=1e-2, weight_decay=0.1)
+    kind = AdamUpdates if AdamUpdates.handles(inner) and not general else StochasticUpdates
+    updates = kind(inner, weights, places, trained, StochasticRounding(seed=7, state=state), backend=backend)
+    return weights, updates, inner, trained
 
 
 def give_gradients(weights, step, scale=1.0):
@@ -70,11 +72,9 @@ def give_gradients(weights, step, scale=1.0):
         weight.grad = scale * torch.randn(weight.shape, generator=draw).to(weight)
 
 
-def stepped(*arguments, steps=3, general=False, found_inf=None, divisor=None, gradients=1.0, **options):
+def stepped(*arguments, steps=3, found_inf=None, divisor=None, gradients=1.0, **options):
     """Weights and state after some steps."""
-    weights, updates, inner = made(*arguments, **options)
-    if general:
-        updates._adam = None
+    weights, updates, inner, trained = made(*arguments, **options)
     if found_inf is not None:
         inner.found_inf = torch.tensor(found_inf)
     if divisor is not None:
@@ -82,7 +82,7 @@ def stepped(*arguments, steps=3, general=False, found_inf=None, divisor=None, gr
     for step in range(steps):
         give_gradients(weights, step, gradients)
         updates.apply(step)
-    states = {name: inner.state[stand_in] for name, stand_in in updates.stand_ins.items()}
+    states = {name: inner.state[stand_in] for name, stand_in in trained.items()}
     return {name: weight.detach() for name, weight in weights.items()}, states
 
 
@@ -255,15 +255,15 @@ def test_the_arithmetic_is_that_of_torch(optimizer, state):
 
 def rounded_steps_of_torch(places, state, optimizer, steps):
     """Weights and state of torch's optimizer in float32, which are rounded after each step."""
-    weights, _, _ = made(places)
-    stand_ins = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
-    inner = optimizer(list(stand_ins.values()), lr=1e-2, weight_decay=0.1)
+    weights, *_ = made(places)
+    trained = {name: nn.Parameter(weight.detach().float()) for name, weight in weights.items()}
+    inner = optimizer(list(trained.values()), lr=1e-2, weight_decay=0.1)
     for step in range(steps):
         give_gradients(weights, step)
-        for name, stand_in in stand_ins.items():
+        for name, stand_in in trained.items():
             stand_in.grad = weights[name].grad.float()
         inner.step()
-        for name, stand_in in stand_ins.items():
+        for name, stand_in in trained.items():
             place, leaves = places[name], inner.state[stand_in]
             box = [slice(first, first + size) for first, size in zip(place.box.offsets, place.box.shape, strict=True)]
             numbers = torch.arange(math.prod(place.shape), dtype=torch.int32).view(place.shape)[tuple(box)]
@@ -274,9 +274,9 @@ def rounded_steps_of_torch(places, state, optimizer, steps):
     dtype = getattr(torch, state)
     narrow = {
         name: {leaf: value.to(dtype) if value.dim() else value for leaf, value in inner.state[stand_in].items()}
-        for name, stand_in in stand_ins.items()
+        for name, stand_in in trained.items()
     }
-    return {name: stand_in.detach().bfloat16() for name, stand_in in stand_ins.items()}, narrow
+    return {name: stand_in.detach().bfloat16() for name, stand_in in trained.items()}, narrow
 
 
 def assert_few_apart(found, expected):
@@ -325,7 +325,7 @@ def test_gradients_are_divided_by_the_scale(way, optimizer):
 def test_weights_that_are_not_contiguous_are_updated():
     place = whole(6, 4)
     expected, _ = stepped({"w": place}, steps=1)
-    weights, updates, _ = made({"w": place})
+    weights, updates, *_ = made({"w": place})
     weights["w"].data = weights["w"].data.t().contiguous().t()
     give_gradients(weights, 0)
     updates.apply(0)
@@ -376,7 +376,7 @@ def layers(count):
 
 
 def launches(places, monkeypatch, **options):
-    weights, updates, _ = made(places, backend="compile", **options)
+    weights, updates, *_ = made(places, backend="compile", **options)
     with monkeypatch.context() as patched:
         for step in range(2):
             counted = Launches()
@@ -404,7 +404,7 @@ def test_one_graph_serves_all_parameters_and_every_rate(monkeypatch):
     profile = replace(rounding.profile_of(torch.device("cpu")), compile_backend=counter)
     monkeypatch.setattr(rounding, "profile_of", lambda device: profile)
     torch._dynamo.reset()
-    weights, updates, inner = made({**layers(2), "cut": CUT}, backend="compile")
+    weights, updates, inner, _ = made({**layers(2), "cut": CUT}, backend="compile")
     for step in range(5):
         give_gradients(weights, step)
         for group in inner.param_groups:
