@@ -8,6 +8,7 @@ from nxdt_testing.errors import raises
 from torch import nn
 
 from nxdt_core.config import load
+from nxdt_core.distributed.devices import HOST, current_device
 from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.parameters import parameter_groups
@@ -38,7 +39,7 @@ def optimizer_over(groups, build, **options):
 
     def norm():
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        return global_norm([p.grad for p in parameters], None, device=torch.device("cpu"), dtype=dtype)
+        return global_norm([p.grad for p in parameters], None, device=parameters[0].device, dtype=dtype)
 
     return TorchOptimizer(build, groups, norm, **options)
 
@@ -179,6 +180,28 @@ def test_a_compiled_step_rounds_bfloat16_and_keeps_state_as_torchs_fused_kernels
     assert state.keys() == expected.keys()
     found = {**dict(net.named_parameters()), **state}
     torch.testing.assert_close(found, {**dict(other.named_parameters()), **expected}, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(HOST, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.accelerator)], ids=str
+)
+def test_compiled_steps_are_those_of_torchs_fused_kernels(device):
+    device, draw = device or current_device(), torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=draw) for size in ((300, 401), (512,), (160, 96), (1,))]
+    mine, theirs = ([nn.Parameter(value.to(device, copy=True)) for value in values] for _ in range(2))
+    group = {"params": mine, "names": list("abcd"), "lr": 1e-2, "weight_decay": 0.1}
+    ours = optimizer_over([group], lambda shards: torch.optim.AdamW(shards, fused=True), backend="compile")
+    stock = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True)
+    for _ in range(3):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=draw).to(device)
+            other.grad = one.grad.clone()
+        norm = ours.clip_grad_norm(1.0)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 1.0))
+        ours.reject_unless_finite(torch.ones((), device=device), norm)
+        ours.step()
+        stock.step()
+    torch.testing.assert_close([*mine], [*theirs], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
