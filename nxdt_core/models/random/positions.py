@@ -152,17 +152,16 @@ def hashed(numbers: torch.Tensor, key: Sequence[torch.Tensor] | torch.Tensor) ->
 
 
 def noises(bits: torch.Tensor, count: int) -> list[torch.Tensor]:
-    """Return up to three groups of 16 random bits for each element, int32, from one :func:`hashed`.
+    """Return up to three groups of 16 random bits for each element, int32, from one :func:`hashed`, in its place.
 
     The high half, the low half once the high one is mixed in, and the high half of a product of both: for three
     roundings of an element, this takes a third of the operations of three hashes.
     """
-    high = (bits >> 16).bitwise_and_(_LOW_BITS)
     if count == 1:
-        return [high]
-    mixed = bits ^ high
-    product = (mixed * _MULTIPLIER_3).bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)
-    return [high, mixed.bitwise_and_(_LOW_BITS), product][:count]
+        return [bits.bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)]
+    high = (bits >> 16).bitwise_and_(_LOW_BITS)
+    product = (bits.bitwise_xor_(high) * _MULTIPLIER_3).bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)
+    return [high, bits.bitwise_and_(_LOW_BITS), product][:count]
 
 
 def noise(numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
