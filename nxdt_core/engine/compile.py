@@ -29,8 +29,8 @@ from nxdt_core.protocols.plan import ParallelPlan
 
 _log = logging.getLogger(__name__)
 _GRAPHS = 64
-"""Graphs per class of layers. Layers of several kinds soon reach torch's default limit, 8: in training, in validation
-and as a reference, each with a graph for one sequence length and one for any."""
+"""Graphs per class of layers, and per function. Layers of several kinds soon reach torch's default limit, 8: in
+training, in validation and as a reference, each with a graph for one sequence length and one for any."""
 Result = TypeVar("Result")
 
 
@@ -50,9 +50,7 @@ def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, stati
         backend: of ``torch.compile``; see :class:`nxdt_core.distributed.devices.DeviceProfile`.
         static_shapes: compile again for each shape; otherwise, a second shape gets a graph for any shape.
     """
-    limits = torch._dynamo.config
-    limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
-    limits.capture_scalar_outputs = True  # how many rows an expert gets is a size in the graph
+    torch._dynamo.config.capture_scalar_outputs = True  # how many rows an expert gets is a size in the graph
     in_pieces: set[type[nn.Module]] = set()
     for path, part in module.named_modules():
         if matches(plan.recompute_layer, path) and not isinstance(part, nn.Identity):
@@ -145,6 +143,8 @@ def one_graph(function: Callable[..., Result], **options: Any) -> Callable[..., 
         options: of :func:`torch.compile`, such as ``backend`` and ``dynamic``.
     """
     compiled: Callable[..., Result] = torch.compile(function, fullgraph=True, **options)
+    limits = torch._dynamo.config
+    limits.recompile_limit = max(limits.recompile_limit, _GRAPHS)
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Result:

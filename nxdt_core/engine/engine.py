@@ -131,13 +131,13 @@ class TorchEngine:
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=rounding,
-            backend="eager" if rounding is None else self._rounding_backend(),
+            backend=self._update_backend() if rounding or self._run.model.compile else "eager",
             before_step=model.begin_step,
             lr=config.lr,
             never_waits=profile_of(self.device).never_waits,
         )
 
-    def _rounding_backend(self) -> Backend:
+    def _update_backend(self) -> Backend:
         """Return what runs this rank's updates: the same on all ranks where it changes bits, which it does except on
         hosts."""
         backend = backend_on(self.device)

@@ -24,7 +24,7 @@ from nxdt_core.engine.tensor.layers import (
 from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.patterns import matches
 from nxdt_core.models.quantised import BaseDtype, QuantisedWeight
-from nxdt_core.models.random.positions import noise, rounded
+from nxdt_core.models.random.positions import noises, rounded
 from nxdt_core.models.updates import ProductLinear
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
@@ -221,5 +221,5 @@ def _round(
 
 
 def _keep_and_round(shard: torch.Tensor, kept: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
-    kept.copy_(shard)
-    shard.copy_(rounded(shard, noise(numbers.of(shard), key)))
+    kept.copy_(shard)  # first: in a graph whose first input is the shard, torch 2.13 copies what is written to it below
+    shard.copy_(rounded(shard, *noises(numbers.hashed(shard, key), 1)))

@@ -38,6 +38,24 @@ def test_equal_groups_may_be_a_dimension():
     torch.testing.assert_close(grouped_linear(rows, weights, None), expected)
 
 
+@pytest.mark.parametrize("groups", [None, RowGroups(torch.tensor([4, 4, 4]))], ids=["padded", "ordered"])
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradients_have_the_layout_of_parameters_so_that_nothing_copies_them(groups, autocast):
+    torch.manual_seed(0)
+    leaves = [torch.randn(3, 4, 16, requires_grad=True), torch.randn(3, 8, 16, requires_grad=True)]
+    arriving = torch.randn(3, 4, 8)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        rows, weights = leaves if groups is None else (leaves[0].flatten(0, 1), leaves[1])
+        product = grouped_linear(rows, weights, groups)
+        expected = torch.bmm(leaves[0], leaves[1].transpose(1, 2))
+    assert product.dtype == expected.dtype
+    found = torch.autograd.grad(product, leaves, arriving.view_as(product).to(product.dtype))
+    assert found[1].is_contiguous()
+    torch.testing.assert_close(found, torch.autograd.grad(expected, leaves, arriving.to(product.dtype)))
+    (frozen,) = torch.autograd.grad(grouped_linear(leaves[0], leaves[1].detach(), None).sum(), leaves[:1])
+    torch.testing.assert_close(frozen, leaves[1].detach().sum(1, keepdim=True).expand_as(frozen))
+
+
 @pytest.mark.parametrize("bias", [False, True])
 def test_an_expert_is_a_feed_forward_block(bias):
     torch.manual_seed(0)

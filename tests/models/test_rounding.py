@@ -9,9 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.models.random.positions import Rows, element_numbers, noise, rounding_key, rows_of
+from nxdt_core.models.random.positions import (
+    Rows,
+    element_numbers,
+    hashed,
+    noise,
+    noises,
+    rounded_number,
+    rounding_key,
+    rows_of,
+)
 from nxdt_core.models.random.positions import rounded as rounded_by
-from tests.sampling import slow_except
+from tests.sampling import slow, slow_except
 
 SIGMAS = 5
 """One draw in two million leaves this bound; the draws are fixed by the seed."""
@@ -128,9 +137,10 @@ def test_elements_are_numbered_as_in_the_whole(data):
     pieces = [piece for rows in rows_of(shape, starts, sizes) for piece in rows.pieces(limit)]
     assert all(piece.elements <= limit for piece in pieces)
     found = [
-        element_numbers(
-            torch.tensor(piece.first, dtype=torch.int32),
+        piece.first
+        + element_numbers(
             piece.elements,
+            torch.device("cpu"),
             *(torch.tensor(each, dtype=torch.int32) for each in (piece.columns, piece.gap) if piece.count > 1),
         )
         for piece in pieces
@@ -195,6 +205,40 @@ def test_streams_of_steps_and_names_are_independent():
     for number, one in enumerate(values):
         for other in values[:number]:
             assert abs(float((one * other).mean())) < SIGMAS / math.sqrt(BITS)
+
+
+@pytest.mark.parametrize("elements", [2**21, slow(10**8)])
+def test_groups_of_one_hash_are_as_good_as_three_hashes(elements):
+    """Each bit, each pair for one element and for neighbours, all three together, and the mean of what they round."""
+    values = torch.tensor([1 + 2**-9, -3.14159, 0.1], dtype=torch.float32)
+    bits, products, carried = (torch.zeros(size, dtype=torch.float64) for size in ((3, 16), (7,), (3, 3)))
+    pairs = torch.zeros(6, 64 * 64, dtype=torch.float64)
+    for first in range(0, elements, 2**20):
+        numbers = torch.arange(first, min(first + 2**20, elements), dtype=torch.int32)
+        drawn = noises(hashed(numbers, key("w")), 3)
+        one, two, three = centred = [standard(group) for group in drawn]
+        ahead = [group.roll(1) for group in drawn]
+        of_pairs = [(0, 1), (0, 2), (1, 2)]
+        products += torch.stack(
+            [(centred[a] * centred[b]).sum() for a, b in of_pairs]
+            + [(centred[a] * centred[b].roll(1)).sum() for a, b in of_pairs]
+            + [(one * two * three).sum()]
+        )
+        for number, (a, b) in enumerate(of_pairs):
+            for row, other in ((number, drawn[b]), (3 + number, ahead[b])):
+                pairs[row] += torch.bincount((drawn[a] >> 10) * 64 + (other >> 10), minlength=64 * 64)
+        for number, group in enumerate(drawn):
+            bits[number] += torch.stack([((group >> bit) & 1).sum() for bit in range(16)])
+            for each, value in enumerate(values):
+                _, high = neighbours(value.item())
+                carried[number, each] += (rounded_number(value.expand(len(group)), group) == high).sum()
+    assert products.abs().max() < SIGMAS * math.sqrt(elements)
+    assert (bits / elements - 0.5).abs().max() < SIGMAS / 2 / math.sqrt(elements)
+    assert max(map(deviation, pairs)) < SIGMAS
+    for each, value in enumerate(values.tolist()):
+        low, high = neighbours(value)
+        up = (value - low) / (high - low)
+        assert (carried[:, each] / elements - up).abs().max() < SIGMAS * math.sqrt(up * (1 - up) / elements)
 
 
 def test_every_bit_of_an_elements_number_changes_half_of_the_noise():

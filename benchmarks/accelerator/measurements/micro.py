@@ -9,6 +9,7 @@ from steps import optimizer_step
 
 from accelerator.bench import Bench
 from nxdt_core.distributed.devices import HOST, peak_flops, profile_of
+from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.layout import block_attention
 from nxdt_core.engine.optim.rounded_updates import round_into
 from nxdt_core.engine.optim.rounding import BlockKernel, backend_on, separate_rows
@@ -50,9 +51,11 @@ def kernels(bench: Bench) -> None:
         copy = _copies(bench, repeats)
     with bench.part("stochastic rounding"):
         _rounding(bench, repeats, copy)
+    with bench.part("norm of gradients"):
+        _norm(bench, repeats, copy)
     for name, (keys, size) in _OPTIMIZERS.items():
         with bench.part(name):
-            _optimizer(bench, name, keys, size, copy)
+            _optimizer(bench, name, (*keys, f"model.compile={str(bench.compiles).lower()}"), size, copy)
 
 
 def _arithmetic(bench: Bench, what: str, work: Callable[[], object], operations: float, repeats: int) -> None:
@@ -106,6 +109,17 @@ def _rounding(bench: Bench, repeats: int, copy: float) -> None:
     place = ParameterShard(shape=(elements,), box=Box.whole((elements,)))
     seconds = bench.seconds(lambda: kernel(place, (target, values), key), repeats)
     _moved(bench, "stochastic rounding", 6 * elements, seconds, copy)
+
+
+def _norm(bench: Bench, repeats: int, copy: float) -> None:
+    """Measure the norm of bfloat16 gradients of large matrices, and torch's kernel for many tensors."""
+    elements = 2**12 if bench.small else 2**26
+    gradients = [torch.randn(elements, device=bench.device, dtype=torch.bfloat16) for _ in range(4)]
+    for what, work in {
+        "norm, nxdt": lambda: global_norm(gradients, None, device=bench.device, dtype=torch.float32),
+        "norm, torch foreach": lambda: torch._foreach_norm(gradients, 2, torch.float32),
+    }.items():
+        _moved(bench, what, 8 * elements, bench.seconds(work, repeats), copy)
 
 
 def _optimizer(bench: Bench, name: str, keys: tuple[str, ...], size: int, copy: float) -> None:

@@ -22,6 +22,9 @@ from nxdt_core.models.quantised import QuantisedWeight
 
 _BUCKET_BYTES = 32 * 2**20
 """Gradients that are summed in one call. Larger calls gain little, and the last one has nothing left to overlap."""
+_LARGE_ELEMENTS = 2**24
+"""Elements from which a tensor's norm is one kernel. Torch's kernel for many tensors takes as many in a launch, by
+blocks that each have few bytes on the way: half of an H200's bandwidth for bfloat16."""
 _IN_FLIGHT = 4
 """Calls that are not waited for; each has a copy of its gradients."""
 
@@ -98,7 +101,10 @@ def global_norm(
     held = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
     coded = [tensor for tensor in held if isinstance(tensor, QuantisedWeight)]  # one after the other has its values
     plain = [tensor for tensor in held if not isinstance(tensor, QuantisedWeight)]
-    norms = [norm for same in group_by_dtype(plain) for norm in torch._foreach_norm(same, 2, dtype)]
+    large = [tensor for tensor in plain if tensor.numel() >= _LARGE_ELEMENTS]
+    small = [tensor for tensor in plain if tensor.numel() < _LARGE_ELEMENTS]
+    norms = [norm for same in group_by_dtype(small) for norm in torch._foreach_norm(same, 2, dtype)]
+    norms += [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in large]
     norms += [torch.linalg.vector_norm(tensor.dequantised(), dtype=dtype) for tensor in coded]
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
     if world is not None:

@@ -20,7 +20,8 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.data.collectives import GatherDtypes
 from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
-from nxdt_core.engine.optim.rounded_updates import BUCKET_ELEMENTS, AdamUpdates
+from nxdt_core.engine.optim.adam import AdamUpdates
+from nxdt_core.engine.optim.rounded_updates import BUCKET_ELEMENTS
 from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.engine.parameters import tables
 from nxdt_core.models.patterns import matches, matches_any

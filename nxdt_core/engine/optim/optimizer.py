@@ -10,7 +10,8 @@ from torch import nn
 from nxdt_core.distributed.collectives import group_by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, local_of, placed_like, sharded_over
-from nxdt_core.engine.optim.rounded_updates import StochasticUpdates
+from nxdt_core.engine.optim.adam import AdamUpdates
+from nxdt_core.engine.optim.rounded_updates import StochasticUpdates, stand_ins
 from nxdt_core.engine.optim.rounding import Backend, StochasticRounding
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import shard_of
@@ -41,7 +42,8 @@ class TorchOptimizer:
         padded: parameters with heads of zeros, which no checkpoint contains, by name.
         tables: names of embeddings and output heads, which are matrices of no hidden layer.
         rounding: round updates stochastically into bfloat16 weights; the optimizer then sees float32. None: do not.
-        backend: runs the kernels of ``rounding``.
+        backend: runs the kernels of ``rounding``; ``compile`` also those of torch's Adam and AdamW where they are to be
+            fused.
         before_step: called with the number of each step in the run, before its forward.
         lr: peak learning rate that a rank reports whose stage is frozen.
         never_waits: undo a step that is not finite on the device, so that the host never waits for that.
@@ -77,10 +79,7 @@ class TorchOptimizer:
             name: shard_of(parameter, self._padded.get(name), matrix=name not in tables)
             for name, parameter in self._named.items()
         }
-        self._stochastic = (
-            None if rounding is None else StochasticUpdates(self._shards, self._places, rounding, backend=backend)
-        )
-        self._trained = self._shards if self._stochastic is None else self._stochastic.stand_ins
+        self._trained = self._shards if rounding is None else stand_ins(self._shards)
         of_shards: list[ParameterGroup] = [
             {
                 **group,
@@ -95,8 +94,12 @@ class TorchOptimizer:
         if cut and isinstance(self.inner, _OF_THE_WHOLE):
             raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
-        if self._stochastic is not None:
-            self._stochastic.attach(self.inner)
+        self._apply: Callable[[int], object] = lambda step: self.inner.step()
+        updated = (self.inner, self._shards, self._places, self._trained)
+        if AdamUpdates.handles(self.inner) and (rounding is not None or (backend == "compile" and self._fused)):
+            self._apply = AdamUpdates(*updated, rounding, backend=backend).apply
+        elif rounding is not None:
+            self._apply = StochasticUpdates(*updated, rounding, backend=backend).apply
         self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
@@ -112,8 +115,8 @@ class TorchOptimizer:
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Return the 2-norm over all gradients, before clipping; a device scalar.
 
-        Gradients are scaled as ``torch.nn.utils.clip_grad_norm_`` does: here, or in :meth:`step` where torch's fused
-        kernels divide the elements that they read. That saves a pass over the gradients.
+        Gradients are scaled as ``torch.nn.utils.clip_grad_norm_`` does: here, or in :meth:`step` where fused kernels
+        divide the elements that they read. That saves a pass over the gradients.
         """
         norm = self._norm()
         if self._fused and norm.dtype == torch.float32:  # which those kernels expect of the divisor
@@ -162,10 +165,7 @@ class TorchOptimizer:
 
     def _update(self) -> None:
         try:
-            if self._stochastic is None:
-                self.inner.step()
-            else:
-                self._stochastic.apply(self._step)
+            self._apply(self._step)
         except RuntimeError as error:
             if not self._untried:
                 raise

@@ -1,4 +1,4 @@
-"""Stochastic rounding of weights: of updates where there are no masters, else of the copies of masters.
+"""Stochastic rounding of weights, of updates where there are no masters, else of the copies of masters; and kernels.
 
 Which way an element is rounded is a function of (seed, step, global parameter name, global element) alone: the same on
 every replica and in every layout, and there is no state to save.
@@ -20,7 +20,7 @@ import torch
 
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.compile import one_graph
-from nxdt_core.models.random.positions import Rows, element_numbers, rounding_key, rows_of
+from nxdt_core.models.random.positions import Rows, element_numbers, hashed, rounding_key, rows_of
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -63,6 +63,12 @@ def masters_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | 
     return StochasticRounding(seed=seed) if policy.stochastic_rounding and policy.master_weights else None
 
 
+def by_vectors(elements: torch.Tensor) -> None:
+    """Let code that is compiled for any size differ where 16 divides it: Triton then loads several elements at once."""
+    if elements.numel() % 16:
+        pass
+
+
 @dataclass(frozen=True, slots=True)
 class Numbers:
     """Indices of consecutive elements of a block in the whole parameter, as arguments of a kernel.
@@ -74,9 +80,12 @@ class Numbers:
     columns: torch.Tensor | None = None
     gap: torch.Tensor | None = None
 
-    def of(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return one for each of ``elements``."""
-        return element_numbers(self.first, elements.numel(), self.columns, self.gap)
+    def hashed(self, elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        """Return :func:`nxdt_core.models.random.positions.hashed` of the elements of a flat tensor."""
+        by_vectors(elements)
+        numbers = element_numbers(elements.numel(), elements.device, self.columns, self.gap)
+        # The first number is a part of the offset, which is computed once, not once for each element.
+        return hashed(numbers, (key[0], self.first * key[0] + key[1], key[2]))
 
 
 def separate_rows(table: torch.Tensor, backend: Backend) -> list[torch.Tensor]:
@@ -152,8 +161,9 @@ def can_compile(device: torch.device) -> bool:
         _compiled(_probe, profile.compile_backend)(torch.zeros(2, device=device))
     except Exception as error:  # any error of a missing or broken toolchain
         _log.warning(
-            "Stochastic rounding runs operation by operation on this machine's %s, which takes longer: torch.compile "
-            "failed with %s: %s. Install a C++ compiler, and Triton for GPUs.",
+            "Updates of weights are not compiled on this machine's %s, and stochastic rounding runs operation by "
+            "operation, which takes longer: torch.compile failed with %s: %s. Install a C++ compiler, and Triton for "
+            "GPUs.",
             device.type,
             type(error).__name__,
             next(iter(str(error).strip().splitlines()), ""),

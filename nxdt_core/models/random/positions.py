@@ -15,7 +15,18 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = ["KEY_WORDS", "Rows", "element_numbers", "noise", "rounded", "rounding_key", "rows_of"]
+__all__ = [
+    "KEY_WORDS",
+    "Rows",
+    "element_numbers",
+    "hashed",
+    "noise",
+    "noises",
+    "rounded",
+    "rounded_number",
+    "rounding_key",
+    "rows_of",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +110,8 @@ _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B - (1 << 32)
 """Of the 32-bit mixing function that Wellons found by search (https://github.com/skeeto/hash-prospector, the public
 domain ``lowbias32``)."""
+_MULTIPLIER_3 = 0x9E3779B1 - (1 << 32)
+"""Odd and near 2³² divided by the golden ratio (Knuth, The Art of Computer Programming, section 6.4)."""
 
 
 def rounding_key(seed: int, name: str) -> tuple[int, int, int, int]:
@@ -109,35 +122,51 @@ def rounding_key(seed: int, name: str) -> tuple[int, int, int, int]:
 
 
 def element_numbers(
-    first: torch.Tensor, elements: int, columns: torch.Tensor | None = None, gap: torch.Tensor | None = None
+    elements: int, device: torch.device, columns: torch.Tensor | None = None, gap: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the numbers of consecutive elements of a block in the whole parameter, modulo 2³², int32 [elements].
+    """Return the numbers of consecutive elements of a block in the whole parameter, counted from the block's first
+    element, modulo 2³², int32 [elements].
 
     Args:
-        first: int32 scalar, the number of the first element.
         elements: how many, fewer than 2³¹.
+        device: of the result.
         columns: int32 scalar, elements of a row, where rows do not follow each other in the whole; the first element
             then begins a row.
         gap: int32 scalar, elements of the whole between two rows; given with ``columns``.
     """
     # Tensors, since ints that vary from call to call have 64 bits in Triton, and so would all that follows from them.
-    index = torch.arange(elements, dtype=torch.int32, device=first.device)
-    if columns is None or gap is None:
-        return index + first
-    return index + first + index.div(columns, rounding_mode="trunc") * gap
+    index = torch.arange(elements, dtype=torch.int32, device=device)
+    return index if columns is None or gap is None else index + index.div(columns, rounding_mode="trunc") * gap
 
 
-def noise(numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Return 16 random bits for each element, int32 of the shape of ``numbers``.
+def hashed(numbers: torch.Tensor, key: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits for each element, int32 of the shape of ``numbers``, for :func:`noises`.
 
     Args:
         numbers: int32, see :func:`element_numbers`.
-        key: int32 [KEY_WORDS], see :func:`rounding_key`.
+        key: three int32 scalars or more, see :func:`rounding_key`.
     """
     bits = (numbers * key[0]).add_(key[1])  # int32 wraps modulo 2³²
-    bits.bitwise_xor_((bits >> 16).bitwise_and_(0xFFFF)).mul_(_MULTIPLIER_1)
-    bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).add_(key[2]).mul_(_MULTIPLIER_2)
-    return bits.bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)
+    bits.bitwise_xor_((bits >> 16).bitwise_and_(_LOW_BITS)).mul_(_MULTIPLIER_1)
+    return bits.bitwise_xor_((bits >> 15).bitwise_and_(0x1FFFF)).add_(key[2]).mul_(_MULTIPLIER_2)
+
+
+def noises(bits: torch.Tensor, count: int) -> list[torch.Tensor]:
+    """Return up to three groups of 16 random bits for each element, int32, from one :func:`hashed`, in its place.
+
+    The high half, the low half once the high one is mixed in, and the high half of a product of both: for three
+    roundings of an element, this takes a third of the operations of three hashes.
+    """
+    if count == 1:
+        return [bits.bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)]
+    high = (bits >> 16).bitwise_and_(_LOW_BITS)
+    product = (bits.bitwise_xor_(high) * _MULTIPLIER_3).bitwise_right_shift_(16).bitwise_and_(_LOW_BITS)
+    return [high, bits.bitwise_and_(_LOW_BITS), product][:count]
+
+
+def noise(numbers: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """Return 16 random bits for each element: the first group of :func:`noises`."""
+    return noises(hashed(numbers, key), 1)[0]
 
 
 def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
@@ -146,5 +175,10 @@ def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     Exact up to the 2⁻¹⁶ of a step that float32 resolves there; what bfloat16 can represent stays as it is, and so do
     infinities and NaN.
     """
-    noise = torch.where(values == values, noise, 0)  # a NaN of all ones would overflow into a zero
+    return rounded_number(values, torch.where(values == values, noise, 0))
+
+
+def rounded_number(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Compute :func:`rounded` of values without NaN, or with noise 0 for each: a NaN of all ones would overflow into a
+    zero."""
     return (values.view(torch.int32) + noise).bitwise_and_(~_LOW_BITS).view(torch.float32)

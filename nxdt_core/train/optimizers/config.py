@@ -38,7 +38,8 @@ class AdamConfig(BetasConfig):
     """Adam; its weight decay is a part of the gradient."""
 
     fused: bool | None = None
-    """Use torch's fused kernel; null: where the device has one. false: foreach, unless the device is the CPU."""
+    """Use torch's fused kernel, or a compiled one on accelerators with ``model.compile``; null: where the device has
+    one. false: foreach, unless the device is the CPU."""
     capturable: bool = False
     """Keep the step counter on the device."""
 

@@ -7,13 +7,17 @@ import torch
 from nxdt_testing.errors import raises
 from torch import nn
 
+from nxdt_core.config import load
+from nxdt_core.distributed.devices import HOST, current_device
 from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.train import build
 from nxdt_core.train.optimizers.config import AdamWConfig
 from nxdt_core.train.optimizers.elementwise import adamw
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
 
 PLAN = ParallelPlan(norms=("norm.weight", "layers.*.norm.weight"), no_weight_decay=("*.bias",))
 
@@ -29,15 +33,15 @@ def groups_of(net, *, decay_norms, weight_decay=0.25, lr=0.1):
     return parameter_groups(net.named_parameters(), PLAN, lr=lr, weight_decay=weight_decay, decay_norms=decay_norms)
 
 
-def optimizer_over(groups, build):
+def optimizer_over(groups, build, **options):
     """One process's optimizer, with the engine's norm."""
     parameters = [parameter for group in groups for parameter in group["params"]]
 
     def norm():
         dtype = torch.promote_types(parameters[0].dtype, torch.float32)
-        return global_norm([p.grad for p in parameters], None, device=torch.device("cpu"), dtype=dtype)
+        return global_norm([p.grad for p in parameters], None, device=parameters[0].device, dtype=dtype)
 
-    return TorchOptimizer(build, groups, norm)
+    return TorchOptimizer(build, groups, norm, **options)
 
 
 def decay_by_name(groups):
@@ -101,13 +105,29 @@ STOCK = {
 }
 
 
+@pytest.fixture
+def as_written(monkeypatch):
+    """Lets kernels run that would be compiled, and counts their calls."""
+    calls = []
+
+    def called(function, backend):
+        return lambda *arguments: calls.append(function(*arguments))
+
+    monkeypatch.setattr("nxdt_core.engine.optim.rounding._compiled", called)
+    return calls
+
+
+@pytest.mark.parametrize("backend", ["eager", "compile"])
 @pytest.mark.parametrize("stock", STOCK)
-def test_clipped_steps_are_those_of_torchs_clipping(stock):
-    """What clipped a step says nothing of the next, which is not clipped, and of gradients that are dropped."""
+def test_clipped_steps_are_those_of_torchs_clipping(stock, backend, as_written):
+    """What clipped a step says nothing of the next, which is not clipped, and of gradients that are dropped.
+
+    Where kernels are compiled, the fused Adam is one, and leaves the gradients as they are.
+    """
     dtype, build = STOCK[stock]
     net, other = Net().to(dtype), Net().to(dtype)
     other.load_state_dict(net.state_dict())
-    mine = optimizer_over(groups_of(net, decay_norms=True, weight_decay=0.0), build)
+    mine = optimizer_over(groups_of(net, decay_norms=True, weight_decay=0.0), build, backend=backend)
     theirs = build([*other.parameters()])
     give_gradients(net)
     mine.clip_grad_norm(1e-3)
@@ -120,6 +140,7 @@ def test_clipped_steps_are_those_of_torchs_clipping(stock):
     give_gradients(net, other)
     mine.step()
     theirs.step()
+    assert bool(as_written) == (backend == "compile" and stock == "fused")
     tolerance = {"rtol": 1e-12, "atol": 1e-12} if dtype == torch.float64 else {"rtol": 2e-6, "atol": 1e-6}
     for (name, p), q in zip(net.named_parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(p, q, **tolerance, msg=f"{name}: {{}}".format)
@@ -137,6 +158,64 @@ def test_what_rejected_a_step_is_gone_after_it():
     give_gradients(net)
     optimizer.step()
     assert not torch.equal(net.norm.weight.detach(), before)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_a_compiled_step_rounds_bfloat16_and_keeps_state_as_torchs_fused_kernels(kind, as_written):
+    net, other = Net().bfloat16(), Net().bfloat16()
+    other.load_state_dict(net.state_dict())
+
+    def build(shards):
+        return kind(shards, fused=True, betas=(0.5, 0.5))
+
+    mine, theirs = (
+        optimizer_over(groups_of(each, decay_norms=True), build, backend=backend)
+        for each, backend in ((net, "compile"), (other, "eager"))
+    )
+    give_gradients(net, other)
+    mine.step()
+    theirs.step()
+    assert len(as_written) == len([*net.parameters()])
+    state, expected = mine.state_dict(), theirs.state_dict()
+    assert state.keys() == expected.keys()
+    found = {**dict(net.named_parameters()), **state}
+    torch.testing.assert_close(found, {**dict(other.named_parameters()), **expected}, rtol=2**-8, atol=0)
+
+
+@pytest.mark.parametrize(
+    "device", [pytest.param(HOST, marks=pytest.mark.slow), pytest.param(None, marks=pytest.mark.accelerator)], ids=str
+)
+def test_compiled_steps_are_those_of_torchs_fused_kernels(device):
+    device, draw = device or current_device(), torch.Generator().manual_seed(0)
+    values = [torch.randn(size, generator=draw) for size in ((300, 401), (512,), (160, 96), (1,))]
+    mine, theirs = ([nn.Parameter(value.to(device, copy=True)) for value in values] for _ in range(2))
+    group = {"params": mine, "names": list("abcd"), "lr": 1e-2, "weight_decay": 0.1}
+    ours = optimizer_over([group], lambda shards: torch.optim.AdamW(shards, fused=True), backend="compile")
+    stock = torch.optim.AdamW(theirs, lr=1e-2, weight_decay=0.1, fused=True)
+    for _ in range(3):
+        for one, other in zip(mine, theirs, strict=True):
+            one.grad = torch.randn(one.shape, generator=draw).to(device)
+            other.grad = one.grad.clone()
+        norm = ours.clip_grad_norm(1.0)
+        torch.testing.assert_close(norm, torch.nn.utils.clip_grad_norm_(theirs, 1.0))
+        ours.reject_unless_finite(torch.ones((), device=device), norm)
+        ours.step()
+        stock.step()
+    torch.testing.assert_close([*mine], [*theirs], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_runs_that_compile_step_adam_in_compiled_kernels_on_devices(compiled, as_written, monkeypatch):
+    monkeypatch.setattr("nxdt_core.engine.engine.backend_on", lambda device: "compile")
+    config = load("recipe:llama-tiny", [f"model.compile={str(compiled).lower()}", "model.num_layers=1"])
+    engine = build.engine(config)
+    engine.start()
+    model = initialize_parallel_model(config, engine)
+    optimizer = initialize_parallel_optimizer(config, engine, model)
+    for _, parameter in model.named_parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    assert len(as_written) == compiled * len([*model.named_parameters()])
 
 
 def test_fused_kernels_clip_without_a_pass_over_the_gradients():
