@@ -1,26 +1,46 @@
 """Generation with a cache of keys and values, in every layout but that of context parallelism.
 
-Each pass sends the new tokens alone through the stages of a pipeline and the shards of tensor parallelism.
+Each pass sends the new tokens alone through the stages of a pipeline and the shards of tensor parallelism. Where a
+process computes whole passes, on a device that can record them, a pass and the choice of its tokens is one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.context.apply import core_semantics
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel_model import TokenChoice
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["CachedDecoding", "attention_slots", "last_rows_only", "positions_that_change"]
+__all__ = [
+    "CachedDecoding",
+    "Recorded",
+    "RecordedDecoding",
+    "attention_slots",
+    "fixed_columns",
+    "last_rows_only",
+    "positions_that_change",
+    "records_passes",
+]
+
+_log = logging.getLogger(__name__)
+_COLUMNS = 256
+"""Columns of a fixed cache are a multiple of this, so that prompts of different lengths share a recording."""
 
 
 def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[AttentionSlot] | str:
@@ -51,6 +71,17 @@ def positions_that_change(modules: Sequence[nn.Module], lengths: Sequence[int], 
     return None
 
 
+def records_passes(sizes: MeshSizes, *, sharded: bool) -> bool:
+    """Return whether passes of generation can be recorded in a layout: none waits for another rank, and weights stay
+    where they are. ``sharded``: FSDP2 holds the weights."""
+    return sizes.tp * sizes.pp * sizes.cp * sizes.ep == 1 and not sharded
+
+
+def fixed_columns(columns: int) -> int:
+    """Return the columns of a fixed cache for rows of at most ``columns`` tokens."""
+    return -(-columns // _COLUMNS) * _COLUMNS
+
+
 @contextmanager
 def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int) -> Iterator[None]:
     """Let heads compute the logits of token ``index`` of each row alone within the block."""
@@ -68,7 +99,6 @@ def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int)
             handle.remove()
 
 
-@final
 class CachedDecoding:
     """A :class:`nxdt_core.protocols.parallel_model.Decoding`."""
 
@@ -91,7 +121,7 @@ class CachedDecoding:
         """Return the logits [rows, vocab] behind ``input_ids`` [rows, tokens]."""
         tokens = input_ids.shape[1]
         padded = functional.pad(input_ids, (0, -tokens % self._multiple))  # no token sees a later one
-        positions, documents = self._cache.places(padded.shape[1])
+        positions, documents = self._cache.positions(padded.shape[1])
         positions[:, tokens:] = 0  # a text is no longer for what fills it up
         batch = Batch(input_ids=padded, labels=padded, position_ids=positions, document_ids=documents)
         return self._last_logits(batch, tokens, self._cache)
@@ -99,3 +129,84 @@ class CachedDecoding:
     def keep(self, rows: Sequence[int]) -> None:
         """Continue these rows only."""
         self._cache.keep(rows)
+
+
+@dataclass
+class Recorded:
+    """A pass for which all memory is allocated, with the choice of its tokens."""
+
+    cache: KeyValueCache
+    choice: TokenChoice
+    launch: Callable[[], None] | None = None
+    """None: it has not run yet."""
+
+
+@final
+class RecordedDecoding(CachedDecoding):
+    """A :class:`nxdt_core.protocols.parallel_model.BlockDecoding`. Its passes over prompts are those of the base."""
+
+    def __init__(
+        self,
+        cache: KeyValueCache,
+        last_logits: Callable[[Batch, int, KeyValueCache], torch.Tensor],
+        *,
+        columns: int,
+        logits: Callable[[Batch], torch.Tensor],
+        passes: Callable[[], AbstractContextManager[None]],
+        device: torch.device,
+        kept: dict[Hashable, Recorded],
+    ) -> None:
+        """
+        Args:
+            cache: for the prompts.
+            last_logits: as of the base.
+            columns: tokens that the longest row can grow to.
+            logits: of a batch on the device, [rows, 1, vocab].
+            passes: returns a context around calls of ``logits``.
+            device: of the model.
+            kept: the model's last recording, which the next call with equal shapes uses again.
+        """
+        super().__init__(cache, last_logits, 1)
+        self._columns = fixed_columns(columns)
+        self._logits, self._passes, self.device, self._kept = logits, passes, device, kept
+
+    def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
+        """Yield the next columns of tokens, several at a time; see the protocol."""
+        key = self._cache.rows, self._columns, window, choice.key
+        recorded = self._kept.pop(key, None)
+        self._kept.clear()  # before as much memory is allocated again
+        with torch.inference_mode(False), torch.no_grad():
+            if recorded is None:
+                recorded = Recorded(self._cache.fixed(self._columns), copy.copy(choice))
+                recorded.choice.state = {name: torch.empty_like(value) for name, value in choice.state.items()}
+            recorded.cache.take(self._cache)
+            self._cache = recorded.cache
+            choice.state = {name: held.copy_(choice.state[name]) for name, held in recorded.choice.state.items()}
+        try:
+            while (count := choice.begin(left())) > 0:
+                with self._passes(), recorded.cache.in_place():
+                    for _ in range(count):
+                        self._launch(recorded, window)
+                yield choice.written(count)
+        finally:
+            self._kept[key] = recorded
+
+    def _launch(self, recorded: Recorded, window: int) -> None:
+        """Run a pass. The first one of a recording loads and compiles kernels, which a recording cannot."""
+        if recorded.launch is not None:
+            recorded.launch()
+            return
+        cache, choice = recorded.cache, recorded.choice
+
+        def run() -> None:
+            positions, ids = cache.begin_pass(window), choice.state["tokens"]
+            choice.choose(self._logits(Batch(input_ids=ids, labels=ids, position_ids=positions))[:, 0])
+            assert cache.next is not None
+            cache.next.add_(1)
+
+        run()
+        try:
+            recorded.launch = profile_of(self.device).operations.recorded(run, self.device)
+        except RuntimeError as error:  # such as an operation that waits for the device
+            _log.debug("each token's operations are launched one by one: %s", error)
+            recorded.launch = run

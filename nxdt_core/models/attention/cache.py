@@ -6,7 +6,7 @@ needs no code for it. :class:`~nxdt_core.models.attention.grouped_query.Attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.nn import functional
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["AttentionSlot", "KeyValueCache"]
+__all__ = ["AttentionSlot", "KeyValueCache", "cached_width"]
 
 AttentionSlot = tuple[nn.Module, str, AttentionSemantics]
 """The module that holds an attention core, the core's name in it, and what the core computes."""
@@ -28,32 +28,38 @@ class KeyValueCache:
 
     The first pass has the prompts, and the cores compute what they compute in training. Each later pass adds a token
     per row. A layer with a window keeps that many columns, the oldest of which is overwritten.
+
+    In a cache that :meth:`fixed` returns, later passes have equal shapes and addresses: what changes is in tensors.
     """
 
-    def __init__(self, slots: Iterable[AttentionSlot], lengths: Sequence[int], columns: int) -> None:
+    def __init__(self, slots: Sequence[AttentionSlot], lengths: Sequence[int], columns: int) -> None:
         """
         Args:
             slots: of this process's layers.
             lengths: tokens of each prompt.
             columns: tokens that the longest row can grow to.
         """
-        self.columns = columns
+        self.columns, self._slots = columns, slots
         self.length = 0
         """Columns so far."""
         self.new = 0
         """Columns that the pass under way adds; what a layout fills up behind them is not kept."""
         self._padding = max(lengths) - torch.tensor(lengths)
         """int64 [rows]"""
-        self._padded = bool(self._padding.any())
+        self._padded = min(lengths) < max(lengths)
         self._masks: dict[int, torch.Tensor] = {}
-        self._cores = [(held._modules, name, _cached(held, name, said, self)) for held, name, said in slots]
+        self._cores = [
+            (held._modules, name, _CachedAttention(held.get_submodule(name), said, self)) for held, name, said in slots
+        ]
+        self.next: torch.Tensor | None = None
+        """int64 [1] on the device, of a fixed cache: number of the next column."""
+        self.places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Of a fixed cache, by width: where the next column is, int64 [1], and what hides the others as of
+        :meth:`mask`."""
 
     @contextmanager
-    def extended(self, tokens: int) -> Iterator[None]:
-        """Let attention read and add keys within the block, a forward pass over ``tokens`` further columns."""
-        self.new = tokens
-        for width, mask in self._masks.items():  # a token's column may have been padding
-            mask[..., self.length % width] = 0
+    def in_place(self) -> Iterator[None]:
+        """Let attention read and add keys within the block."""
         for modules, name, cached in self._cores:
             modules[name] = cached
         try:
@@ -61,9 +67,59 @@ class KeyValueCache:
         finally:
             for modules, name, cached in self._cores:
                 modules[name] = cached.core
+
+    @contextmanager
+    def extended(self, tokens: int) -> Iterator[None]:
+        """Let attention read and add keys within the block, a forward pass over ``tokens`` further columns."""
+        self.new = tokens
+        for width, mask in self._masks.items():  # a token's column may have been padding
+            mask[..., self.length % width] = 0
+        with self.in_place():
+            yield
         self.length += tokens
 
-    def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._padding)
+
+    def fixed(self, columns: int) -> KeyValueCache:
+        """Return an empty cache for as many rows and ``columns`` columns, all of which are allocated now."""
+        found = KeyValueCache(self._slots, [1] * self.rows, columns)
+        for (_, _, own), (_, _, cached) in zip(self._cores, found._cores, strict=True):
+            cached.keys, cached.values = (
+                torch.zeros(self.rows, kept.shape[1], cached.width, kept.shape[3], dtype=kept.dtype, device=kept.device)
+                for kept in (own.keys, own.values)
+            )
+            if cached.width not in found.places:
+                place = torch.zeros(1, dtype=torch.int64, device=own.keys.device)
+                found.places[cached.width] = place, own.keys.new_zeros((self.rows, 1, 1, cached.width))
+        found.next = torch.zeros_like(place)
+        found._padding = torch.zeros(self.rows, dtype=torch.int64, device=place.device)
+        return found
+
+    def take(self, other: KeyValueCache) -> None:
+        """Let a fixed cache have the keys and values of ``other``, which has seen the prompts."""
+        assert self.next is not None
+        self.next.fill_(other.length)
+        self._padding.copy_(other._padding)
+        for (_, _, own), (_, _, cached) in zip(self._cores, other._cores, strict=True):
+            for kept, given in ((own.keys, cached.keys), (own.values, cached.values)):
+                kept[:, :, : given.shape[2]] = given
+                kept[:, :, given.shape[2] :] = 0  # hidden, and yet part of a sum
+
+    def begin_pass(self, window: int) -> torch.Tensor:
+        """Find the place of the next column in a fixed cache, and return its positions, int64 [rows, 1], below
+        ``window``: rows that have ended are computed further."""
+        assert self.next is not None
+        for width, (place, mask) in self.places.items():
+            place.copy_(self.next % width)
+            columns = self.next - (self.next - torch.arange(width, device=place.device)) % width
+            hidden = columns < self._padding[:, None]  # columns that are not there yet have negative numbers
+            mask.copy_(torch.zeros_like(mask).masked_fill_(hidden[:, None, None], float("-inf")))
+        return (self.next - self._padding[:, None]).clamp(0, window - 1)
+
+    def positions(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the positions and the documents, int64 [rows, tokens], of the next ``tokens`` columns. Padding is a
         separate document; None: there is no padding."""
         columns = torch.arange(self.length, self.length + tokens) - self._padding[:, None]
@@ -93,9 +149,9 @@ class KeyValueCache:
         return self._masks[width]
 
 
-def _cached(held: nn.Module, name: str, semantics: AttentionSemantics, cache: KeyValueCache) -> _CachedAttention:
-    width = cache.columns if semantics.window is None else min(semantics.window, cache.columns)
-    return _CachedAttention(held.get_submodule(name), semantics, cache, width)
+def cached_width(semantics: AttentionSemantics, columns: int) -> int:
+    """Return how many of ``columns`` columns a layer keeps."""
+    return columns if semantics.window is None else min(semantics.window, columns)
 
 
 class _CachedAttention(nn.Module):
@@ -104,10 +160,10 @@ class _CachedAttention(nn.Module):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, core: nn.Module, semantics: AttentionSemantics, cache: KeyValueCache, width: int) -> None:
+    def __init__(self, core: nn.Module, semantics: AttentionSemantics, cache: KeyValueCache) -> None:
         super().__init__()
-        self.core, self.semantics, self.width = core, semantics, width
-        self.cache = cache
+        self.core, self.semantics, self.cache = core, semantics, cache
+        self.width = cached_width(semantics, cache.columns)
 
     def forward(
         self,
@@ -120,6 +176,11 @@ class _CachedAttention(nn.Module):
     ) -> torch.Tensor:
         """Return what the core does, for the new columns."""
         cache = self.cache
+        if cache.next is not None:
+            column, mask = cache.places[self.width]
+            self.keys.index_copy_(2, column, key)
+            self.values.index_copy_(2, column, value)
+            return _attend(query, self.keys, self.values, mask, self.semantics, **sinks)
         if cache.length == 0:
             self._fill(key[:, :, : cache.new], value[:, :, : cache.new])
             attended: torch.Tensor = self.core(query, key, value, document_ids, step, **sinks)
