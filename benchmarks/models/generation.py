@@ -6,7 +6,7 @@ the median of the paired ratios ours to theirs of tokens per CPU-second, and of 
 Every continuation is checked to be equal, up to ties of two tokens within 0.001 of a logit. On an accelerator seconds
 are those of the clock, and the model is in bfloat16, whose ties are not checked.
 
-Launches per token are those of ours: kernels and recordings on a device, operations but views on the CPU. With
+Launches per token are those of ours: kernels and recordings on a device, operations other than views on the CPU. With
 ``--recorded``, ours with recorded passes is compared with ours without. On the CPU, ``torch.compile`` makes one graph
 of a pass, so that a launch is a call of that.
 
@@ -117,7 +117,7 @@ _RECORDING = _Recording()
 
 
 class _Operations(TorchDispatchMode):
-    """Counts the operations that are no views."""
+    """Counts the operations that are not views."""
 
     count = 0
 

@@ -145,7 +145,7 @@ class TokenChoice(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """Whatever else :meth:`choose` depends on, but the shape of logits."""
+        """All else that :meth:`choose` depends on, except the shape of logits."""
         ...
 
     def begin(self, columns: int) -> int:

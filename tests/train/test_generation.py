@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.distributed.device_operations import HostOperations
-from nxdt_core.distributed.devices import CPU, PROFILES
+from nxdt_core.distributed.devices import CPU, PROFILES, current_device, profile_of
 from nxdt_core.train import continuation
 from nxdt_core.train.continuation import Writer
 from nxdt_core.train.generate import load_model
@@ -244,6 +244,25 @@ def test_recordings_take_compiled_layers(tmp_path, recording):
     compiled = load_model(str(tmp_path), config=str(tmp_path / "run.yaml"))
     assert continued(compiled, PROMPTS, **SETTINGS_OF_BOTH) == expected
     assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_an_accelerator_launches_once_per_token(compiled, tmp_path, monkeypatch):
+    saved(tmp_path, "llama")
+    run = RUN.format(where=tmp_path).replace("model: {", f"model: {{compile: {compiled}, ")
+    (tmp_path / "run.yaml").write_text(run)
+    loaded = load_model(str(tmp_path), config=str(tmp_path / "run.yaml"))
+    profile = profile_of(current_device())
+    if not profile.records:
+        pytest.skip(f"{profile.device_type} records no passes")
+    expected = [continued(loaded, PROMPTS, **settings) for settings in (SETTINGS_OF_BOTH, DRAWN)]
+    assert [continued(loaded, PROMPTS, **settings) for settings in (SETTINGS_OF_BOTH, DRAWN)] == expected
+    with torch.profiler.profile() as profiler:
+        assert continued(loaded, PROMPTS, **DRAWN) == expected[1]
+    assert sum(event.count for event in profiler.key_averages() if event.key == "cudaGraphLaunch") == 39
+    monkeypatch.setitem(PROFILES, profile.device_type, replace(profile, records=False))
+    assert [continued(loaded, PROMPTS, **settings) for settings in (SETTINGS_OF_BOTH, DRAWN)] == expected
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 5.0, 9.0]}
