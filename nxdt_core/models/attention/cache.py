@@ -177,10 +177,10 @@ class _CachedAttention(nn.Module):
         """Return what the core does, for the new columns."""
         cache = self.cache
         if cache.next is not None:
-            column, mask = cache.places[self.width]
+            column, hidden = cache.places[self.width]
             self.keys.index_copy_(2, column, key)
             self.values.index_copy_(2, column, value)
-            return _attend(query, self.keys, self.values, mask, self.semantics, **sinks)
+            return _attend(query, self.keys, self.values, hidden, self.semantics, **sinks)
         if cache.length == 0:
             self._fill(key[:, :, : cache.new], value[:, :, : cache.new])
             attended: torch.Tensor = self.core(query, key, value, document_ids, step, **sinks)
