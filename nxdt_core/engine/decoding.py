@@ -99,36 +99,30 @@ def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int)
             handle.remove()
 
 
+@dataclass(kw_only=True)
 class CachedDecoding:
     """A :class:`nxdt_core.protocols.parallel_model.Decoding`."""
 
-    def __init__(
-        self,
-        cache: KeyValueCache,
-        last_logits: Callable[[Batch, int, KeyValueCache], torch.Tensor],
-        multiple: int,
-    ) -> None:
-        """
-        Args:
-            cache: of this rank's layers.
-            last_logits: of a batch and the number of its columns that count: runs the model, extends the cache, and
-                returns the logits [rows, vocab] of the last of these columns.
-            multiple: what the columns of a pass must be a multiple of.
-        """
-        self._cache, self._last_logits, self._multiple = cache, last_logits, multiple
+    cache: KeyValueCache
+    """Of this rank's layers."""
+    last_logits: Callable[[Batch, int, KeyValueCache], torch.Tensor]
+    """Of a batch and the number of its columns that count: runs the model, extends the cache, and returns the logits
+    [rows, vocab] of the last of these columns."""
+    multiple: int = 1
+    """What the columns of a pass must be a multiple of."""
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits [rows, vocab] behind ``input_ids`` [rows, tokens]."""
         tokens = input_ids.shape[1]
-        padded = functional.pad(input_ids, (0, -tokens % self._multiple))  # no token sees a later one
-        positions, documents = self._cache.positions(padded.shape[1])
+        padded = functional.pad(input_ids, (0, -tokens % self.multiple))  # no token sees a later one
+        positions, documents = self.cache.positions(padded.shape[1])
         positions[:, tokens:] = 0  # a text is no longer for what fills it up
         batch = Batch(input_ids=padded, labels=padded, position_ids=positions, document_ids=documents)
-        return self._last_logits(batch, tokens, self._cache)
+        return self.last_logits(batch, tokens, self.cache)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue these rows only."""
-        self._cache.keep(rows)
+        self.cache.keep(rows)
 
 
 @dataclass
@@ -142,54 +136,41 @@ class Recorded:
 
 
 @final
+@dataclass(kw_only=True)
 class RecordedDecoding(CachedDecoding):
-    """A :class:`nxdt_core.protocols.parallel_model.BlockDecoding`. Its passes over prompts are those of the base."""
+    """A :class:`nxdt_core.protocols.parallel_model.BlockDecoding`."""
 
-    def __init__(
-        self,
-        cache: KeyValueCache,
-        last_logits: Callable[[Batch, int, KeyValueCache], torch.Tensor],
-        *,
-        columns: int,
-        logits: Callable[[Batch], torch.Tensor],
-        passes: Callable[[], AbstractContextManager[None]],
-        device: torch.device,
-        kept: dict[Hashable, Recorded],
-    ) -> None:
-        """
-        Args:
-            cache: for the prompts.
-            last_logits: as of the base.
-            columns: tokens that the longest row can grow to.
-            logits: of a batch on the device, [rows, 1, vocab].
-            passes: returns a context around calls of ``logits``.
-            device: of the model.
-            kept: the model's last recording, which the next call with equal shapes uses again.
-        """
-        super().__init__(cache, last_logits, 1)
-        self._columns = fixed_columns(columns)
-        self._logits, self._passes, self.device, self._kept = logits, passes, device, kept
+    columns: int
+    """Tokens that the longest row can grow to."""
+    logits: Callable[[Batch], torch.Tensor]
+    """Of a batch on the device, [rows, 1, vocab]."""
+    passes: Callable[[], AbstractContextManager[None]]
+    """Returns a context around passes."""
+    device: torch.device
+    kept: dict[Hashable, Recorded]
+    """The model's last recording, which the next call of equal shapes uses again."""
 
     def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
         """Yield the next columns of tokens, several at a time; see the protocol."""
-        key = self._cache.rows, self._columns, window, choice.key
-        recorded = self._kept.pop(key, None)
-        self._kept.clear()  # before as much memory is allocated again
+        columns = fixed_columns(self.columns)
+        key = self.cache.rows, columns, window, choice.key
+        recorded = self.kept.pop(key, None)
+        self.kept.clear()  # before as much memory is allocated again
         with torch.inference_mode(False), torch.no_grad():
             if recorded is None:
-                recorded = Recorded(self._cache.fixed(self._columns), copy.copy(choice))
+                recorded = Recorded(self.cache.fixed(columns), copy.copy(choice))
                 recorded.choice.state = {name: torch.empty_like(value) for name, value in choice.state.items()}
-            recorded.cache.take(self._cache)
-            self._cache = recorded.cache
+            recorded.cache.take(self.cache)
             choice.state = {name: held.copy_(choice.state[name]) for name, held in recorded.choice.state.items()}
+        self.cache = recorded.cache
         try:
             while (count := choice.begin(left())) > 0:
-                with self._passes(), recorded.cache.in_place():
+                with self.passes(), recorded.cache.in_place():
                     for _ in range(count):
                         self._launch(recorded, window)
                 yield choice.written(count)
         finally:
-            self._kept[key] = recorded
+            self.kept[key] = recorded
 
     def _launch(self, recorded: Recorded, window: int) -> None:
         """Run a pass. The first one of a recording loads and compiles kernels, which a recording cannot."""
@@ -200,9 +181,7 @@ class RecordedDecoding(CachedDecoding):
 
         def run() -> None:
             positions, ids = cache.begin_pass(window), choice.state["tokens"]
-            choice.choose(self._logits(Batch(input_ids=ids, labels=ids, position_ids=positions))[:, 0])
-            assert cache.next is not None
-            cache.next.add_(1)
+            choice.choose(self.logits(Batch(input_ids=ids, labels=ids, position_ids=positions))[:, 0])
 
         run()
         try:

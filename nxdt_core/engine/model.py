@@ -211,10 +211,11 @@ class TorchModel:
             return slots
         alone = records_passes(self._mesh.sizes, sharded=self._layout.sharded)
         if not (alone and profile_of(self._compute.device).records):
-            return CachedDecoding(KeyValueCache(slots, lengths, columns), self._last_logits, self._sequence_multiple)
+            cache, multiple = KeyValueCache(slots, lengths, columns), self._sequence_multiple
+            return CachedDecoding(cache=cache, last_logits=self._last_logits, multiple=multiple)
         return RecordedDecoding(
-            KeyValueCache(slots, lengths, max(lengths)),
-            self._last_logits,
+            cache=KeyValueCache(slots, lengths, max(lengths)),
+            last_logits=self._last_logits,
             columns=columns,
             logits=partial(self._logits, step=StepContext()),
             passes=self._recorded_passes,

@@ -65,7 +65,7 @@ class Sampler:
         """
         rows = [prompt for prompt in prompts for _ in range(sampling.samples)]
         self._sampling, self._vocab_size = sampling, vocab_size
-        self._drawn = sampling.temperature > 0
+        self._greedy = sampling.temperature <= 0
         self._penalises = sampling.repetition_penalty != 1 or sampling.frequency_penalty != 0
         seeds = [first + number for first in sampling.seeds(len(prompts)) for number in range(sampling.samples)]
         self._draws = [torch.Generator().manual_seed(seed) for seed in seeds]
@@ -94,15 +94,14 @@ class Sampler:
     def __call__(self, logits: torch.Tensor) -> list[int]:
         """Return a token for each row of ``logits`` [rows, vocab]."""
         self.begin(1)
-        self.choose(logits)
-        tokens: list[int] = self.state["tokens"].flatten().tolist()
+        tokens: list[int] = self.state["tokens"].copy_(self._chosen(logits)).flatten().tolist()
         return tokens
 
     def begin(self, columns: int) -> int:
         """Draw the random numbers of the next columns, at most 16, and return of how many."""
         columns = min(columns, _BLOCK)
         self.state["column"].zero_()
-        if self._drawn and columns > 0:
+        if columns > 0 and not self._greedy:
             # One number per row, not one per token of the vocabulary as torch.multinomial draws: 16 times as fast.
             shares = [torch.rand(columns, dtype=torch.float64, generator=draw) for draw in self._draws]
             self.state["shares"][:, :columns] = torch.stack(shares)
@@ -110,25 +109,9 @@ class Sampler:
 
     def choose(self, logits: torch.Tensor) -> None:
         """Choose a token for each row of ``logits`` [rows, vocab]."""
-        state = self.state
-        logits = logits[:, : self._vocab_size].float()
-        if self._penalises or self._drawn:
-            logits = logits.to(state["tokens"].device)
-        if self._penalises:
-            logits = self._penalised(logits)
-        if self._drawn:
-            sums = warped(logits, self._sampling).exp_().cumsum(-1)
-            shares = state["shares"].gather(1, state["column"])
-            places = torch.searchsorted(sums, shares * sums[:, -1:], right=True)
-            tokens = places.clamp_(max=sums.shape[-1] - 1)
-        else:
-            tokens = logits.argmax(-1, keepdim=True)
-        state["tokens"].copy_(tokens)
-        state["written"].scatter_(1, state["column"], tokens)
-        state["column"].add_(1)
-        if self._penalises:
-            state["occurred"].scatter_(1, tokens, True)
-            state["generated"].scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.int32))
+        tokens = self.state["tokens"].copy_(self._chosen(logits))
+        self.state["written"].scatter_(1, self.state["column"], tokens)
+        self.state["column"].add_(1)
 
     def written(self, columns: int) -> list[list[int]]:
         """Return the columns of tokens that were chosen since :meth:`begin`."""
@@ -140,6 +123,24 @@ class Sampler:
         self._draws = [self._draws[row] for row in rows]
         index = torch.tensor(rows)
         self.state = {name: value[index.to(value.device)] for name, value in self.state.items()}
+
+    def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        """The tokens [rows, 1], which have occurred from now on."""
+        state, logits = self.state, logits[:, : self._vocab_size].float()
+        if self._penalises or not self._greedy:
+            logits = logits.to(state["tokens"].device)
+        if self._penalises:
+            logits = self._penalised(logits)
+        if self._greedy:
+            tokens = logits.argmax(-1, keepdim=True)
+        else:
+            sums = warped(logits, self._sampling).exp_().cumsum(-1)
+            shares = state["shares"].gather(1, state["column"])
+            tokens = torch.searchsorted(sums, shares * sums[:, -1:], right=True).clamp_(max=sums.shape[-1] - 1)
+        if self._penalises:
+            state["occurred"].scatter_(1, tokens, True)
+            state["generated"].scatter_add_(1, tokens, torch.ones_like(tokens, dtype=torch.int32))
+        return tokens
 
     def _penalised(self, logits: torch.Tensor) -> torch.Tensor:
         penalty, occurred = self._sampling.repetition_penalty, self.state["occurred"]

@@ -28,8 +28,6 @@ class KeyValueCache:
 
     The first pass has the prompts, and the cores compute what they compute in training. Each later pass adds a token
     per row. A layer with a window keeps that many columns, the oldest of which is overwritten.
-
-    In a cache that :meth:`fixed` returns, later passes have equal shapes and addresses: what changes is in tensors.
     """
 
     def __init__(self, slots: Sequence[AttentionSlot], lengths: Sequence[int], columns: int) -> None:
@@ -47,15 +45,14 @@ class KeyValueCache:
         self._padding = max(lengths) - torch.tensor(lengths)
         """int64 [rows]"""
         self._padded = min(lengths) < max(lengths)
-        self._masks: dict[int, torch.Tensor] = {}
         self._cores = [
             (held._modules, name, _CachedAttention(held.get_submodule(name), said, self)) for held, name, said in slots
         ]
+        self.places: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """By width: where the next column is, int64 [1], and what hides padding, additive [rows, 1, 1, width]; None:
+        nothing does."""
         self.next: torch.Tensor | None = None
-        """int64 [1] on the device, of a fixed cache: number of the next column."""
-        self.places: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Of a fixed cache, by width: where the next column is, int64 [1], and what hides the others as of
-        :meth:`mask`."""
+        """int64 [1] on the device, in place of the length of a fixed cache."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -72,8 +69,8 @@ class KeyValueCache:
     def extended(self, tokens: int) -> Iterator[None]:
         """Let attention read and add keys within the block, a forward pass over ``tokens`` further columns."""
         self.new = tokens
-        for width, mask in self._masks.items():  # a token's column may have been padding
-            mask[..., self.length % width] = 0
+        if self.length:
+            self._find_places(torch.tensor([self.length]))
         with self.in_place():
             yield
         self.length += tokens
@@ -84,18 +81,13 @@ class KeyValueCache:
         return len(self._padding)
 
     def fixed(self, columns: int) -> KeyValueCache:
-        """Return an empty cache for as many rows and ``columns`` columns, all of which are allocated now."""
+        """Return a cache for as many rows, with the memory of ``columns`` columns. Its passes have equal shapes and
+        addresses: what changes is in tensors."""
         found = KeyValueCache(self._slots, [1] * self.rows, columns)
         for (_, _, own), (_, _, cached) in zip(self._cores, found._cores, strict=True):
-            cached.keys, cached.values = (
-                torch.zeros(self.rows, kept.shape[1], cached.width, kept.shape[3], dtype=kept.dtype, device=kept.device)
-                for kept in (own.keys, own.values)
-            )
-            if cached.width not in found.places:
-                place = torch.zeros(1, dtype=torch.int64, device=own.keys.device)
-                found.places[cached.width] = place, own.keys.new_zeros((self.rows, 1, 1, cached.width))
-        found.next = torch.zeros_like(place)
-        found._padding = torch.zeros(self.rows, dtype=torch.int64, device=place.device)
+            cached.fill(own.keys[:, :, :0], own.values[:, :, :0])
+            found.next = torch.zeros(1, dtype=torch.int64, device=own.keys.device)
+        found._padding, found._padded = found._padding.to(own.keys.device), True
         return found
 
     def take(self, other: KeyValueCache) -> None:
@@ -109,15 +101,28 @@ class KeyValueCache:
                 kept[:, :, given.shape[2] :] = 0  # hidden, and yet part of a sum
 
     def begin_pass(self, window: int) -> torch.Tensor:
-        """Find the place of the next column in a fixed cache, and return its positions, int64 [rows, 1], below
-        ``window``: rows that have ended are computed further."""
+        """Begin a pass of a fixed cache, and return its positions, int64 [rows, 1], below ``window``: rows that have
+        ended are computed further."""
         assert self.next is not None
-        for width, (place, mask) in self.places.items():
-            place.copy_(self.next % width)
-            columns = self.next - (self.next - torch.arange(width, device=place.device)) % width
-            hidden = columns < self._padding[:, None]  # columns that are not there yet have negative numbers
-            mask.copy_(torch.zeros_like(mask).masked_fill_(hidden[:, None, None], float("-inf")))
-        return (self.next - self._padding[:, None]).clamp(0, window - 1)
+        self._find_places(self.next)
+        positions = (self.next - self._padding[:, None]).clamp(0, window - 1)
+        self.next.add_(1)
+        return positions
+
+    def _find_places(self, number: torch.Tensor) -> None:
+        """Find the places of the column of that number: its number modulo the width."""
+        self.places = {}
+        for _, _, cached in self._cores:
+            width, like = cached.width, cached.keys
+            if width in self.places:
+                continue
+            hidden = None
+            if self._padded:
+                columns = number - (number - torch.arange(width, device=number.device)) % width
+                missing = columns < self._padding[:, None]  # columns that are not there yet have negative numbers
+                hidden = torch.zeros_like(missing, dtype=like.dtype).masked_fill_(missing, float("-inf"))
+                hidden = hidden[:, None, None].to(like.device)
+            self.places[width] = (number % width).to(like.device), hidden
 
     def positions(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the positions and the documents, int64 [rows, tokens], of the next ``tokens`` columns. Padding is a
@@ -130,23 +135,8 @@ class KeyValueCache:
         """Continue these rows only, in this order; one may be named several times."""
         index = torch.tensor(rows)
         self._padding = self._padding[index]
-        self._masks = {width: mask[index.to(mask.device)] for width, mask in self._masks.items()}
         for _, _, cached in self._cores:
             cached.keep(index)
-
-    def mask(self, width: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return what hides padding among ``width`` columns, additive [rows, 1, 1, width]; None: nothing does."""
-        if not self._padded:
-            return None
-        if width not in self._masks:
-            # Asked for in the second pass: the place of a column is its number modulo the width.
-            first = max(0, self.length - width)
-            columns = first + (torch.arange(width) - first) % width
-            hidden = columns < self._padding[:, None]
-            mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
-            mask[:, self.length % width] = 0
-            self._masks[width] = mask[:, None, None].to(like.device)
-        return self._masks[width]
 
 
 def cached_width(semantics: AttentionSemantics, columns: int) -> int:
@@ -176,24 +166,19 @@ class _CachedAttention(nn.Module):
     ) -> torch.Tensor:
         """Return what the core does, for the new columns."""
         cache = self.cache
-        if cache.next is not None:
-            column, hidden = cache.places[self.width]
-            self.keys.index_copy_(2, column, key)
-            self.values.index_copy_(2, column, value)
-            return _attend(query, self.keys, self.values, hidden, self.semantics, **sinks)
-        if cache.length == 0:
-            self._fill(key[:, :, : cache.new], value[:, :, : cache.new])
+        if cache.length == 0 and cache.next is None:
+            self.fill(key[:, :, : cache.new], value[:, :, : cache.new])
             attended: torch.Tensor = self.core(query, key, value, document_ids, step, **sinks)
             return attended
-        place, seen = cache.length % self.width, min(cache.length + 1, self.width)
-        self.keys[:, :, place] = key[:, :, 0]
-        self.values[:, :, place] = value[:, :, 0]
-        mask = cache.mask(self.width, query)
+        place, hidden = cache.places[self.width]
+        self.keys.index_copy_(2, place, key[:, :, :1])
+        self.values.index_copy_(2, place, value[:, :, :1])
+        seen = self.width if cache.next is not None else min(cache.length + 1, self.width)
         return _attend(
             query,
             self.keys[:, :, :seen],
             self.values[:, :, :seen],
-            None if mask is None else mask[..., :seen],
+            None if hidden is None else hidden[..., :seen],
             self.semantics,
             **sinks,
         )
@@ -203,7 +188,7 @@ class _CachedAttention(nn.Module):
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
 
-    def _fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep the last columns of the prompts, each at its number modulo the width."""
         self.keys, self.values = (
             tensor.new_empty((*tensor.shape[:2], self.width, tensor.shape[3])) for tensor in (key, value)
