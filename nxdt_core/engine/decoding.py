@@ -147,13 +147,16 @@ class RecordedDecoding(CachedDecoding):
     passes: Callable[[], AbstractContextManager[None]]
     """Returns a context around passes."""
     device: torch.device
+    weights: Sequence[nn.Parameter]
+    """All that passes read, in the memory that a recording has the addresses of."""
     kept: dict[Hashable, Recorded]
     """The model's last recording, which the next call of equal shapes uses again."""
 
     def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
         """Yield the next columns of tokens, several at a time; see the protocol."""
         columns = fixed_columns(self.columns)
-        key = self.cache.rows, columns, window, choice.key
+        addresses = tuple(weight.data_ptr() for weight in self.weights)
+        key = self.cache.rows, columns, window, choice.key, addresses
         recorded = self.kept.pop(key, None)
         self.kept.clear()  # before as much memory is allocated again
         with torch.inference_mode(False), torch.no_grad():

@@ -220,6 +220,7 @@ class TorchModel:
             logits=partial(self._logits, step=StepContext()),
             passes=self._recorded_passes,
             device=self._compute.device,
+            weights=[*self.module.parameters()],
             kept=self._recorded,
         )
 

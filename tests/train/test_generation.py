@@ -221,6 +221,11 @@ def test_texts_that_are_written_in_turns_have_separate_caches_and_weights_may_ch
     changed(2.0)
     assert found == expected
     assert device.recordings == 3, "the second pair has the recording that the first one left"
+    with torch.no_grad():
+        for module in gpt2.model.local_modules():
+            module.double().float()  # weights are elsewhere
+    assert both() == expected[0]
+    assert device.recordings == 5
 
 
 def test_where_a_pass_cannot_be_recorded_it_runs_as_it_is(gpt2, recording, caplog):
