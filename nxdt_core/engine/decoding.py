@@ -115,7 +115,7 @@ class CachedDecoding:
         """Return the logits [rows, vocab] behind ``input_ids`` [rows, tokens]."""
         tokens = input_ids.shape[1]
         padded = functional.pad(input_ids, (0, -tokens % self.multiple))  # no token sees a later one
-        positions, documents = self.cache.positions(padded.shape[1])
+        positions, documents = self.cache.places(padded.shape[1])
         positions[:, tokens:] = 0  # a text is no longer for what fills it up
         batch = Batch(input_ids=padded, labels=padded, position_ids=positions, document_ids=documents)
         return self.last_logits(batch, tokens, self.cache)

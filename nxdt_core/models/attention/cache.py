@@ -6,7 +6,7 @@ needs no code for it. :class:`~nxdt_core.models.attention.grouped_query.Attentio
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -30,14 +30,14 @@ class KeyValueCache:
     per row. A layer with a window keeps that many columns, the oldest of which is overwritten.
     """
 
-    def __init__(self, slots: Sequence[AttentionSlot], lengths: Sequence[int], columns: int) -> None:
+    def __init__(self, slots: Iterable[AttentionSlot], lengths: Sequence[int], columns: int) -> None:
         """
         Args:
             slots: of this process's layers.
             lengths: tokens of each prompt.
             columns: tokens that the longest row can grow to.
         """
-        self.columns, self._slots = columns, slots
+        self.columns, self._slots = columns, [*slots]
         self.length = 0
         """Columns so far."""
         self.new = 0
@@ -46,11 +46,11 @@ class KeyValueCache:
         """int64 [rows]"""
         self._padded = min(lengths) < max(lengths)
         self._cores = [
-            (held._modules, name, _CachedAttention(held.get_submodule(name), said, self)) for held, name, said in slots
+            (held._modules, name, _CachedAttention(held.get_submodule(name), said, self))
+            for held, name, said in self._slots
         ]
-        self.places: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        """By width: where the next column is, int64 [1], and what hides padding, additive [rows, 1, 1, width]; None:
-        nothing does."""
+        self.found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """By width: where the next column is, int64 [1], and its :meth:`mask`."""
         self.next: torch.Tensor | None = None
         """int64 [1] on the device, in place of the length of a fixed cache."""
 
@@ -70,7 +70,7 @@ class KeyValueCache:
         """Let attention read and add keys within the block, a forward pass over ``tokens`` further columns."""
         self.new = tokens
         if self.length:
-            self._find_places(torch.tensor([self.length]))
+            self._find_places()
         with self.in_place():
             yield
         self.length += tokens
@@ -104,27 +104,25 @@ class KeyValueCache:
         """Begin a pass of a fixed cache, and return its positions, int64 [rows, 1], below ``window``: rows that have
         ended are computed further."""
         assert self.next is not None
-        self._find_places(self.next)
+        self._find_places()
         positions = (self.next - self._padding[:, None]).clamp(0, window - 1)
         self.next.add_(1)
         return positions
 
-    def _find_places(self, number: torch.Tensor) -> None:
-        """Find the places of the column of that number: its number modulo the width."""
-        self.places = {}
+    def _find_places(self) -> None:
+        """Find the places of the next column: its number modulo the width."""
+        self.found = {}
         for _, _, cached in self._cores:
-            width, like = cached.width, cached.keys
-            if width in self.places:
-                continue
-            hidden = None
-            if self._padded:
-                columns = number - (number - torch.arange(width, device=number.device)) % width
-                missing = columns < self._padding[:, None]  # columns that are not there yet have negative numbers
-                hidden = torch.zeros_like(missing, dtype=like.dtype).masked_fill_(missing, float("-inf"))
-                hidden = hidden[:, None, None].to(like.device)
-            self.places[width] = (number % width).to(like.device), hidden
+            if cached.width not in self.found:
+                place = (self._number % cached.width).to(cached.keys.device)
+                self.found[cached.width] = place, self.mask(cached.width, cached.keys)
 
-    def positions(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+    @property
+    def _number(self) -> torch.Tensor:
+        """Of the next column, int64 [1]."""
+        return torch.tensor([self.length]) if self.next is None else self.next
+
+    def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the positions and the documents, int64 [rows, tokens], of the next ``tokens`` columns. Padding is a
         separate document; None: there is no padding."""
         columns = torch.arange(self.length, self.length + tokens) - self._padding[:, None]
@@ -137,6 +135,16 @@ class KeyValueCache:
         self._padding = self._padding[index]
         for _, _, cached in self._cores:
             cached.keep(index)
+
+    def mask(self, width: int, like: torch.Tensor) -> torch.Tensor | None:
+        """Return what hides padding among ``width`` columns, additive [rows, 1, 1, width]; None: nothing does. A column
+        that is not there yet has a negative number, and is hidden, too."""
+        if not self._padded:
+            return None
+        columns = self._number - (self._number - torch.arange(width, device=self._padding.device)) % width
+        hidden = columns < self._padding[:, None]
+        mask = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+        return mask[:, None, None].to(like.device)
 
 
 def cached_width(semantics: AttentionSemantics, columns: int) -> int:
@@ -170,7 +178,7 @@ class _CachedAttention(nn.Module):
             self.fill(key[:, :, : cache.new], value[:, :, : cache.new])
             attended: torch.Tensor = self.core(query, key, value, document_ids, step, **sinks)
             return attended
-        place, hidden = cache.places[self.width]
+        place, hidden = cache.found[self.width]
         self.keys.index_copy_(2, place, key[:, :, :1])
         self.values.index_copy_(2, place, value[:, :, :1])
         seen = self.width if cache.next is not None else min(cache.length + 1, self.width)
