@@ -32,7 +32,6 @@ __all__ = [
     "Recorded",
     "RecordedDecoding",
     "attention_slots",
-    "fixed_columns",
     "last_rows_only",
     "positions_that_change",
     "records_passes",
@@ -40,7 +39,7 @@ __all__ = [
 
 _log = logging.getLogger(__name__)
 _COLUMNS = 256
-"""Columns of a fixed cache are a multiple of this, so that prompts of different lengths share a recording."""
+"""Columns of a fixed cache are a multiple of this, or the window, so that prompts of several lengths share it."""
 
 
 def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[AttentionSlot] | str:
@@ -75,11 +74,6 @@ def records_passes(sizes: MeshSizes, *, sharded: bool) -> bool:
     """Return whether passes of generation can be recorded in a layout: none waits for another rank, and weights stay
     where they are. ``sharded``: FSDP2 holds the weights."""
     return sizes.tp * sizes.pp * sizes.cp * sizes.ep == 1 and not sharded
-
-
-def fixed_columns(columns: int) -> int:
-    """Return the columns of a fixed cache for rows of at most ``columns`` tokens."""
-    return -(-columns // _COLUMNS) * _COLUMNS
 
 
 @contextmanager
@@ -154,7 +148,7 @@ class RecordedDecoding(CachedDecoding):
 
     def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
         """Yield the next columns of tokens, several at a time; see the protocol."""
-        columns = fixed_columns(self.columns)
+        columns = min(-(-self.columns // _COLUMNS) * _COLUMNS, max(self.columns, window))
         addresses = tuple(weight.data_ptr() for weight in self.weights)
         key = self.cache.rows, columns, window, choice.key, addresses
         recorded = self.kept.pop(key, None)
@@ -173,6 +167,7 @@ class RecordedDecoding(CachedDecoding):
                         self._launch(recorded, window)
                 yield choice.written(count)
         finally:
+            self.kept.clear()
             self.kept[key] = recorded
 
     def _launch(self, recorded: Recorded, window: int) -> None:

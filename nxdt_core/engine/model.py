@@ -226,7 +226,8 @@ class TorchModel:
 
     @contextmanager
     def _recorded_passes(self) -> Iterator[None]:
-        self.module.eval()
+        if self.module.training:
+            self.module.eval()
         if isinstance(self._weights, CopiedMasters):
             self._weights.stay = True
         with self._forward_only():

@@ -21,7 +21,7 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.data.collectives import gather_dtypes
 from nxdt_core.engine.data.fsdp import leaves_experts_whole
-from nxdt_core.engine.decoding import attention_slots, fixed_columns
+from nxdt_core.engine.decoding import attention_slots
 from nxdt_core.engine.estimate.kernels import keep_as_compiled
 from nxdt_core.engine.estimate.memory import StorageLayout, gathered_bytes
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_forward, trace_micro_batch
@@ -119,12 +119,12 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
 def _noted_cache(module: nn.Module, plan: ParallelPlan, work: Workload) -> Iterator[dict[int, int]]:
     """Yield what becomes, while ``module`` runs a micro-batch, the bytes of a cache for the answers to one, by
     attention core; none where the model writes no answers or keeps no keys."""
-    rows, columns = work.micro_batch_size * traits_of(work.objective).answers, fixed_columns(work.seq_length)
+    rows = work.micro_batch_size * traits_of(work.objective).answers
     slots = attention_slots([module], plan) if rows else []
     noted: dict[int, int] = {}
 
     def note(number: int, semantics: AttentionSemantics, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        width = cached_width(semantics, columns)
+        width = cached_width(semantics, work.seq_length)
         noted[number] = sum(rows * width * kept.shape[1] * kept.shape[3] * kept.element_size() for kept in args[1:3])
 
     handles = [

@@ -119,7 +119,7 @@ class KeyValueCache:
 
     @property
     def _number(self) -> torch.Tensor:
-        """Of the next column, int64 [1]."""
+        """Return the number of the next column, int64 [1]."""
         return torch.tensor([self.length]) if self.next is None else self.next
 
     def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
