@@ -58,6 +58,7 @@ FAMILIES = {
         **{"moe_intermediate_size": 24, "num_key_value_heads": 4},
     },
     "starcoder2": WINDOW,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, **WINDOW},
 }
 QUICK = ("mistral", "gpt2", "gemma2")
 SETTINGS_OF_BOTH = {"max_new_tokens": 40, "repetition_penalty": 2.0}
