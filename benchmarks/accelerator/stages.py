@@ -60,7 +60,7 @@ STAGES: Sequence[Stage] = (
     _stage("mixtral", "finetune", "finetune:mixtral", 0.75),
     _stage("chats", "finetune", "finetune:packed_chats", 0.5),
     _stage("grpo-1b", "finetune", "finetune:grpo", 0.75, default=False),
-    _stage("generate", "generate", "generation:tokens_per_second", 1),
+    _stage("generate", "generate", "generation:tokens_per_second", 1.5),
     _stage("checkpoint", "checkpoint", "saves:background_save", 0.75),
     _stage("micro", "micro", "micro:kernels", 0.5),
     _stage("peers-8b", "peers", "peers:pretrain", 0.75, default=False, shape="8b", names=["torchtitan", "litgpt"]),

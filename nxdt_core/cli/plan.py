@@ -126,6 +126,7 @@ _PARTS = {
     "logits": "with their gradient and the loss",
     "workspace": "of backward, with what it recomputes",
     "communication": "gathered weights and gradients on their way",
+    "cache": "keys and values while answers are written",
 }
 
 _MEASURED = (

@@ -60,6 +60,20 @@ class DeviceOperations:
         """Wait until the device has done what it was given."""
         torch.accelerator.synchronize(device)
 
+    def recorded(self, run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        """Return what launches the kernels of ``run`` again, all at once and on the same memory. They do not run now.
+
+        Raises:
+            RuntimeError: ``run`` does what cannot be recorded, such as wait for the device.
+        """
+        module = torch.get_device_module(device)
+        graph = module.CUDAGraph()
+        # Other threads may use the device, too. A recording that fails leaves its stream the current one (torch 2.13).
+        with module.stream(module.current_stream(device)), module.graph(graph, capture_error_mode="thread_local"):
+            run()
+        replay: Callable[[], None] = graph.replay
+        return replay
+
     def seed(self, seed: int) -> None:
         """Seed the device's generator, if ``torch.manual_seed`` does not."""
 

@@ -99,6 +99,8 @@ class DeviceProfile:
     """Whether random numbers are drawn on the host, since the device has no generator, or none that can be seeded."""
     lazy: bool = False
     """Whether operations are recorded and run later, so that a tensor has no address until it is copied to the host."""
+    records: bool = False
+    """Whether kernels can be recorded once and launched together, by :meth:`DeviceOperations.recorded`."""
     static_shapes: bool = False
     """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
     compile_backend: str = "inductor"
@@ -166,6 +168,7 @@ CUDA = DeviceProfile(
     fused_optimizers=True,
     pinned_host_memory=True,
     reduced_float32_matmul=True,
+    records=True,
     gc_interval=50,
     allocator_variables=("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"),
     broadcast_loads=True,

@@ -1,26 +1,45 @@
 """Generation with a cache of keys and values, in every layout but that of context parallelism.
 
-Each pass sends the new tokens alone through the stages of a pipeline and the shards of tensor parallelism.
+Each pass sends the new tokens alone through the stages of a pipeline and the shards of tensor parallelism. Where a
+process computes whole passes, on a device that can record them, a pass and the choice of its tokens is one launch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import copy
+import logging
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import final
 
 import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.context.apply import core_semantics
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.parallel_model import TokenChoice
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["CachedDecoding", "attention_slots", "last_rows_only", "positions_that_change"]
+__all__ = [
+    "CachedDecoding",
+    "Recorded",
+    "RecordedDecoding",
+    "attention_slots",
+    "last_rows_only",
+    "positions_that_change",
+    "records_passes",
+]
+
+_log = logging.getLogger(__name__)
+_COLUMNS = 256
+"""Columns of a fixed cache are a multiple of this, or the window, so that prompts of several lengths share it."""
 
 
 def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[AttentionSlot] | str:
@@ -51,6 +70,12 @@ def positions_that_change(modules: Sequence[nn.Module], lengths: Sequence[int], 
     return None
 
 
+def records_passes(sizes: MeshSizes, *, sharded: bool) -> bool:
+    """Return whether passes of generation can be recorded in a layout: none waits for another rank, and weights stay
+    where they are. ``sharded``: FSDP2 holds the weights."""
+    return sizes.tp * sizes.pp * sizes.cp * sizes.ep == 1 and not sharded
+
+
 @contextmanager
 def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int) -> Iterator[None]:
     """Let heads compute the logits of token ``index`` of each row alone within the block."""
@@ -68,34 +93,97 @@ def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int)
             handle.remove()
 
 
-@final
+@dataclass(kw_only=True)
 class CachedDecoding:
     """A :class:`nxdt_core.protocols.parallel_model.Decoding`."""
 
-    def __init__(
-        self,
-        cache: KeyValueCache,
-        last_logits: Callable[[Batch, int, KeyValueCache], torch.Tensor],
-        multiple: int,
-    ) -> None:
-        """
-        Args:
-            cache: of this rank's layers.
-            last_logits: of a batch and the number of its columns that count: runs the model, extends the cache, and
-                returns the logits [rows, vocab] of the last of these columns.
-            multiple: what the columns of a pass must be a multiple of.
-        """
-        self._cache, self._last_logits, self._multiple = cache, last_logits, multiple
+    cache: KeyValueCache
+    """Of this rank's layers."""
+    last_logits: Callable[[Batch, int, KeyValueCache], torch.Tensor]
+    """Of a batch and the number of its columns that count: runs the model, extends the cache, and returns the logits
+    [rows, vocab] of the last of these columns."""
+    multiple: int = 1
+    """What the columns of a pass must be a multiple of."""
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits [rows, vocab] behind ``input_ids`` [rows, tokens]."""
         tokens = input_ids.shape[1]
-        padded = functional.pad(input_ids, (0, -tokens % self._multiple))  # no token sees a later one
-        positions, documents = self._cache.places(padded.shape[1])
+        padded = functional.pad(input_ids, (0, -tokens % self.multiple))  # no token sees a later one
+        positions, documents = self.cache.places(padded.shape[1])
         positions[:, tokens:] = 0  # a text is no longer for what fills it up
         batch = Batch(input_ids=padded, labels=padded, position_ids=positions, document_ids=documents)
-        return self._last_logits(batch, tokens, self._cache)
+        return self.last_logits(batch, tokens, self.cache)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue these rows only."""
-        self._cache.keep(rows)
+        self.cache.keep(rows)
+
+
+@dataclass
+class Recorded:
+    """A pass for which all memory is allocated, with the choice of its tokens."""
+
+    cache: KeyValueCache
+    choice: TokenChoice
+    launch: Callable[[], None] | None = None
+    """None: it has not run yet."""
+
+
+@final
+@dataclass(kw_only=True)
+class RecordedDecoding(CachedDecoding):
+    """A :class:`nxdt_core.protocols.parallel_model.BlockDecoding`."""
+
+    columns: int
+    """Tokens that the longest row can grow to."""
+    logits: Callable[[Batch], torch.Tensor]
+    """Of a batch on the device, [rows, 1, vocab]."""
+    passes: Callable[[], AbstractContextManager[None]]
+    """Returns a context around passes."""
+    device: torch.device
+    weights: Sequence[nn.Parameter]
+    """All that passes read, in the memory that a recording has the addresses of."""
+    kept: dict[Hashable, Recorded]
+    """The model's last recording, which the next call of equal shapes uses again."""
+
+    def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
+        """Yield the next columns of tokens, several at a time; see the protocol."""
+        columns = min(-(-self.columns // _COLUMNS) * _COLUMNS, max(self.columns, window))
+        addresses = tuple(weight.data_ptr() for weight in self.weights)
+        key = self.cache.rows, columns, window, choice.key, addresses
+        recorded = self.kept.pop(key, None)
+        self.kept.clear()  # before as much memory is allocated again
+        with torch.inference_mode(False), torch.no_grad():
+            if recorded is None:
+                recorded = Recorded(self.cache.fixed(columns), copy.copy(choice))
+                recorded.choice.state = {name: torch.empty_like(value) for name, value in choice.state.items()}
+            recorded.cache.take(self.cache)
+            choice.state = {name: held.copy_(choice.state[name]) for name, held in recorded.choice.state.items()}
+        self.cache = recorded.cache
+        try:
+            while (count := choice.begin(left())) > 0:
+                with self.passes(), recorded.cache.in_place():
+                    for _ in range(count):
+                        self._launch(recorded, window)
+                yield choice.written(count)
+        finally:
+            self.kept.clear()
+            self.kept[key] = recorded
+
+    def _launch(self, recorded: Recorded, window: int) -> None:
+        """Run a pass. The first one of a recording loads and compiles kernels, which a recording cannot."""
+        if recorded.launch is not None:
+            recorded.launch()
+            return
+        cache, choice = recorded.cache, recorded.choice
+
+        def run() -> None:
+            positions, ids = cache.begin_pass(window), choice.state["tokens"]
+            choice.choose(self.logits(Batch(input_ids=ids, labels=ids, position_ids=positions))[:, 0])
+
+        run()
+        try:
+            recorded.launch = profile_of(self.device).operations.recorded(run, self.device)
+        except RuntimeError as error:  # such as an operation that waits for the device
+            _log.debug("each token's operations are launched one by one: %s", error)
+            recorded.launch = run

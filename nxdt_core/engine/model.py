@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,15 @@ from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.collectives import ScaledWeights
 from nxdt_core.engine.data.fsdp import begin_micro_batch, uses_copied_masters
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
-from nxdt_core.engine.decoding import CachedDecoding, attention_slots, last_rows_only, positions_that_change
+from nxdt_core.engine.decoding import (
+    CachedDecoding,
+    Recorded,
+    RecordedDecoding,
+    attention_slots,
+    last_rows_only,
+    positions_that_change,
+    records_passes,
+)
 from nxdt_core.engine.expert import RouterMetrics
 from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogProbs
 from nxdt_core.engine.layout import Layout
@@ -59,6 +68,8 @@ class TorchModel:
         self._buffers = {name: value for module in layout.modules for name, value in _saved_buffers(module)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step, self._has_run = 0, False
+        self._recorded: dict[Hashable, Recorded] = {}
+        """The pass that generation ran last, at most one."""
         self._gradients: GradientReducer | None = None
         if mesh.sizes.world_size > 1:
             self._gradients = GradientReducer(
@@ -198,7 +209,29 @@ class TorchModel:
         slots = attention_slots(self._layout.modules, self.plan)
         if isinstance(slots, str):
             return slots
-        return CachedDecoding(KeyValueCache(slots, lengths, columns), self._last_logits, self._sequence_multiple)
+        alone = records_passes(self._mesh.sizes, sharded=self._layout.sharded)
+        if not (alone and profile_of(self._compute.device).records):
+            cache, multiple = KeyValueCache(slots, lengths, columns), self._sequence_multiple
+            return CachedDecoding(cache=cache, last_logits=self._last_logits, multiple=multiple)
+        return RecordedDecoding(
+            cache=KeyValueCache(slots, lengths, max(lengths)),
+            last_logits=self._last_logits,
+            columns=columns,
+            logits=partial(self._logits, step=StepContext()),
+            passes=self._recorded_passes,
+            device=self._compute.device,
+            weights=[*self.module.parameters()],
+            kept=self._recorded,
+        )
+
+    @contextmanager
+    def _recorded_passes(self) -> Iterator[None]:
+        if self.module.training:
+            self.module.eval()
+        if isinstance(self._weights, CopiedMasters):
+            self._weights.stay = True
+        with self._forward_only():
+            yield
 
     def _last_logits(self, batch: Batch, columns: int, cache: KeyValueCache) -> torch.Tensor:
         """The logits [rows, vocab] of the last of the first ``columns`` tokens, whose keys and values are kept."""

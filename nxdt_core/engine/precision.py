@@ -108,11 +108,13 @@ def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str,
 class CopiedMasters:
     """Copies of trained parameters in the compute dtype, which replace them while the modules run.
 
-    Outside of that the modules have their masters, and the copies no memory.
+    Outside of that the modules have their masters, and the copies mostly no memory.
     """
 
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
         """``dtype``: of the copies."""
+        self.stay = False
+        """Whether copies keep their memory, for recordings of passes, which have its addresses."""
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Module, name in it, master, copy."""
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -140,13 +142,15 @@ class CopiedMasters:
         finally:
             for module, name, master, copy in self._places:
                 module._parameters[name] = master
-                local_of(copy).untyped_storage().resize_(0)
+                if not self.stay:
+                    local_of(copy).untyped_storage().resize_(0)
 
     @torch.no_grad()
     def _put_in(self) -> None:
         for _, copy in self._pairs:
             local = local_of(copy)
-            local.untyped_storage().resize_(local.numel() * local.element_size())
+            if local.untyped_storage().nbytes() != local.nbytes:  # CUDA allocates again for the same size
+                local.untyped_storage().resize_(local.nbytes)
         copies = [local_of(copy).detach() for _, copy in self._pairs]
         torch._foreach_copy_(copies, [local_of(master).detach() for master, _ in self._pairs])
         for module, name, _, copy in self._places:

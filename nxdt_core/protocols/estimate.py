@@ -47,6 +47,8 @@ class Memory:
     """What backward needs on its way through a layer, recomputed activations included."""
     communication: int = 0
     """Buffers of gathered weights and of gradients that are being reduced."""
+    cache: int = 0
+    """Keys and values of the answers that the model writes before a step."""
 
     @property
     def total(self) -> int:

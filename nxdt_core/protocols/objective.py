@@ -55,6 +55,9 @@ class ObjectiveTraits:
     """Rows of a sample that it takes."""
     samples: str = ""
     """What the samples of a global batch are, such as ``prompts x 8 answers``; empty: sequences, or several rows."""
+    answers: int = 0
+    """Rows that the model writes for each sample before a step, so that ``nxdt plan`` counts the cache of keys and
+    values."""
     values: tuple[str, ...] = ()
     """Names of the :attr:`~nxdt_core.protocols.batch.Batch.values` that it takes."""
     reference: Literal["before", "step"] | None = None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
@@ -13,7 +13,17 @@ from nxdt_core.protocols.piece import Piece
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Decoding", "DecodingModel", "ParallelModel", "ParallelOptimizer", "Replicas", "StepLoss", "prepare"]
+__all__ = [
+    "BlockDecoding",
+    "Decoding",
+    "DecodingModel",
+    "ParallelModel",
+    "ParallelOptimizer",
+    "Replicas",
+    "StepLoss",
+    "TokenChoice",
+    "prepare",
+]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +133,48 @@ class Decoding(Protocol):
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue these rows only, in this order; one may be named several times."""
+        ...
+
+
+class TokenChoice(Protocol):
+    """Chooses the next token of each row on the device, and writes it there."""
+
+    state: dict[str, torch.Tensor]
+    """All tensors that :meth:`choose` reads and writes, on the device; ``tokens`` int64 [rows, 1] are the last ones
+    chosen. They may be replaced by others with the same values."""
+
+    @property
+    def key(self) -> Hashable:
+        """All else that :meth:`choose` depends on, except the shape of logits."""
+        ...
+
+    def begin(self, columns: int) -> int:
+        """Prepare the choice of at most so many columns of tokens, and return of how many."""
+        ...
+
+    def choose(self, logits: torch.Tensor) -> None:
+        """Choose a token for each row of ``logits`` [rows, vocab], without a wait for the device."""
+        ...
+
+    def written(self, columns: int) -> list[list[int]]:
+        """Return the columns of tokens that were chosen since :meth:`begin`."""
+        ...
+
+
+@runtime_checkable
+class BlockDecoding(Decoding, Protocol):
+    """A :class:`Decoding` on a device, which the host does not wait for after each token."""
+
+    device: torch.device
+
+    def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
+        """Yield the next columns of tokens, several at a time, in place of further calls. All rows continue.
+
+        Args:
+            choice: has chosen a token from the logits of the prompts.
+            left: returns how many further columns are wanted; 0 ends the iteration.
+            window: tokens that the model sees at once.
+        """
         ...
 
 

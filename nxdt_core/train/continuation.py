@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 
 import torch
 
-from nxdt_core.protocols.parallel_model import Decoding, DecodingModel, ParallelModel
+from nxdt_core.distributed.devices import HOST
+from nxdt_core.protocols.parallel_model import BlockDecoding, Decoding, DecodingModel, ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.sampling import Sampler, Sampling
 
@@ -43,29 +44,43 @@ class Writer:
             ended: rows that get no further token; the caller adds to it.
         """
         seen, passes = [[*prompt] for prompt in prompts], _Passes(self, prompts, sampling.max_new_tokens)
-        sampler = Sampler(sampling, prompts, self.tokenizer.vocab_size)
+        sampler = Sampler(sampling, prompts, self.tokenizer.vocab_size, passes.device)
         logits = passes(seen)
-        numbers = range(len(prompts) * sampling.samples)
+        rows, left = [*range(len(prompts) * sampling.samples)], sampling.max_new_tokens
         if sampling.samples > 1:
-            of_prompt = [number // sampling.samples for number in numbers]
+            of_prompt = [row // sampling.samples for row in rows]
             seen, logits = [[*seen[prompt]] for prompt in of_prompt], logits[of_prompt]
             passes.keep(of_prompt)
-        rows = [*numbers]
-        for left in reversed(range(sampling.max_new_tokens)):
-            going = []
-            for place, token in enumerate(sampler(logits)):
-                if token not in self.stop_ids:
+        if not left:
+            return
+        going = [*rows]
+        """Places in ``rows`` of those that continue."""
+
+        def within_window() -> int:
+            return min(left, self.window + 1 - max(len(seen[place]) for place in going))
+
+        def columns() -> Iterator[list[int]]:
+            nonlocal rows, seen, going
+            yield sampler(logits)
+            while True:
+                yield from passes.columns(sampler, within_window)
+                if len(going) < len(rows):
+                    rows, seen = [rows[place] for place in going], [seen[place] for place in going]
+                    passes.keep(going)
+                    sampler.keep(going)
+                    going = [*range(len(rows))]
+                yield sampler(passes(seen))
+
+        for tokens in columns():
+            left, places, going = left - 1, going, []
+            for place in places:
+                if (token := tokens[place]) not in self.stop_ids:
                     seen[place].append(token)
                     yield rows[place], token
                     if rows[place] not in ended:
                         going.append(place)
             if not left or not going:
                 return
-            if len(going) < len(rows):
-                rows, seen = [rows[place] for place in going], [seen[place] for place in going]
-                passes.keep(going)
-                sampler.keep(going)
-            logits = passes(seen)
 
     def answers(
         self,
@@ -147,6 +162,8 @@ class _Passes:
         self._model, self._window = writer.model, writer.window
         self._begun = False
         self._decoding: Decoding | None = None
+        self.device = HOST
+        """Where tokens are chosen."""
         lengths = [len(prompt) for prompt in prompts]
         if max(lengths) <= self._window:
             # The shortest row may become as long as the window, behind its padding.
@@ -157,6 +174,7 @@ class _Passes:
                 _tell("each token computes all earlier ones again: %s", found)
             else:
                 self._decoding = found
+                self.device = found.device if isinstance(found, BlockDecoding) else HOST
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits [rows, vocab] of the token that follows each of ``rows``."""
@@ -173,6 +191,12 @@ class _Passes:
             return self._decoding(torch.tensor([row[-1:] for row in rows]))
         self._begun = True
         return self._decoding(torch.tensor([[0] * (longest - len(row)) + [*row] for row in rows]))
+
+    def columns(self, sampler: Sampler, left: Callable[[], int]) -> Iterator[list[int]]:
+        """Yield the next columns of tokens, ``left()`` of them, as far as the model writes several at a time."""
+        if isinstance(self._decoding, BlockDecoding):
+            for block in self._decoding.blocks(sampler, left, self._window):
+                yield from block
 
     def keep(self, rows: Sequence[int]) -> None:
         """Continue these rows only."""

@@ -80,6 +80,7 @@ def test_json_has_the_promised_shape(planned, fork):
         "logits",
         "workspace",
         "communication",
+        "cache",
     ]
     assert total == sum(parts.values())
     assert total < 80 * 2**30

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.distributed.device_operations import HostOperations
+from nxdt_core.distributed.devices import CPU, PROFILES, current_device, profile_of
 from nxdt_core.train import continuation
 from nxdt_core.train.continuation import Writer
 from nxdt_core.train.generate import load_model
@@ -53,6 +58,7 @@ FAMILIES = {
         **{"moe_intermediate_size": 24, "num_key_value_heads": 4},
     },
     "starcoder2": WINDOW,
+    "gpt_oss": {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 8, **WINDOW},
 }
 QUICK = ("mistral", "gpt2", "gemma2")
 SETTINGS_OF_BOTH = {"max_new_tokens": 40, "repetition_penalty": 2.0}
@@ -83,9 +89,42 @@ def saved(where, family):
     return model
 
 
-def continued(loaded, prompts, **settings):
+class Recording(HostOperations):
+    """Records on the host: torch.compile makes one graph of the operations of a pass and of the choice of tokens, or
+    raises an error. A backend of None runs them as they are."""
+
+    def __init__(self, backend: str | None = "eager") -> None:
+        self.backend, self.recordings, self.launches = backend, 0, 0
+
+    def recorded(self, run: Callable[[], None], device: torch.device) -> Callable[[], None]:
+        self.recordings += 1
+        options = {"fullgraph": True, "dynamic": False, "backend": self.backend}
+        compiled = run if self.backend is None else torch.compile(run, **options)
+
+        def launch() -> None:
+            self.launches += 1
+            compiled()
+
+        return launch
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """Let the host record from here on."""
+    torch.compiler.reset()
+
+    def begin(operations=None, **fields):
+        operations = operations or Recording()
+        monkeypatch.setitem(PROFILES, "cpu", replace(CPU, records=True, operations=operations, **fields))
+        counters.clear()
+        return operations
+
+    return begin
+
+
+def continued(loaded, prompts, writer=None, **settings):
     found = {}
-    for row, token in loaded.writer.tokens(prompts, Sampling(**settings)):
+    for row, token in (writer or loaded.writer).tokens(prompts, Sampling(**settings)):
         found.setdefault(row, []).append(token)
     return [found[row] for row in sorted(found)]
 
@@ -98,8 +137,11 @@ model: {{model_config: {where}, optim: {{lr: 0.0}}}}
 """
 
 
-def test_transformers_writes_the_same_tokens_and_a_batch_those_of_each_prompt(family, tmp_path, caplog):
-    """Of a run on shorter sequences than these texts."""
+def test_transformers_writes_the_same_tokens_and_a_batch_those_of_each_prompt(
+    family, tmp_path, caplog, recording, monkeypatch
+):
+    """Of a run on shorter sequences than these texts. What is recorded is one graph for prompts of all lengths, and one
+    launch per token: all but the first, which is that of the prompts' pass, and the second, which is then recorded."""
     theirs = saved(tmp_path, family)
     (tmp_path / "run.yaml").write_text(RUN.format(where=tmp_path))
     loaded = load_model(str(tmp_path), config=str(tmp_path / "run.yaml"))
@@ -111,7 +153,122 @@ def test_transformers_writes_the_same_tokens_and_a_batch_those_of_each_prompt(fa
     assert len({token for text in expected for token in text}) > 8, "texts that repeat themselves show nothing"
     assert [continued(loaded, [prompt], **SETTINGS_OF_BOTH)[0] for prompt in PROMPTS] == expected
     assert continued(loaded, PROMPTS, **SETTINGS_OF_BOTH) == expected
+    if any("experts" in key for key in FAMILIES[family]):  # how many rows one has is read in float32 on a host
+        monkeypatch.setattr(torch._dynamo.config, "capture_scalar_outputs", True)
+    device = recording()
+    assert [continued(loaded, [prompt], **SETTINGS_OF_BOTH)[0] for prompt in PROMPTS] == expected
+    assert (device.recordings, device.launches, counters["stats"]["unique_graphs"]) == (1, 3 * 39 - 1, 1)
+    assert continued(loaded, PROMPTS, **SETTINGS_OF_BOTH) == expected
+    assert (device.recordings, device.launches, counters["stats"]["unique_graphs"]) == (2, 3 * 39 - 1 + 38, 2)
     assert "again" not in caplog.text, "the cache was used, and no text was longer than the window"
+
+
+DRAWN = {"max_new_tokens": 40, "temperature": 1.3, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "frequency_penalty": 0.1}
+
+
+@pytest.fixture
+def gpt2(tmp_path, monkeypatch):
+    """A model with fewer positions than the texts: looking up one beyond the last is an error."""
+    monkeypatch.setitem(SIZES, "max_position_embeddings", 48)
+    saved(tmp_path, "gpt2")
+    return load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_recorded_choices_are_those_of_the_host(gpt2, recording, backend):
+    asked = {"samples": 2, "seed": 5, "repetition_penalty": 1.3, **DRAWN}
+    expected = continued(gpt2, PROMPTS, **asked)
+    device = recording(Recording(backend))
+    assert continued(gpt2, PROMPTS, **asked) == expected
+    assert continued(gpt2, PROMPTS, **asked) == expected
+    assert (device.recordings, counters["stats"]["unique_graphs"]) == (1, 1)
+
+
+def test_recorded_texts_end_where_they_end_on_the_host(gpt2, recording):
+    """At the tokens that end a text, the last of which is within a block, and beyond the window. Rows that have ended
+    are computed further, up to the last position of the model."""
+    whole = continued(gpt2, PROMPTS, **DRAWN)
+    writers = [
+        replace(gpt2.writer, stop_ids={whole[0][3], whole[1][20]}),
+        replace(gpt2.writer, window=30),
+        replace(gpt2.writer, stop_ids={whole[0][2]}),
+    ]
+    expected = [continued(gpt2, PROMPTS, writer, **DRAWN) for writer in writers]
+    assert len({len(text) for text in expected[0]}) > 1
+    device = recording(Recording(None))
+    assert [continued(gpt2, PROMPTS, writer, **DRAWN) for writer in writers] == expected
+    assert device.launches < len(writers) * 39, "nothing is launched after the block in which the last text ends"
+    assert gpt2.writer.answers(PROMPTS, {whole[0][3]}, longest=40, drawn=[(1,), (2,), (3,)], in_step=False)[0][1]
+
+
+def test_texts_that_are_written_in_turns_have_separate_caches_and_weights_may_change(gpt2, recording):
+    def both():
+        texts = [gpt2.continuation(prompt, Sampling(**DRAWN)) for prompt in PROMPTS[:2]]
+        return [*zip(*texts, strict=True)]
+
+    def changed(by):
+        with torch.no_grad():
+            for _, parameter in gpt2.model.named_parameters():
+                parameter.mul_(by)
+
+    expected = [both()]
+    changed(0.5)
+    expected.append(both())
+    changed(2.0)
+    device = recording(Recording(None))
+    found = [both()]
+    changed(0.5)
+    found.append(both())
+    changed(2.0)
+    assert found == expected
+    assert device.recordings == 3, "the second pair has the recording that the first one left"
+    with torch.no_grad():
+        for module in gpt2.model.local_modules():
+            module.double().float()  # weights are elsewhere
+    assert both() == expected[0]
+    assert device.recordings == 5
+
+
+def test_where_a_pass_cannot_be_recorded_it_runs_as_it_is(gpt2, recording, caplog):
+    class Waiting(Recording):
+        def recorded(self, run, device):
+            raise RuntimeError("operation not permitted when stream is capturing")
+
+    expected = continued(gpt2, PROMPTS, **DRAWN)
+    recording(Waiting())
+    with caplog.at_level(logging.DEBUG, logger="nxdt_core.engine.decoding"):
+        assert continued(gpt2, PROMPTS, **DRAWN) == expected
+    assert "launched one by one: operation not permitted" in caplog.text
+
+
+def test_recordings_take_compiled_layers(tmp_path, recording):
+    """Layers share one graph."""
+    saved(tmp_path, "llama")
+    expected = continued(load_model(str(tmp_path)), PROMPTS, **SETTINGS_OF_BOTH)
+    recording(Recording(None), compile_backend="eager")
+    (tmp_path / "run.yaml").write_text(RUN.format(where=tmp_path).replace("model: {", "model: {compile: true, "))
+    compiled = load_model(str(tmp_path), config=str(tmp_path / "run.yaml"))
+    assert continued(compiled, PROMPTS, **SETTINGS_OF_BOTH) == expected
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.accelerator
+@pytest.mark.parametrize("compiled", ["false", "true"])
+def test_an_accelerator_launches_once_per_token(compiled, tmp_path, monkeypatch):
+    saved(tmp_path, "llama")
+    run = RUN.format(where=tmp_path).replace("model: {", f"model: {{compile: {compiled}, ")
+    (tmp_path / "run.yaml").write_text(run)
+    loaded = load_model(str(tmp_path), config=str(tmp_path / "run.yaml"))
+    profile = profile_of(current_device())
+    if not profile.records:
+        pytest.skip(f"{profile.device_type} records no passes")
+    expected = [continued(loaded, PROMPTS, **settings) for settings in (SETTINGS_OF_BOTH, DRAWN)]
+    assert [continued(loaded, PROMPTS, **settings) for settings in (SETTINGS_OF_BOTH, DRAWN)] == expected
+    with torch.profiler.profile() as profiler:
+        assert continued(loaded, PROMPTS, **DRAWN) == expected[1]
+    assert sum(event.count for event in profiler.key_averages() if event.key == "cudaGraphLaunch") == 39
+    monkeypatch.setitem(PROFILES, profile.device_type, replace(profile, records=False))
+    assert [continued(loaded, PROMPTS, **settings) for settings in (SETTINGS_OF_BOTH, DRAWN)] == expected
 
 
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [1.0, 2.0, 5.0, 9.0]}

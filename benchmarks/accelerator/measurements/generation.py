@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from accelerator.bench import GIB, Bench
@@ -18,7 +19,9 @@ __all__ = ["tokens_per_second"]
 
 
 def tokens_per_second(bench: Bench) -> None:
-    """Save a 1B model after two steps, load it, continue a short and a long prompt, and eight prompts."""
+    """Save a 1B model after two steps, load it, and continue one prompt, a long one, 8 and 64: with recorded passes of
+    compiled layers and of layers as they are written, with kernels that are launched one by one, and by transformers.
+    """
     shape = SHAPES["1b"].sized(bench)
     if not bench.small:
         shape = replace(shape, vocabulary=32000)
@@ -26,44 +29,55 @@ def tokens_per_second(bench: Bench) -> None:
     with bench.part("load"):
         model = shape.model(bench, sequence)
         model |= {"compile": False, "optim": {"name": "sgd", "lr": 1e-4, "sched": {}}}  # a small checkpoint
-        path = run_file(
-            bench,
-            "generate",
-            steps=2,
-            every=1,
-            model=model,
-            data={
-                "name": "text",
-                "train_files": ["package://nxdt_plugin_text/data/kjv.txt"],
-                "tokenizer": {"library": "byte"},
-                "seq_length": sequence,
-                "micro_batch_size": 1,
-                "global_batch_size": 1,
-            },
-            precision={"type": "bf16SR"},
-            checkpoint={"enabled": True},
-        )
-        _generate(bench, str(path), sequence)
+        text = {
+            "name": "text",
+            "train_files": ["package://nxdt_plugin_text/data/kjv.txt"],
+            "tokenizer": {"library": "byte"},
+            "seq_length": sequence,
+            "micro_batch_size": 1,
+            "global_batch_size": 1,
+        }
+
+        def run(*, compiled: bool) -> Path:
+            return run_file(
+                bench,
+                "generate",
+                steps=2,
+                every=1,
+                model={**model, "compile": compiled and bench.compiles},
+                data=text,
+                precision={"type": "bf16SR"},
+                checkpoint={"enabled": True},
+            )
+
+        _generate(bench, run, sequence)
 
 
-def _generate(bench: Bench, path: str, sequence: int) -> None:
+def _generate(bench: Bench, run: Callable[..., Path], sequence: int) -> None:
     from nxdt_core.config import load
+    from nxdt_core.distributed.devices import PROFILES
     from nxdt_core.train import train
     from nxdt_core.train.generate import load_model
     from nxdt_core.train.sampling import Sampling
 
-    config = load(path, [])
+    config = load(str(run(compiled=False)), [])
     train(config)
     begun = time.perf_counter()
     model = load_model(config.checkpoint_uri)
     bench.wait()
     bench.row("load", seconds=time.perf_counter() - begun)
+    compiled = load_model(config.checkpoint_uri, config=str(run(compiled=True)))
     wanted = 4 if bench.small else 128
-    for rows, prompt in ((1, 16), (1, sequence // 4), (8, 16)):
+    profile = PROFILES[bench.device.type]
+    for rows, prompt in ((1, 16), (1, sequence // 4), (8, 16), (64, 16)):
         prompts = [[65 + number % 26 for number in range(prompt)]] * rows
-        sampling = Sampling(max_new_tokens=wanted)
-        _timed(bench, f"nxdt, {rows} x {prompt:,} tokens", _nxdt(model, prompts, sampling))
-        _timed(bench, f"transformers, {rows} x {prompt:,} tokens", _transformers(bench, prompts, wanted))
+        what, sampling = f"{rows} x {prompt:,} tokens", Sampling(max_new_tokens=wanted)
+        _timed(bench, f"nxdt, compiled layers, {what}", _nxdt(compiled, prompts, sampling))
+        _timed(bench, f"nxdt, {what}", _nxdt(model, prompts, sampling))
+        PROFILES[bench.device.type] = replace(profile, records=False)
+        _timed(bench, f"nxdt, not recorded, {what}", _nxdt(model, prompts, sampling))
+        PROFILES[bench.device.type] = profile
+        _timed(bench, f"transformers, {what}", _transformers(bench, prompts, wanted))
 
 
 def _nxdt(model: LoadedModel, prompts: list[list[int]], sampling: Sampling) -> Callable[[], int]:
@@ -93,6 +107,8 @@ def _transformers(bench: Bench, prompts: list[list[int]], wanted: int) -> Callab
 
 
 def _timed(bench: Bench, what: str, write: Callable[[], int]) -> None:
+    import torch
+
     from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
 
     with bench.part(what):
@@ -104,4 +120,7 @@ def _timed(bench: Bench, what: str, write: Callable[[], int]) -> None:
         bench.wait()
         seconds = time.perf_counter() - begun
         peak = (max_memory_bytes(bench.device) or 0) / GIB
-        bench.row(what, tokens=tokens, tokens_per_s=tokens / seconds, peak_gib=peak)
+        with torch.profiler.profile() as profiler:
+            write()
+        launches = sum(event.count for event in profiler.key_averages() if "Launch" in event.key) / tokens
+        bench.row(what, tokens=tokens, tokens_per_s=tokens / seconds, launches_per_token=launches, peak_gib=peak)

@@ -21,6 +21,7 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.data.collectives import gather_dtypes
 from nxdt_core.engine.data.fsdp import leaves_experts_whole
+from nxdt_core.engine.decoding import attention_slots
 from nxdt_core.engine.estimate.kernels import keep_as_compiled
 from nxdt_core.engine.estimate.memory import StorageLayout, gathered_bytes
 from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_forward, trace_micro_batch
@@ -32,11 +33,14 @@ from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.errors.models import ModelReadsValues
+from nxdt_core.models.attention.cache import cached_width
+from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.models.loss import RowKernels
 from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.objective import TaughtObjective
+from nxdt_core.protocols.objective import TaughtObjective, traits_of
+from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 
@@ -67,6 +71,8 @@ class MeasuredRank:
     hidden_size: int
     """Width of what travels between stages; 0 without a pipeline."""
     teacher: MeasuredTeacher = MeasuredTeacher()
+    cache: int = 0
+    """Bytes of the keys and values of a micro-batch's answers; 0 where the model writes none."""
 
 
 def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> MeasuredRank:
@@ -83,7 +89,7 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
     sizes = replace(work.sizes, zero_stage=0)
     with fake_mesh(sizes, rank=pp_rank * (sizes.world_size // sizes.pp)) as mesh:
         laid = lay_out(work.builder, mesh, options, precision, work.adapters)
-        counts, traces, layers = ParameterCounts(), [], 0
+        counts, traces, layers, cache = ParameterCounts(), [], 0, 0
         hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
         for number, module in zip(laid.numbers, laid.modules, strict=True):
             counts += count_parameters(
@@ -100,10 +106,36 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
                 again = work.options.sequence_parallel and work.options.gathers_again
                 keep_as_compiled(module, laid.plan, gathers_again=again)
             layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
-            with name_shape_errors([module], laid.plan, sizes):
+            with name_shape_errors([module], laid.plan, sizes), _noted_cache(module, laid.plan, work) as noted:
                 traces.append(_trace(module, replace(work, options=options), storage, mesh, number, hidden_size))
+            cache += sum(noted.values())
         teacher = _measure_teacher(replace(work, options=options), storage, mesh, precision)
-    return MeasuredRank(counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size, teacher=teacher)
+    return MeasuredRank(
+        counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size, teacher=teacher, cache=cache
+    )
+
+
+@contextmanager
+def _noted_cache(module: nn.Module, plan: ParallelPlan, work: Workload) -> Iterator[dict[int, int]]:
+    """Yield what becomes, while ``module`` runs a micro-batch, the bytes of a cache for the answers to one, by
+    attention core; none where the model writes no answers or keeps no keys."""
+    rows = work.micro_batch_size * traits_of(work.objective).answers
+    slots = attention_slots([module], plan) if rows else []
+    noted: dict[int, int] = {}
+
+    def note(number: int, semantics: AttentionSemantics, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        width = cached_width(semantics, work.seq_length)
+        noted[number] = sum(rows * width * kept.shape[1] * kept.shape[3] * kept.element_size() for kept in args[1:3])
+
+    handles = [
+        held.get_submodule(name).register_forward_pre_hook(partial(note, number, said))
+        for number, (held, name, said) in enumerate(slots if isinstance(slots, list) else [])
+    ]
+    try:
+        yield noted
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _measure_teacher(

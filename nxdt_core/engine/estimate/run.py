@@ -14,6 +14,7 @@ from torch import nn
 
 from nxdt_core.engine.data.collectives import product_weights
 from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
+from nxdt_core.engine.decoding import records_passes
 from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
 from nxdt_core.engine.estimate.trace import ring_share
@@ -200,13 +201,19 @@ def _of_rank(
     stages = stages_of_rank(pp_rank, sizes.pp, sizes.vpp, sizes.schedule)
     traces = dict(zip(stages, measured.traces, strict=True))
     memory = peak_memory(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size))
+    memory = _with_teacher(memory, measured, work)
+    if records_passes(sizes, sharded=storage.sharded) and work.records:
+        memory = replace(memory, cache=measured.cache)
+    else:  # it is freed before the step
+        writing = Memory(weights=memory.weights, optimizer=memory.optimizer, cache=measured.cache)
+        memory = max(memory, writing, key=lambda moment: moment.total)
     return RankEstimate(
         pp_rank=pp_rank,
         stages=stages,
         layers=measured.layers,
         parameters=measured.counts.local,
         stored=measured.counts.stored,
-        memory=_with_teacher(memory, measured, work),
+        memory=memory,
         sent=sent_in_a_step(measured, work, storage, stages),
     )
 

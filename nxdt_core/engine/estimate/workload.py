@@ -44,6 +44,8 @@ class Workload:
     seq_length: int
     saves_bfloat16: bool = False
     """Whether checkpoints have wider weights in bfloat16, too."""
+    records: bool = False
+    """Whether the device records passes of generation, whose cache is then kept during a step."""
     packed: bool = False
     """Whether samples hold several documents that do not see each other: attention then receives their ids."""
 
@@ -113,6 +115,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
     """
     register_profile_of(config)
     run = config.run
+    profile = _profile(run.trainer.accelerator)
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
     return Workload(
         builder=parts.builder,
@@ -123,11 +126,12 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
         state=_state(config, parts),
         stand_ins=_stand_ins(config, parts.precision),
         sizes=sizes,
-        options=LayoutOptions.of(run, _profile(run.trainer.accelerator), ParallelMesh(sizes, None)),
+        options=LayoutOptions.of(run, profile, ParallelMesh(sizes, None)),
         micro_batch_size=run.data.micro_batch_size,
         global_batch_size=run.data.global_batch_size,
         seq_length=run.data.seq_length,
         saves_bfloat16=run.checkpoint.save_bf16,
+        records=profile.records,
         packed=bool(getattr(config.selected("dataset").config, "reset_attention_mask", False)),
     )
 
@@ -152,8 +156,8 @@ def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
 
 def _profile(accelerator: str) -> DeviceProfile:
     """The row of the device type that the run is for. Of ``auto`` on a machine without an accelerator it is not known,
-    so that it promises nothing that a layout could do without."""
+    so that it promises nothing that a layout could do without, and has what takes memory."""
     found = available_type() if accelerator == "auto" else accelerator
     if accelerator == "auto" and PROFILES[found].host:
-        return replace(profile_of(torch.device("meta")), symmetric_memory=True)
+        return replace(profile_of(torch.device("meta")), symmetric_memory=True, records=True)
     return PROFILES[found]

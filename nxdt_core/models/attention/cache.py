@@ -17,7 +17,7 @@ from torch.nn import functional
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["AttentionSlot", "KeyValueCache"]
+__all__ = ["AttentionSlot", "KeyValueCache", "cached_width"]
 
 AttentionSlot = tuple[nn.Module, str, AttentionSemantics]
 """The module that holds an attention core, the core's name in it, and what the core computes."""
@@ -37,23 +37,26 @@ class KeyValueCache:
             lengths: tokens of each prompt.
             columns: tokens that the longest row can grow to.
         """
-        self.columns = columns
+        self.columns, self._slots = columns, [*slots]
         self.length = 0
         """Columns so far."""
         self.new = 0
         """Columns that the pass under way adds; what a layout fills up behind them is not kept."""
         self._padding = max(lengths) - torch.tensor(lengths)
         """int64 [rows]"""
-        self._padded = bool(self._padding.any())
-        self._masks: dict[int, torch.Tensor] = {}
-        self._cores = [(held._modules, name, _cached(held, name, said, self)) for held, name, said in slots]
+        self._padded = min(lengths) < max(lengths)
+        self._cores = [
+            (held._modules, name, _CachedAttention(held.get_submodule(name), said, self))
+            for held, name, said in self._slots
+        ]
+        self.found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        """By width: where the next column is, int64 [1], and its :meth:`mask`."""
+        self.next: torch.Tensor | None = None
+        """int64 [1] on the device, in place of the length of a fixed cache."""
 
     @contextmanager
-    def extended(self, tokens: int) -> Iterator[None]:
-        """Let attention read and add keys within the block, a forward pass over ``tokens`` further columns."""
-        self.new = tokens
-        for width, mask in self._masks.items():  # a token's column may have been padding
-            mask[..., self.length % width] = 0
+    def in_place(self) -> Iterator[None]:
+        """Let attention read and add keys within the block."""
         for modules, name, cached in self._cores:
             modules[name] = cached
         try:
@@ -61,7 +64,63 @@ class KeyValueCache:
         finally:
             for modules, name, cached in self._cores:
                 modules[name] = cached.core
+
+    @contextmanager
+    def extended(self, tokens: int) -> Iterator[None]:
+        """Let attention read and add keys within the block, a forward pass over ``tokens`` further columns."""
+        self.new = tokens
+        if self.length:
+            self._find_places()
+        with self.in_place():
+            yield
         self.length += tokens
+
+    @property
+    def rows(self) -> int:
+        """Number of rows."""
+        return len(self._padding)
+
+    def fixed(self, columns: int) -> KeyValueCache:
+        """Return a cache for as many rows, with the memory of ``columns`` columns. Its passes have equal shapes and
+        addresses: what changes is in tensors."""
+        found = KeyValueCache(self._slots, [1] * self.rows, columns)
+        for (_, _, own), (_, _, cached) in zip(self._cores, found._cores, strict=True):
+            cached.fill(own.keys[:, :, :0], own.values[:, :, :0])
+            found.next = torch.zeros(1, dtype=torch.int64, device=own.keys.device)
+        found._padding, found._padded = found._padding.to(own.keys.device), True
+        return found
+
+    def take(self, other: KeyValueCache) -> None:
+        """Let a fixed cache have the keys and values of ``other``, which has seen the prompts."""
+        assert self.next is not None
+        self.next.fill_(other.length)
+        self._padding.copy_(other._padding)
+        for (_, _, own), (_, _, cached) in zip(self._cores, other._cores, strict=True):
+            for kept, given in ((own.keys, cached.keys), (own.values, cached.values)):
+                kept[:, :, : given.shape[2]] = given
+                kept[:, :, given.shape[2] :] = 0  # hidden, and yet part of a sum
+
+    def begin_pass(self, window: int) -> torch.Tensor:
+        """Begin a pass of a fixed cache, and return its positions, int64 [rows, 1], below ``window``: rows that have
+        ended are computed further."""
+        assert self.next is not None
+        self._find_places()
+        positions = (self.next - self._padding[:, None]).clamp(0, window - 1)
+        self.next.add_(1)
+        return positions
+
+    def _find_places(self) -> None:
+        """Find the places of the next column: its number modulo the width."""
+        self.found = {}
+        for _, _, cached in self._cores:
+            if cached.width not in self.found:
+                place = (self._number % cached.width).to(cached.keys.device)
+                self.found[cached.width] = place, self.mask(cached.width, cached.keys)
+
+    @property
+    def _number(self) -> torch.Tensor:
+        """Return the number of the next column, int64 [1]."""
+        return torch.tensor([self.length]) if self.next is None else self.next
 
     def places(self, tokens: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return the positions and the documents, int64 [rows, tokens], of the next ``tokens`` columns. Padding is a
@@ -74,28 +133,23 @@ class KeyValueCache:
         """Continue these rows only, in this order; one may be named several times."""
         index = torch.tensor(rows)
         self._padding = self._padding[index]
-        self._masks = {width: mask[index.to(mask.device)] for width, mask in self._masks.items()}
         for _, _, cached in self._cores:
             cached.keep(index)
 
     def mask(self, width: int, like: torch.Tensor) -> torch.Tensor | None:
-        """Return what hides padding among ``width`` columns, additive [rows, 1, 1, width]; None: nothing does."""
+        """Return what hides padding among ``width`` columns, additive [rows, 1, 1, width]; None: nothing does. A column
+        that is not there yet has a negative number, and is hidden, too."""
         if not self._padded:
             return None
-        if width not in self._masks:
-            # Asked for in the second pass: the place of a column is its number modulo the width.
-            first = max(0, self.length - width)
-            columns = first + (torch.arange(width) - first) % width
-            hidden = columns < self._padding[:, None]
-            mask = torch.zeros(hidden.shape, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
-            mask[:, self.length % width] = 0
-            self._masks[width] = mask[:, None, None].to(like.device)
-        return self._masks[width]
+        columns = self._number - (self._number - torch.arange(width, device=self._padding.device)) % width
+        hidden = columns < self._padding[:, None]
+        mask = torch.zeros_like(hidden, dtype=like.dtype).masked_fill_(hidden, float("-inf"))
+        return mask[:, None, None].to(like.device)
 
 
-def _cached(held: nn.Module, name: str, semantics: AttentionSemantics, cache: KeyValueCache) -> _CachedAttention:
-    width = cache.columns if semantics.window is None else min(semantics.window, cache.columns)
-    return _CachedAttention(held.get_submodule(name), semantics, cache, width)
+def cached_width(semantics: AttentionSemantics, columns: int) -> int:
+    """Return how many of ``columns`` columns a layer keeps."""
+    return columns if semantics.window is None else min(semantics.window, columns)
 
 
 class _CachedAttention(nn.Module):
@@ -104,10 +158,10 @@ class _CachedAttention(nn.Module):
     keys: torch.Tensor
     values: torch.Tensor
 
-    def __init__(self, core: nn.Module, semantics: AttentionSemantics, cache: KeyValueCache, width: int) -> None:
+    def __init__(self, core: nn.Module, semantics: AttentionSemantics, cache: KeyValueCache) -> None:
         super().__init__()
-        self.core, self.semantics, self.width = core, semantics, width
-        self.cache = cache
+        self.core, self.semantics, self.cache = core, semantics, cache
+        self.width = cached_width(semantics, cache.columns)
 
     def forward(
         self,
@@ -120,19 +174,19 @@ class _CachedAttention(nn.Module):
     ) -> torch.Tensor:
         """Return what the core does, for the new columns."""
         cache = self.cache
-        if cache.length == 0:
-            self._fill(key[:, :, : cache.new], value[:, :, : cache.new])
+        if cache.length == 0 and cache.next is None:
+            self.fill(key[:, :, : cache.new], value[:, :, : cache.new])
             attended: torch.Tensor = self.core(query, key, value, document_ids, step, **sinks)
             return attended
-        place, seen = cache.length % self.width, min(cache.length + 1, self.width)
-        self.keys[:, :, place] = key[:, :, 0]
-        self.values[:, :, place] = value[:, :, 0]
-        mask = cache.mask(self.width, query)
+        place, hidden = cache.found[self.width]
+        self.keys.index_copy_(2, place, key[:, :, :1])
+        self.values.index_copy_(2, place, value[:, :, :1])
+        seen = self.width if cache.next is not None else min(cache.length + 1, self.width)
         return _attend(
             query,
             self.keys[:, :, :seen],
             self.values[:, :, :seen],
-            None if mask is None else mask[..., :seen],
+            None if hidden is None else hidden[..., :seen],
             self.semantics,
             **sinks,
         )
@@ -142,7 +196,7 @@ class _CachedAttention(nn.Module):
         rows = rows.to(self.keys.device)
         self.keys, self.values = self.keys[rows], self.values[rows]
 
-    def _fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
+    def fill(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Keep the last columns of the prompts, each at its number modulo the width."""
         self.keys, self.values = (
             tensor.new_empty((*tensor.shape[:2], self.width, tensor.shape[3])) for tensor in (key, value)

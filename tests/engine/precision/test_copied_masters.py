@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxdt_core.engine.data.fsdp import needs_sharding, uses_copied_masters
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.precision import CopiedMasters
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from tests.engine.test_traffic import MICRO_BATCHES, configured, running
@@ -74,3 +75,19 @@ def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(ranks):
 def test_masters_that_others_hold_too_or_in_a_pipeline_are_sharded(sizes, copied):
     assert uses_copied_masters(sizes, MASTERS) == copied
     assert needs_sharding(ParallelMesh(sizes, None), MASTERS) == (not copied)
+
+
+@pytest.mark.parametrize("stay", [False, True])
+def test_copies_are_those_of_the_masters_now_and_keep_their_memory_for_recordings(stay: bool) -> None:
+    layer = torch.nn.Linear(3, 3)
+    copies = CopiedMasters([layer], torch.bfloat16)
+    copies.stay = stay
+    with copies.in_place():
+        copy, address = layer.weight, layer.weight.data_ptr()
+    assert bool(copy.untyped_storage().nbytes()) == stay
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    master = layer.weight
+    with copies.in_place():
+        assert torch.equal(layer.weight, master.bfloat16())
+        assert not stay or layer.weight.data_ptr() == address

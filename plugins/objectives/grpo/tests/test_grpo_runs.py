@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,8 @@ from nxdt_testing.ranks import RankPool, process_group
 from nxdt_core import checkpoint
 from nxdt_core.cli.plan import print_report
 from nxdt_core.config import check, load
+from nxdt_core.distributed.device_operations import HostOperations
+from nxdt_core.distributed.devices import CPU, PROFILES
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.train import TrainSession
@@ -336,6 +339,27 @@ def test_the_plan_and_the_banner_count_prompts_and_answers(small, capsys):
     assert "4 prompts x 4 answers of 32 = 512 tokens, " in capsys.readouterr().out
     assert train(small("trainer.max_steps=1", "trainer.val_check_interval=null")).step == 1
     assert "prompts, 4 prompts x 4 answers of 32 = 512 tokens per step" in capsys.readouterr().err
+
+
+def test_the_plan_counts_the_cache_of_keys_and_values_that_a_device_keeps(small, monkeypatch):
+    """On a host that says it records passes; the answers, and so the losses, are those of other hosts."""
+
+    class Recording(HostOperations):
+        def recorded(self, run, device):
+            return run
+
+    def losses(session):
+        return [float(session.step(batch).loss.loss) for batch, _ in zip(session.batches(), range(2), strict=False)]
+
+    with TrainSession(small()) as session:
+        expected = losses(session)
+    assert plan(small()).estimate.fullest.memory.cache == 0, "it is freed before the step"
+    monkeypatch.setitem(PROFILES, "cpu", replace(CPU, records=True, operations=Recording()))
+    with TrainSession(small()) as session:
+        assert losses(session) == expected
+        (recorded,) = session.model._recorded.values()
+    kept = [tensor for *_, core in recorded.cache._cores for tensor in (core.keys, core.values)]
+    assert plan(small()).estimate.fullest.memory.cache == sum(tensor.nbytes for tensor in kept) > 0
 
 
 @pytest.mark.parametrize(

@@ -51,10 +51,9 @@ class Distill:
     labels for which both models find the same token likeliest.
     """
 
-    traits = ObjectiveTraits(unit="labels")
-
     def __init__(self, config: DistillConfig) -> None:
         self._config = config
+        self.traits = ObjectiveTraits(unit="labels", answers=int(config.on_policy > 0))
         self._measure = Measure(beta=config.beta, temperature=config.temperature)
         self._share = config.kd_ratio
         self._model: ParallelModel | None = None

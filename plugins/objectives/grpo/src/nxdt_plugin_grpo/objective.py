@@ -70,6 +70,7 @@ class Grpo:
         """Names of the values of answers; of blank samples they are zero."""
         self.traits = ObjectiveTraits(
             rows_per_sample=config.num_generations,
+            answers=config.num_generations,
             samples=f"prompts x {config.num_generations} answers",
             values=("advantages", *(_OF_ANSWER + name for name in self._figures)),
             unit="tokens of answers" if config.loss_type == "dapo" else "answers",
