@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, mapped, merge, parse_yaml, to_plain
+from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, mapped, parse_yaml, to_plain
 from nxdt_core.errors.configuration import (
     BadOverride,
     ConfigFileNotFound,
