@@ -50,7 +50,9 @@ def run_in_turn(calls: Mapping[Name, Call], **options: Any) -> dict[Name, list[A
     found: dict[Name, list[Any]] = {}
     for world in sorted({max(call.world, small) for call in calls.values()}):
         names = [name for name, call in calls.items() if max(call.world, small) == world]
-        reports = RankPool(world).run(in_turn, [calls[name] for name in names], **{"timeout_s": 120, **options})
+        reports = RankPool(world, lasting=True).run(
+            in_turn, [calls[name] for name in names], **{"timeout_s": 120, **options}
+        )
         for place, name in enumerate(names):
             found[name] = [report[place] for report in reports[: calls[name].world]]
     return found

@@ -56,14 +56,16 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
 
     Args:
         uri: a plain path, ``file:///absolute/path``, or ``scheme://…`` of an installed plugin.
-        kernel: knows the plugins; None starts one with the default policy.
+        kernel: knows the plugins; None starts one with the default policy, without plugins for a file's address.
         config: the dataclass of ``checkpoint.storage``; None means the component's defaults.
 
     Raises:
         BadStorageUri: ``uri`` is malformed.
         UnknownScheme: no usable plugin serves its scheme; the error names the one to install where it is known.
     """
-    component = (kernel or Kernel.start()).registry.storage_for_scheme(scheme_of(uri))
+    scheme = scheme_of(uri)
+    kernel = kernel or Kernel.start(path=() if scheme == "file" else None)
+    component = kernel.registry.storage_for_scheme(scheme)
     config_class = component.load_config()
     if config is None and config_class is not None:
         config = config_class()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from nxdt_core.config.annotations import DefaultsTo
-from nxdt_core.config.interpolation import has_interpolation, interpolate
+from nxdt_core.config.interpolation import MANDATORY, has_interpolation, interpolate
 from nxdt_core.config.schema import SLOTS, Composition, RunConfig
 from nxdt_core.config.section import REQUIRED, Key, keys_of, section_paths
 from nxdt_core.config.tree import Node, Origin, from_plain, join, merge, to_plain
@@ -119,14 +119,10 @@ class Completion:
         return node or filling.default
 
 
-_MANDATORY = "???"
-"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
-
-
 def tidy_given(given: Node) -> tuple[Node, list[ConfigProblem], dict[str, Origin]]:
     """Return the tree with whole sections that are interpolations replaced, with ``section: name`` spelled out as
     ``section: {name: …}``, and without ``???``; the problems; and where the keys are that said ``???``."""
-    mandatory = {path: node.origin for path, node in given.leaf_nodes() if node.value == _MANDATORY}
+    mandatory = {path: node.origin for path, node in given.leaf_nodes() if node.value == MANDATORY}
     for path in mandatory:
         given = given.without(path)
     taken = [
@@ -147,7 +143,7 @@ def find_ungiven(mandatory: Mapping[str, Origin], tree: Node) -> Iterator[Config
     for path, origin in mandatory.items():
         found = tree.find(path)
         if found is not None and found.origin.kind == "default":
-            yield MissingKey(**origin.at(path), allowed=f"a value in place of {_MANDATORY}")
+            yield MissingKey(**origin.at(path), allowed=f"a value in place of {MANDATORY}")
 
 
 def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node, list[ConfigProblem]]:

@@ -1,6 +1,6 @@
 """``${…}`` by OmegaConf, value by value, so that each failure is a separate problem.
 
-OmegaConf is imported only where a configuration has an interpolation: it costs 45 ms.
+OmegaConf is imported only where an interpolation is more than the path of a key with a plain value: it costs 45 ms.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from nxdt_core.config.tree import MASK, KeyPath, Node, dotted, from_plain, repla
 from nxdt_core.errors.configuration import BadInterpolation, ConfigProblem
 
 __all__ = [
+    "MANDATORY",
     "UNRESOLVED",
     "from_environment",
     "has_interpolation",
@@ -81,6 +82,8 @@ UNRESOLVED: Any = object()
 _MOST_LEVELS = 50
 """Of brackets in one interpolation. The parser and the resolvers recurse: beyond a few hundred, whether they still
 succeed depends on how deep the stack is already."""
+MANDATORY = "???"
+"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
 _MISSING = re.compile(r"Interpolation key '([^']*)' not found")
 _RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
 
@@ -101,7 +104,14 @@ def interpolate(
         wanted: Key paths whose values are needed, with all below them; others may keep their interpolations. (A
             tree costs OmegaConf 15 ms, so it is made only where it is needed.)
     """
-    pending = [(path, node) for path, node in interpolations(tree) if _touches(dotted(path), wanted)]
+    pending: list[tuple[KeyPath, Node]] = []
+    for path, node in [each for each in interpolations(tree) if _touches(dotted(each[0]), wanted)]:
+        named = _plain_target(tree, str(node.value))
+        if named is None:
+            pending.append((path, node))
+        else:
+            origin = replace(node.origin, directory=_directory(tree, node))
+            tree = replaced(tree, path, Node(named.value, origin))
     if not pending:
         return tree, []
     # Here, not above: OmegaConf is needed by few configurations.
@@ -138,6 +148,15 @@ def interpolate(
             resolved = Node(UNRESOLVED, node.origin)
         tree = replaced(tree, path, resolved)
     return tree, problems
+
+
+def _plain_target(tree: Node, text: str) -> Node | None:
+    """Return the node of the key that is all that ``text`` names, where it needs no OmegaConf: a value as written."""
+    reference = _REFERENCE.fullmatch(text)
+    node = tree.find(reference[1]) if reference else None
+    if node is None or node.shown is not None or has_interpolation(node.value) or node.value == MANDATORY:
+        return None
+    return node if node.value is None or isinstance(node.value, (bool, int, float, str)) else None
 
 
 class MalformedInterpolation(Exception):

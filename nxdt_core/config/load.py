@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from nxdt_core.config.plugins import (
 from nxdt_core.config.read import Reading
 from nxdt_core.config.schema import Composition, ResolvedConfig, RunConfig, Selected
 from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
-from nxdt_core.config.sources import BASE, COMMAND_LINE, Source, apply_overrides, find_base, read_source
+from nxdt_core.config.sources import BASE, COMMAND_LINE, Source, find_base, read_overrides, read_source
 from nxdt_core.config.tree import Node, Origin, Place, merge
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ImpossibleCombination, Misfit, NotSupported
@@ -102,6 +102,8 @@ class _Load:
         self.wanted = source
         self.label = label
         self.overrides = overrides
+        self.set, self.unreadable = read_overrides(overrides)
+        """The trees that overrides set, later ones over earlier ones, and what is wrong with others."""
         self.passed = kernel
         self.started: Kernel | None = None
         """The kernel in use; before it is known, one that was started to find a recipe."""
@@ -173,8 +175,7 @@ class _Load:
 
     def _kernel_for_recipes(self, above: Node) -> Kernel:
         """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
-        tree, _ = apply_overrides(above, self.overrides)
-        return self._start_kernel(tree, str(self.wanted))
+        return self._start_kernel(reduce(merge, self.set, above), str(self.wanted))
 
     def _read(self, *, converts: bool) -> Source:
         """The source and, below it, what it is based on. ``converts`` reads files of other programs in keys of nxdt."""
@@ -211,9 +212,10 @@ class _Load:
     def _collect(self, source: Source) -> Node:
         """What was written, overrides included."""
         self.problems += source.problems
-        above, _ = apply_overrides(Node({}, COMMAND_LINE), self.overrides)
+        above = reduce(merge, self.set, Node({}, COMMAND_LINE))
         self.replaced += find_replaced(source.tree, above)
-        given = self._keep(apply_overrides(source.tree, self.overrides))
+        given = reduce(merge, self.set, source.tree)
+        self.problems += self.unreadable
         if (base := above.find(BASE)) is not None and base.value is not None:
             reason = "a base is read with the file that names it, and overrides come later"
             place = base.origin.at(BASE)

@@ -82,8 +82,10 @@ def _on_paths(keys: tuple[Key, ...], node: Node, change: Callable[[Node], Node])
     """Return the node with its paths changed, also those of sections in a mapping."""
     if any(key.holds_path for key in keys):
         return mapped(node, change)
+    if not isinstance(node.value, dict):
+        return node
     inner = next((part for part in get_args(keys[0].annotation) if is_model(part)), None)
-    if inner is None or not isinstance(node.value, dict):
+    if inner is None:
         return node
 
     def section(child: Node) -> Node:

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, mapped, merge, parse_yaml, to_plain
+from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, mapped, parse_yaml, to_plain
 from nxdt_core.errors.configuration import (
     BadOverride,
     ConfigFileNotFound,
@@ -34,13 +34,12 @@ __all__ = [
     "PackageNotFound",
     "Recipe",
     "Source",
-    "apply_overrides",
     "expand_home",
     "file_problem",
     "find_base",
     "find_recipe",
     "list_recipes",
-    "override_node",
+    "read_overrides",
     "read_source",
     "resolve_path",
 ]
@@ -276,20 +275,14 @@ COMMAND_LINE = Origin(kind="override", where="command line")
 _PATH = re.compile(r"[^\s.=\[\]{}]+(\.[^\s.=\[\]{}]+)*")
 
 
-def apply_overrides(tree: Node, overrides: Sequence[str]) -> tuple[Node, list[ConfigProblem]]:
-    """Return the tree with each ``key.path=value`` set, later ones over earlier ones; values are read as YAML."""
-    problems: list[ConfigProblem] = []
-    for text in overrides:
-        found = override_node(text)
-        if isinstance(found, ConfigProblem):
-            problems.append(found)
-        else:
-            tree = merge(tree, found)
-    return tree, problems
+def read_overrides(overrides: Sequence[str]) -> tuple[list[Node], list[ConfigProblem]]:
+    """Return the tree that each ``key.path=value`` sets, and what is wrong with others; values are read as YAML."""
+    found = [_override(text) for text in overrides]
+    problems = [each for each in found if isinstance(each, ConfigProblem)]
+    return [each for each in found if isinstance(each, Node)], problems
 
 
-def override_node(text: str) -> Node | ConfigProblem:
-    """Return the tree that one override sets, or what is wrong with it."""
+def _override(text: str) -> Node | ConfigProblem:
     path, equals, value = text.partition("=")
     if not equals:
         return _bad(text, "it has no '='")

@@ -142,7 +142,11 @@ class Node:
         if not self.children:
             yield prefix, self
         for key, child in self.children.items():
-            yield from child.leaf_nodes(join(prefix, key))
+            path = join(prefix, key)
+            if child.children:
+                yield from child.leaf_nodes(path)
+            else:
+                yield path, child
 
 
 def join(prefix: str, key: str) -> str:
@@ -161,7 +165,10 @@ def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
     children: Any = node.value
     if isinstance(children, (dict, list)):
         for part, child in children.items() if isinstance(children, dict) else enumerate(children):
-            yield from walk(child, (*path, part))
+            if isinstance(child.value, (dict, list)):
+                yield from walk(child, (*path, part))
+            else:  # most nodes: a generator for each would take most of the time
+                yield (*path, part), child
 
 
 def mapped(node: Node, change: Callable[[Node], Node]) -> Node:

@@ -56,22 +56,27 @@ class HookSet:
     The plugin's module itself is never given to pluggy, so nothing else in it is looked at.
     """
 
+    __slots__ = ("__dict__", "_by_hook")
+
     def __init__(self, implementations: Mapping[str, Callable[..., Any]]) -> None:
         self.__dict__.update(implementations)
+        self._by_hook: dict[str, list[Callable[..., Any]]] = {}
+        for name, implementation in implementations.items():
+            hook = getattr(implementation, _MARK).get("specname") or name
+            self._by_hook.setdefault(hook, []).append(implementation)
 
     def __dir__(self) -> list[str]:
         """The hooks alone: pluggy looks at every name that this lists."""
         return list(self.__dict__)
 
+    def implements(self, hook: str) -> bool:
+        """Return whether this plugin has an implementation of a hook."""
+        return hook in self._by_hook
+
     def call(self, hook: str) -> list[Any]:
         """Return what this plugin alone gives for a hook without arguments; mostly nothing or one value."""
-        found = []
-        for name, implementation in vars(self).items():
-            implements = getattr(implementation, _MARK).get("specname") or name
-            result = implementation() if implements == hook else None
-            if result is not None:
-                found.append(result.value)
-        return found
+        results = [implementation() for implementation in self._by_hook.get(hook, ())]
+        return [result.value for result in results if result is not None]
 
 
 _TRACE: ContextVar[list[HookCall] | None] = ContextVar("nxdt_hook_trace", default=None)

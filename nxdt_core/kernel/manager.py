@@ -272,6 +272,8 @@ class Candidate:
     def _called(self, hook: str, record: type[T]) -> list[T]:
         """Return what one registration hook gives, each of the class ``record``."""
         records: list[T] = []
+        if not self.hooks.implements(hook):  # most plugins have one hook or two of twenty
+            return records
         with _defects_of(hook):
             for value in self.hooks.call(hook):
                 records += _items(hook, value)

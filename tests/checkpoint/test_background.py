@@ -264,7 +264,7 @@ def test_ranks_save_their_shares_in_the_background(tmp_path: Path, layout: Layou
 
 
 def test_what_a_rank_holds_may_change_between_saves(tmp_path: Path) -> None:
-    RankPool(2).run(background.save_what_changes, str(tmp_path))
+    RankPool(2, lasting=True).run(background.save_what_changes, str(tmp_path))
     storage = LocalStorage(str(tmp_path))
     found = {step: load_model(storage, read_manifest(storage, step)) for step in committed(storage)}
     shapes = {step: {name: list(tensor.shape) for name, tensor in model.items()} for step, model in found.items()}
@@ -272,14 +272,14 @@ def test_what_a_rank_holds_may_change_between_saves(tmp_path: Path) -> None:
 
 
 def test_all_ranks_raise_at_one_step_what_one_of_them_met(tmp_path: Path) -> None:
-    found = RankPool(2).run(background.fail_and_go_on, str(tmp_path))
+    found = RankPool(2, lasting=True).run(background.fail_and_go_on, str(tmp_path))
     assert found[0] == found[1]
     assert found[0]["error"][0] == "StorageFull"
     assert committed(LocalStorage(str(tmp_path))) == [1, found[0]["step"]]
 
 
 def test_ranks_leave_out_the_same_saves(tmp_path: Path) -> None:
-    found = RankPool(2).run(background.skip_when_busy, str(tmp_path))
+    found = RankPool(2, lasting=True).run(background.skip_when_busy, str(tmp_path))
     assert found[0] == found[1]
     assert found[0][0]
     assert not any(found[0][1:4])

@@ -115,7 +115,7 @@ def save_run(root: str, *overrides: str) -> int:
     ids=["tied", "untied", "tied ends of a pipeline"],
 )
 def test_a_run_records_how_many_elements_its_model_has(tmp_path: Path, overrides: tuple[str, ...]) -> None:
-    counted = RankPool(2 if PIPELINE[0] in overrides else 1).run(save_run, str(tmp_path), *overrides)
+    counted = RankPool(2 if PIPELINE[0] in overrides else 1, lasting=True).run(save_run, str(tmp_path), *overrides)
     manifest = read_manifest(LocalStorage(str(tmp_path)), 0)
     loaded = load_model(LocalStorage(str(tmp_path)), manifest)
     assert set(counted) == {manifest.facts.elements} == {sum(tensor.numel() for tensor in loaded.values())}

@@ -1,10 +1,15 @@
-"""Runs the real command in a child process, and builds distributions for it to find."""
+"""Runs the real command, and builds distributions for it to find."""
 
+import logging
+import os
 import shutil
 import subprocess
 import sys
+import traceback
 from collections.abc import Callable, Sequence
+from contextlib import chdir
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -44,11 +49,26 @@ def work(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def nxdt(work: Path, site: Path) -> Run:
+def nxdt(work: Path, site: Path, capfd: pytest.CaptureFixture[str]) -> Run:
     """Run ``nxdt ARGS`` in an empty directory; ``without`` names modules that cannot be imported, and ``uninstalled``
-    distributions that are not there. Without ``fork`` a new interpreter runs it, which has imported nothing yet: by
-    default where modules cannot be imported. A fork has them already, for modules that the preload imports with them;
-    it shows what a command does that looks for a module while it works."""
+    distributions that are not there.
+
+    By default this process runs it, a fork where ``site`` has distributions, and a new interpreter, which has imported
+    nothing yet, where modules cannot be imported. ``fork`` chooses a fork or a new interpreter. A fork has modules
+    already that the preload imports; it shows what a command does that looks for one while it works."""
+
+    def here(args: Sequence[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+        from nxdt_core.cli import main
+
+        capfd.readouterr()
+        variables = mock.patch.dict(os.environ, environment, clear=True)
+        with chdir(work), variables, mock.patch.object(logging.root, "handlers", []):
+            try:
+                status = main(args)
+            except Exception:
+                traceback.print_exc()
+                status = 1
+        return subprocess.CompletedProcess(args, status, *capfd.readouterr())
 
     def run(
         *args: str,
@@ -57,6 +77,8 @@ def nxdt(work: Path, site: Path) -> Run:
         fork: bool | None = None,
         **environment: str,
     ) -> subprocess.CompletedProcess[str]:
+        if fork is None and not (without or uninstalled or any(site.iterdir())):
+            return here(args, {**_environment(site), **environment})
         (site / "usercustomize.py").write_text("")
         hidden = _UNINSTALLED.format(dists=uninstalled) if uninstalled else ""
         (site / "sitecustomize.py").write_text(_MISSING.format(names=without) + hidden)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 PROBE = """
 import sys
-for heavy in ("torch", "numpy", "lightning", "pytorch_lightning", "transformers"):
+for heavy in ("torch", "numpy", "lightning", "pytorch_lightning", "transformers", "omegaconf"):
     sys.modules[heavy] = None
 from nxdt_core import config
-resolved = config.load(sys.argv[1])
+resolved = config.load(sys.argv[1], ["seed=${trainer.max_steps}"])
+assert resolved.run.seed == resolved.run.trainer.max_steps
 config.render_show(resolved), config.json_schema(resolved.kernel), config.reference_markdown(resolved.kernel)
 config.check(sys.argv[1], ["seed=x"])
 print(resolved.run.name)

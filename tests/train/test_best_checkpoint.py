@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
+import subprocess
 
 import pytest
 from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
+from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import CheckpointNotFound, NoBestCheckpoint
 from nxdt_core.train.generate import generate
@@ -17,7 +18,6 @@ from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.found import find_weights
 from nxdt_core.train.weights.saved_config import locate
-from tests import processes
 
 TINY = (
     *("trainer.max_steps=4", "model.num_layers=1", "model.hidden_size=32", "data.seq_length=16"),
@@ -52,10 +52,11 @@ def test_the_best_step_is_that_of_the_logged_metric(run, mode):
         assert find_weights(str(address)).step == best
 
 
-def test_commands_of_checkpoints_show_it(run):
+def test_commands_of_checkpoints_show_it(run, capsys):
     def nxdt(*words):
-        command = [sys.executable, "-m", "nxdt_core", *words]
-        return processes.run(command, capture_output=True, text=True, timeout=120, check=False)
+        capsys.readouterr()
+        status = main(words)
+        return subprocess.CompletedProcess(words, status, *capsys.readouterr())
 
     directory = run("shown", "checkpoint.monitor=val_loss", "checkpoint.mode=min", "checkpoint.save_top_k=-1")
     _, best = locate(str(directory / "best"), None)

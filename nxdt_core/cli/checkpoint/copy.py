@@ -107,9 +107,8 @@ def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[
 
 def _target(destination: str, chosen: Sequence[CheckpointStatus]) -> CheckpointStore:
     from nxdt_core.checkpoint import locate
-    from nxdt_core.kernel import Kernel
 
-    target, step = locate(destination, Kernel.start())
+    target, step = locate(destination)
     others = [status.step for status in chosen if status.step != step]
     if step is not None and others:
         raise CopyOntoOtherStep(where=destination, reason=f"it names step {step}, and step {others[0]} is copied")

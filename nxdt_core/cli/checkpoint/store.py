@@ -103,10 +103,8 @@ def located(uri: str) -> tuple[CheckpointStore, int | None]:
     """Return the store and the step that an address names: of a run's directory, its checkpoints."""
     from nxdt_core.checkpoint import locate
     from nxdt_core.checkpoint.write.retention import with_best
-    from nxdt_core.kernel import Kernel
 
-    kernel = Kernel.start()
-    return with_best(uri, lambda at: locate(at, kernel))
+    return with_best(uri, locate)
 
 
 def own_for(command: str, storage: CheckpointStore) -> AbstractContextManager[Ownership]:

@@ -115,9 +115,7 @@ def locate(uri: str, config: ResolvedConfig | None) -> tuple[CheckpointStore, in
     Raises:
         NoBestCheckpoint: as :func:`~nxdt_core.checkpoint.write.retention.with_best` raises it.
     """
-    return with_best(
-        uri, partial(checkpoint.locate, kernel=Kernel.start()) if config is None else partial(build.locate, config)
-    )
+    return with_best(uri, checkpoint.locate if config is None else partial(build.locate, config))
 
 
 def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None = None, base: bool = True) -> SavedRun:

@@ -244,7 +244,7 @@ def test_a_flipped_bit_is_never_exported(tmp_path, tokenizer):
 
 
 def test_ranks_divide_the_files(tmp_path, saved):
-    first, second = RankPool(2).run(export_together, saved, str(tmp_path / "hf"))
+    first, second = RankPool(2, lasting=True).run(export_together, saved, str(tmp_path / "hf"))
     assert first == second
     export_hf(saved, str(tmp_path / "alone"), max_shard_bytes=20_000, workers=3)
     alone = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
@@ -255,6 +255,6 @@ def test_what_fails_on_one_rank_fails_on_all(tmp_path, saved):
     (tmp_path / "hf").mkdir()
     (tmp_path / "hf/mine").write_text("")
     with pytest.raises(RanksFailed) as caught:
-        RankPool(2).run(export_together, saved, str(tmp_path / "hf"))
+        RankPool(2, lasting=True).run(export_together, saved, str(tmp_path / "hf"))
     assert "NXDT-M013" in caught.value.accounts[0]
     assert "NXDT-M013" in caught.value.accounts[1]

@@ -137,7 +137,7 @@ def started_in_each_layout(source: str) -> list[dict[str, torch.Tensor] | None]:
 @pytest.fixture(scope="module")
 def held(theirs):
     """By layout, what its ranks hold."""
-    by_rank = RankPool(2).run(started_in_each_layout, str(theirs))
+    by_rank = RankPool(2, lasting=True).run(started_in_each_layout, str(theirs))
     return dict(zip(LAYOUTS, zip(*by_rank, strict=True), strict=True))
 
 
@@ -169,7 +169,7 @@ def test_the_directory_may_go_afterwards(tmp_path):
 
 
 def test_ranks_divide_the_tensors(tmp_path, theirs):
-    RankPool(2).run(import_together, str(theirs), str(tmp_path / "store"))
+    RankPool(2, lasting=True).run(import_together, str(theirs), str(tmp_path / "store"))
     import_checkpoint(str(theirs), str(tmp_path / "alone"))
     both, alone = newest(str(tmp_path / "store")), newest(str(tmp_path / "alone"))
     writers = {part.file for entry in both.tensors["model"].values() for part in entry.parts}

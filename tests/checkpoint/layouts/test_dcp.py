@@ -43,21 +43,23 @@ def test_a_save_in_one_layout_is_read_in_another(tmp_path: Path, saved: Layout, 
     uri = str(tmp_path / "checkpoints")
     save, load = Call(saved.world, save_in, (saved, uri)), Call(loaded.world, read_in, (loaded, uri))
     if {saved.world, loaded.world} <= {1, max(saved.world, loaded.world)}:  # both in the same processes
-        reports = [wrong for _, wrong in RankPool(max(saved.world, loaded.world)).run(in_turn, [save, load])]
+        reports = [
+            wrong for _, wrong in RankPool(max(saved.world, loaded.world), lasting=True).run(in_turn, [save, load])
+        ]
     else:
-        RankPool(saved.world).run(in_turn, [save])
-        reports = [wrong for (wrong,) in RankPool(loaded.world).run(in_turn, [load])]
+        RankPool(saved.world, lasting=True).run(in_turn, [save])
+        reports = [wrong for (wrong,) in RankPool(loaded.world, lasting=True).run(in_turn, [load])]
     assert reports[: loaded.world] == [[]] * loaded.world
 
 
 def test_a_flipped_bit_fails_on_all_ranks_and_names_the_file(tmp_path: Path) -> None:
     uri = tmp_path / "checkpoints"
-    RankPool(2).run(save_in, Layout(tp=2), str(uri))
+    RankPool(2, lasting=True).run(save_in, Layout(tp=2), str(uri))
     shard = next(uri.rglob("model/shard-00001-*.safetensors"))
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    for text in RankPool(2).run(error_in, Layout(dp=2), str(uri)):
+    for text in RankPool(2, lasting=True).run(error_in, Layout(dp=2), str(uri)):
         assert "NXDT-S010" in text
         assert shard.name in text
 
@@ -98,7 +100,7 @@ def test_nothing_but_tensors_is_offered(save: Any) -> None:
 def test_what_torch_saves_is_a_checkpoint(tmp_path: Path, layout: Layout) -> None:
     """Written twice: a committed step is replaced, and nothing of the older save is left."""
     storage = LocalStorage(str(tmp_path / "checkpoints"))
-    RankPool(layout.world).run(in_turn, [Call(layout.world, write_in, (layout, storage.uri))] * 2)
+    RankPool(layout.world, lasting=True).run(in_turn, [Call(layout.world, write_in, (layout, storage.uri))] * 2)
     assert verify(storage, STEP) == []
     manifest = read_manifest(storage, STEP)
     loaded = load_model(storage, manifest)
@@ -109,7 +111,7 @@ def test_what_torch_saves_is_a_checkpoint(tmp_path: Path, layout: Layout) -> Non
 
 def test_what_torch_would_pickle_is_refused_on_all_ranks(tmp_path: Path) -> None:
     storage = LocalStorage(str(tmp_path / "checkpoints"))
-    for text in RankPool(2).run(refused_in, Layout(tp=2), storage.uri, 1):
+    for text in RankPool(2, lasting=True).run(refused_in, Layout(tp=2), storage.uri, 1):
         assert "NXDT-S013" in text
         assert "'epoch'" in text
     assert list_checkpoints(storage) == []

@@ -59,7 +59,7 @@ def files(uri, step):
 
 
 def test_every_file_is_read_by_one_rank(uri):
-    first, second = RankPool(2).run(look, uri)
+    first, second = RankPool(2, lasting=True).run(look, uri)
     assert (first[0], second[0]) == (2, 2)
     assert first[2] | second[2] == files(uri, 2)
     assert not first[2] & second[2]
@@ -73,7 +73,7 @@ def test_what_any_of_them_finds_damaged_all_pass_over(uri, number):
     data = bytearray(damaged.read_bytes())
     data[-1] ^= 1
     damaged.write_bytes(data)
-    first, second = RankPool(2).run(look, uri)
+    first, second = RankPool(2, lasting=True).run(look, uri)
     assert (first[0], second[0]) == (1, 1)
     assert [str(damaged) in line for line in first[1]] == [True]
     assert second[1] == []

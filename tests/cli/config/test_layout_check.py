@@ -68,7 +68,7 @@ def words(work):
 
 def test_a_plan_that_overlooks_a_parameter_is_found_before_launch(nxdt, words):
     for command in (("config", "check"), ("train",), ("plan",)):
-        done = nxdt(*command, *words("forgetful"), *TWO)
+        done = nxdt(*command, *words("forgetful"), *TWO, fork=True)  # whose path has the directory
         assert done.returncode == 2, done.stderr
         assert "Traceback" not in done.stderr
         assert "[NXDT-P071] CohereForCausalLM, the model 'forgetful:forgetful' (local), cannot be" in done.stderr
@@ -138,7 +138,7 @@ def test_column_and_row_that_are_swapped_are_found_by_default_and_named_with_the
     """``test_a_plan_that_overlooks_a_parameter_is_found_before_launch`` shows that all three try the layout."""
     (work / "swapped.py").write_text(SWAPPED)
     run = ("recipe:llama-tiny", "plugins.local=[./swapped.py]", "model.name=swapped", "trainer.accelerator=cpu")
-    done = nxdt(*command, *run, *TWO)
+    done = nxdt(*command, *run, *TWO, fork=True)
     assert done.returncode == 2, done.stderr
     assert "Traceback" not in done.stderr
     assert "the model 'swapped:swapped' (local), cannot be computed with" in done.stderr

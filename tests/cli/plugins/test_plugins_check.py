@@ -95,7 +95,7 @@ def test_an_assertion_without_a_message_is_told_by_its_statement(nxdt, work):
     (work / "kit.py").write_text("def check(value):\n    assert value == 2\n")
     (work / "mine" / "tests").mkdir(parents=True)
     (work / "mine" / "tests" / "test_mine.py").write_text("from kit import check\n\n\ndef test_two():\n    check(1)\n")
-    done = nxdt("plugins", "check", "mine", "--json")
+    done = nxdt("plugins", "check", "mine", "--json", fork=True)  # whose path has the directory
     (result,) = json.loads(done.stdout)
     assert (result["state"], result["text"]) == ("fail", "assert value == 2")
 

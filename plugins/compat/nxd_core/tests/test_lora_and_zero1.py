@@ -40,7 +40,7 @@ def with_the_saved_adapter(path):
 
 def test_lora_trains_saves_and_loads_in_each_layout(tmp_path):
     alone = with_lora(str(tmp_path / "one"), 1)
-    for losses, after in RankPool(2).run(with_lora, str(tmp_path / "two"), 2):
+    for losses, after in RankPool(2, lasting=True).run(with_lora, str(tmp_path / "two"), 2):
         assert losses == pytest.approx(alone[0], abs=1e-9)
         assert after == pytest.approx(alone[1], abs=1e-9)
     assert with_the_saved_adapter(str(tmp_path / "two")) == pytest.approx(alone[1], abs=1e-9)
@@ -116,7 +116,7 @@ def whole(value):
 
 def test_the_optimizer_for_zero1_shards_saves_and_loads(tmp_path):
     alone = with_zero1(str(tmp_path / "one"))
-    for norms, same, held in RankPool(2).run(with_zero1, str(tmp_path / "two")):
+    for norms, same, held in RankPool(2, lasting=True).run(with_zero1, str(tmp_path / "two")):
         assert norms == pytest.approx(alone[0], abs=1e-9)
         assert same
         assert held * 2 == alone[2]

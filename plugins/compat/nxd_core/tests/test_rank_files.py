@@ -97,7 +97,7 @@ def saved(tmp_path_factory):
     def save(name):
         size, config = LAYOUTS[name]
         path = tmp_path_factory.mktemp(name)
-        return path, RankPool(size).run(save_and_continue, str(path), config)
+        return path, RankPool(size, lasting=True).run(save_and_continue, str(path), config)
 
     return save
 
@@ -106,7 +106,7 @@ def saved(tmp_path_factory):
 def test_training_continues_bit_equal_from_the_files_of_its_layout(saved, name):
     size, config = LAYOUTS[name]
     path, continued = saved(name)
-    for rank, found in enumerate(RankPool(size).run(load_and_continue, str(path), config)):
+    for rank, found in enumerate(RankPool(size, lasting=True).run(load_and_continue, str(path), config)):
         rest, after, dtypes = found
         assert rest == {"step": 2}
         assert after == continued[rank]

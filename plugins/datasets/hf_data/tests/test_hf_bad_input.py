@@ -12,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from nxdt_plugin_hf_data import formats
 from nxdt_plugin_hf_data.config import HfDataConfig, SourceConfig
 from nxdt_plugin_hf_data.errors import DamagedDataset
 from nxdt_plugin_hf_data.formats import read_rows
@@ -334,15 +335,17 @@ def test_offsets_that_lead_out_of_a_saved_dataset_are_refused(loader, tmp_path, 
     refused(lambda: made.split("train"), "NXDT-D201", str(tmp_path / "a"))
 
 
-def test_an_endless_line_of_a_compressed_stream_is_refused(loader, tmp_path):
+def test_an_endless_line_of_a_compressed_stream_is_refused(loader, tmp_path, monkeypatch):
+    assert formats._LINE_BYTES == 256 << 20
+    monkeypatch.setattr(formats, "_LINE_BYTES", 4 << 20)
     compressor = zstandard.ZstdCompressor().compressobj()
     with (tmp_path / "a.jsonl.zst").open("wb") as file:
-        for _ in range(300):
+        for _ in range(5):
             file.write(compressor.compress(b" " * 2**20))
         file.write(compressor.flush())
     assert (tmp_path / "a.jsonl.zst").stat().st_size < 100_000
     made = loader(train_dir=tmp_path / "a.jsonl.zst", streaming=True)
-    refused(lambda: made.split("train"), "NXDT-D005", "longer than 256 MiB")
+    refused(lambda: made.split("train"), "NXDT-D005", "longer than 4 MiB")
 
 
 def test_files_that_change_between_passes_are_told(loader, tmp_path):

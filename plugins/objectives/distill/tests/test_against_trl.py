@@ -12,7 +12,6 @@ from nxdt_core.config.sources import resolve_path
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.train import TrainSession
 
-gkd = pytest.importorskip("trl.experimental.gkd", reason="trl is not installed; it is pinned in constraints.txt")
 transformers = pytest.importorskip("transformers")
 
 TOKENIZER = "package://nxdt_plugin_sft_chat/data/tokenizer"
@@ -21,6 +20,7 @@ CLOSE = {"abs": 1e-5, "rel": 1e-5}
 
 
 def trl_loss(student, teacher, labels, beta, temperature, reduction="sum"):
+    gkd = pytest.importorskip("trl.experimental.gkd", reason="trl is not installed; it is pinned in constraints.txt")
     given = {"beta": beta, "temperature": temperature, "reduction": reduction}
     return gkd.GKDTrainer.generalized_jsd_loss(student, teacher, labels, **given)
 

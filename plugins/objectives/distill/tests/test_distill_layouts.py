@@ -171,7 +171,7 @@ def compared(parts: tuple[bool, bool]) -> tuple[list[float], list[float]]:
 
 
 def test_the_vocabulary_of_one_model_alone_may_be_shared():
-    wanted, *others = (RankPool(2).run(compared, parts) for parts in product((False, True), repeat=2))
+    wanted, *others = (RankPool(2, lasting=True).run(compared, parts) for parts in product((False, True), repeat=2))
     assert any(wanted[0][1])
     for ranks in others:
         for found in ranks:
@@ -193,7 +193,7 @@ def shared_by_three(theirs: int, rows: int) -> list[bool]:
 
 @pytest.mark.parametrize(("theirs", "rows"), [(12, 12), (30, 12), (12, 30), (18, 15), (15, 18)])
 def test_ranks_exchange_the_columns_of_a_teacher_that_has_another_number_of_them(theirs, rows):
-    assert RankPool(3).run(shared_by_three, theirs, rows) == [[True, True]] * 3
+    assert RankPool(3, lasting=True).run(shared_by_three, theirs, rows) == [[True, True]] * 3
 
 
 @pytest.mark.parametrize(

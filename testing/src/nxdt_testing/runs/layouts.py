@@ -9,13 +9,14 @@ from __future__ import annotations
 import pickle
 import sys
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownComponent
@@ -121,7 +122,7 @@ class _Work:
     def train(self, settings: Sequence[str]) -> Trained:
         """Take the steps in this process."""
         length = min(LENGTH, self.builder.max_sequence_length or LENGTH)
-        config = run_config(f"data.seq_length={length}", *settings)
+        config = _run_config(f"data.seq_length={length}", *settings)
         adapters = [] if self.adapter is None else [self.adapter.factory(self.adapter.section)]
         if self.layout.lora:
             lora = config.kernel.registry.get("adapter", "lora")
@@ -157,7 +158,8 @@ def compare(builder: ModelBuilder, layout: Layout, **parts: Any) -> list[str]:
         What differs, one sentence each; nothing where all is equal.
     """
     work = _Work(builder=builder, layout=layout, **parts)
-    alone = work.train(())
+    single = replace(layout, needs=frozenset(), settings=(), ranks=1, exhaustive=False)
+    alone = _train_alone(pickle.dumps(replace(work, layout=single)))
     try:
         found = RankPool(layout.ranks, lasting=True).run(train_on_rank, work.homes, pickle.dumps(work))
     except RanksFailed as failed:
@@ -172,6 +174,13 @@ def compare(builder: ModelBuilder, layout: Layout, **parts: Any) -> list[str]:
         numbers = [each.metrics.get(name, {}) for each in found]
         said += [difference(each, wanted, where, of=of, rtol=_METRIC, atol=_METRIC) for each in numbers]
     return [*[each for each in said if each][:1], *_updates_that_differ(alone, found)]
+
+
+@lru_cache(maxsize=8)
+def _train_alone(pickled: bytes) -> Trained:
+    """Train in this process; once for layouts with the same batches, which come one after the other."""
+    work: _Work = pickle.loads(pickled)
+    return work.train(())
 
 
 def train_on_rank(files: Sequence[tuple[str, str]], pickled: bytes) -> Trained | str:
@@ -243,6 +252,11 @@ def has_lora() -> bool:
 @cache
 def _kernel() -> Kernel:
     return Kernel.start()
+
+
+@cache
+def _run_config(*overrides: str) -> ResolvedConfig:
+    return run_config(*overrides)
 
 
 def _updates_that_differ(alone: Trained, found: Iterable[Trained]) -> list[str]:

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Any, cast
 
 from nxdt_core.config.read import read_part
-from nxdt_core.config.sources import COMMAND_LINE, apply_overrides, expand_home
-from nxdt_core.config.tree import Node
+from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_overrides
+from nxdt_core.config.tree import Node, merge
 from nxdt_core.data.tokenizers.files import holds_ranks
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
@@ -50,7 +51,8 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
         ConfigError: an option is wrong.
         UnknownComponent: there is no such library.
     """
-    section, problems = apply_overrides(Node({}, COMMAND_LINE), options)
+    trees, problems = read_overrides(options)
+    section = reduce(merge, trees, Node({}, COMMAND_LINE))
     kernel = Kernel.start()
     library = section.plain("library")
     path = expand_home(name)
