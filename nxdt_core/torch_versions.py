@@ -7,6 +7,7 @@ cannot do is refused by :mod:`nxdt_core.engine.layout_rules`.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import fields
@@ -33,6 +34,20 @@ set_group_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d.
 
 grouped_mm: Any = getattr(functional, "grouped_mm", None)
 """``functional.grouped_mm``, from 2.10; None before."""
+
+
+def forget_shardings() -> None:
+    """Let DTensor forget the meshes of process groups that have ended, which it takes for equal ones of later groups.
+
+    (Its cache of sharding returns the first mesh of those that are equal. A gradient would have it, and no group.)
+    """
+    if "torch.distributed.tensor" not in sys.modules:
+        return
+    from torch.distributed.tensor import DTensor, debug
+
+    found: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    clear = getattr(debug, "_clear_sharding_prop_cache", None) or found.cache.cache_clear
+    clear()
 
 
 def begun_all_to_all(

@@ -26,6 +26,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import NotEnoughDevices
 from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.torch_versions import forget_shardings
 
 __all__ = ["Ranks", "check_devices", "cores_of_process"]
 
@@ -159,6 +160,7 @@ class Ranks:
             return
         if self._owns_default:
             dist.destroy_process_group()
+            forget_shardings()
             self._owns_default = False
         else:
             dist.destroy_process_group(group)

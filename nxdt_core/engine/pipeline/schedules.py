@@ -56,11 +56,12 @@ def make_schedule(
 OperationKind = Literal["forward", "backward", "backward_input", "backward_weight"]
 
 _KINDS: Mapping[str, OperationKind] = {
-    "F": "forward",
-    "B": "backward",
-    "I": "backward_input",
-    "W": "backward_weight",
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward_input",
+    "BACKWARD_WEIGHT": "backward_weight",
 }
+"""By the names of torch's enumeration, whose values are numbers before 2.10."""
 _COST: Mapping[OperationKind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 """Matrix products of a linear layer: one forward, one for the gradient of its input, one for that of its weight."""
 
@@ -90,7 +91,7 @@ def schedule_operations(schedule: Schedule, pp: int, vpp: int, micro_batches: in
     order = cast(Any, stock).pipeline_order
     return [
         [
-            Operation(_KINDS[action.computation_type.value], action.stage_index, action.microbatch_index)
+            Operation(_KINDS[action.computation_type.name], action.stage_index, action.microbatch_index)
             for action in order[rank]
             if action is not None
         ]

@@ -259,8 +259,8 @@ def references():
 
 
 @pytest.mark.parametrize("layout", slow_except(LAYOUTS, KEPT), ids=str)
-def test_a_layout_trains_as_one_process_does(new_ranks, references, layout):
-    for rank, found in enumerate(new_ranks(layout.sizes.world_size).run(on_ranks, layout)):
+def test_a_layout_trains_as_one_process_does(ranks, references, layout):
+    for rank, found in enumerate(ranks(layout.sizes.world_size).run(on_ranks, layout)):
         for factor, results in found.items():
             assert_equal_to_one_process(layout, rank, results, references[factor])
 
