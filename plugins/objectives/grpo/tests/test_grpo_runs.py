@@ -114,7 +114,7 @@ LAYOUTS = {
 }
 
 
-SHARED = (*("objective.num_iterations=2", "data.global_batch_size=8", "checkpoint.enabled=false"),)
+SHARED = ("objective.num_iterations=2", "data.global_batch_size=8")
 
 
 @pytest.fixture(scope="module")
