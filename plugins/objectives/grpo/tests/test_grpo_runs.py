@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
 from nxdt_core.train.run.train import train
+from tests import processes
 from tests.sampling import slow
 
 REWARD = """
@@ -52,23 +54,23 @@ NARROW = (
 )
 
 
+def narrow(directory, *overrides, name="run"):
+    return load(
+        "recipe:llama-tiny-grpo",
+        [
+            *(f"exp_manager.exp_dir={directory}", f"name={name}"),
+            *NARROW,
+            *("trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1"),
+            "exp_manager.create_tensorboard_logger=false",
+            *overrides,
+        ],
+    )
+
+
 @pytest.fixture
 def small(tmp_path):
     """``small(*overrides, name=…)``: a run of two narrow layers."""
-
-    def made(*overrides, name="run"):
-        return load(
-            "recipe:llama-tiny-grpo",
-            [
-                *(f"exp_manager.exp_dir={tmp_path}", f"name={name}"),
-                *NARROW,
-                *("trainer.max_steps=4", "trainer.val_check_interval=4", "trainer.log_every_n_steps=1"),
-                "exp_manager.create_tensorboard_logger=false",
-                *overrides,
-            ],
-        )
-
-    return made
+    return partial(narrow, tmp_path)
 
 
 def rows(config, file="metrics.jsonl"):
@@ -112,22 +114,29 @@ LAYOUTS = {
 }
 
 
+SHARED = ("objective.num_iterations=2", "data.global_batch_size=8")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """The run of one process that all layouts are compared with."""
+    config = narrow(tmp_path_factory.mktemp("alone"), *SHARED)
+    train(config)
+    return config
+
+
 @pytest.mark.parametrize(
     "layout", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("pp2", "dp2-zero1")), "dp2", "tp2"]
 )
-def test_layouts_draw_and_learn_the_same(small, layout, tmp_path):
+def test_layouts_draw_and_learn_the_same(small, alone, layout, tmp_path):
     """The second data-parallel rank has blank samples alone in validation, whose four prompts are half of a batch. A
     longer window does not make rows of answers longer."""
-    from nxdt_core.cli import main
-
-    same = ["objective.num_iterations=2", "data.global_batch_size=8"]
-    alone = small(*same, name="alone")
-    train(alone)
-    shared = [*same, "data.seq_length=128", *LAYOUTS[layout]]
-    config = small(*shared, name="several")
+    config = small(*SHARED, "data.seq_length=128", *LAYOUTS[layout], name="several")
     file = tmp_path / "several.yaml"
     file.write_text(json.dumps(config.to_values()))
-    assert main(["train", str(file)]) == 0
+    command = [sys.executable, "-m", "nxdt_core", "train", str(file)]
+    done = processes.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
     for step, (loss, *drawn) in rows(alone).items():
         found = rows(config)[step]
         assert found[0] == pytest.approx(loss, abs=1e-4)
