@@ -146,8 +146,8 @@ def test_a_rank_that_sleeps_is_named_and_its_stack_shows_where(tmp_path):
 
 def test_a_rank_that_computes_for_long_is_waited_for(tmp_path):
     """As a rank does that compiles, or validates something of its own: with a third of a core here."""
-    more = ("distributed_strategy.timeout_s=5", "trainer.max_steps=4")  # less is over on a busy machine before a beat
-    status, out, err = finish(faulty(tmp_path, "compute 1 2", *more, FAULT_S="7"))
+    more = ("distributed_strategy.timeout_s=8", "trainer.max_steps=4")  # less is over on a busy machine before a beat
+    status, out, err = finish(faulty(tmp_path, "compute 1 2", *more, FAULT_S="10"))
     assert status == 0, err
     assert "4 of 4" in out
 
