@@ -220,7 +220,8 @@ def _values(section: Section, path: str = "") -> Iterator[tuple[str, Any, Any]]:
         if isinstance(value, Section):
             yield from _values(value, f"{path}{name}.")
             continue
-        declared = next(cls for cls in reversed(type(section).__mro__) if name in getattr(cls, "__annotations__", ()))
+        order = reversed(type(section).__mro__)
+        declared = next(cls for cls in order if key.attribute in getattr(cls, "__annotations__", ()))
         yield f"{path}{name}", value, keys_of(declared)[name].default
 
 

@@ -211,7 +211,7 @@ class Capped(Section):
 class AcmeConfig(LlamaConfig):
     hf_family: ClassVar[HFFamily] = replace(LLAMA, without_effect=(*LLAMA.without_effect, "caps.dropout"))
 
-    residual_scale: float = 1.0
+    scale: float = Field(1.0, alias="residual_scale")
     qk_norm: bool = True
     caps: Capped = Field(default_factory=Capped)
 
