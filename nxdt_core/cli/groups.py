@@ -164,11 +164,11 @@ def _offers() -> Mapping[str, Sequence[Offer]]:
     from nxdt_core.kernel import Kernel
 
     offers: dict[str, list[Offer]] = {}
-    for result in Kernel.start().hooks.nxdt_cli():
-        for record in result.value:
+    for plugin, commands in Kernel.start().call("nxdt_cli"):
+        for record in commands:
             group, _, verb = record.name.rpartition(" ")
             command = LazyCommand(record.target, record.summary)
-            offers.setdefault(group, []).append((result.plugin, verb, command))
+            offers.setdefault(group, []).append((plugin.name, verb, command))
     return offers
 
 

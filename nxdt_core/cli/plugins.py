@@ -254,7 +254,7 @@ def hooks(json_output: bool) -> None:
     kernel = _start_kernel()
     rows, objects = [], []
     for hook, specification in HOOKS.items():
-        found = reversed(getattr(kernel.hooks, hook).get_hookimpls())  # the last one is called first
+        found = reversed(getattr(kernel.manager.hook, hook).get_hookimpls())  # the last one is called first
         listeners = [each.plugin_name.rpartition(":")[2] for each in found]
         summary = _plain_text((specification.__doc__ or "").split("\n", 1)[0])
         rows.append((hook, ", ".join(listeners) or "-", summary))

@@ -150,16 +150,16 @@ def merge_plugin_defaults(given: Node, label: str, kernel: Kernel) -> tuple[Node
     """Return the tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
     try:
         context = ConfigDefaultsContext(config=to_plain(given), source=label)
-        results = kernel.hooks.nxdt_config_defaults(context=context)
+        results = list(kernel.call("nxdt_config_defaults", context=context))
     except NxdtError as error:
         return given, [BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error)]
     problems: list[ConfigProblem] = []
-    for result in results:
-        origin = Origin(kind="plugin", where=result.plugin)
-        if isinstance(result.value, Mapping):
-            given = merge(from_plain(result.value, origin), given)
+    for plugin, defaults in results:
+        origin = Origin(kind="plugin", where=plugin.name)
+        if isinstance(defaults, Mapping):
+            given = merge(from_plain(defaults, origin), given)
         else:
-            reason = f"nxdt_config_defaults gave a {type(result.value).__name__}, not a mapping"
-            fault = BadComponentConfig(**origin.at(""), component=result.plugin, dist=result.dist, reason=reason)
+            reason = f"nxdt_config_defaults gave a {type(defaults).__name__}, not a mapping"
+            fault = BadComponentConfig(**origin.at(""), component=plugin.name, dist=plugin.dist, reason=reason)
             problems.append(fault)
     return given, problems

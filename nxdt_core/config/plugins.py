@@ -227,9 +227,9 @@ def plugin_findings(
     names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
     context = ValidateConfigContext(config=to_plain(checked.tree), components=names, kernel=kernel)
     try:
-        for result in kernel.hooks.nxdt_validate_config(context=context):
-            for finding in result.value:
-                message = _sentence(f"{finding.message} (plugin {result.plugin!r})")
+        for plugin, findings in kernel.call("nxdt_validate_config", context=context):
+            for finding in findings:
+                message = _sentence(f"{finding.message} (plugin {plugin.name!r})")
                 yield ComponentFinding(**checked.place(finding.key), message=message, advice=finding.remedy)
     except NxdtError as error:
         yield BadComponentChoice(**checked.place("plugins"), error=error)

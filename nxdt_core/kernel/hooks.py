@@ -1,41 +1,81 @@
-"""Hooks: what may implement one, and the checked implementations of a plugin, which pluggy orders and calls.
+"""Hooks: which functions of a plugin implement one, and calls that say whose result or failure it is.
 
-``kernel.hooks`` is pluggy's: ``kernel.hooks.nxdt_validate_config(context=context)``. Each result that is not None is a
-:class:`HookResult`, since pluggy's results do not say whose they are. Pluggy registers a misspelt hook silently, and
-its releases differ in what they check. Therefore implementations are checked before pluggy sees them.
+Plugins are registered with pluggy, which orders their functions and compares their arguments with the specifications.
+:class:`HookManager` adds what pluggy lets pass silently. :func:`call` is one call of one implementation.
 """
 
 from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import lru_cache, wraps
 from time import perf_counter
-from typing import Any, Final, Generic, TypeVar
+from typing import Any
+
+import pluggy
 
 from nxdt_core.api import PROJECT
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import PluginHookFailed
 from nxdt_core.kernel import hookspecs
-from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, describe_failure
-
-T = TypeVar("T")
-
-_MARK: Final = f"{PROJECT}_impl"
-"""Attribute in which pluggy's marker keeps its options on a function."""
+from nxdt_core.kernel.plugin import PluginDefect, describe_failure
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HookResult(Generic[T]):
-    """What one plugin returned."""
+class HookManager(pluggy.PluginManager):
+    """A pluggy manager of this package's hooks, which refuses functions that would never be called as they are meant.
 
-    plugin: str
-    dist: str
-    value: T
+    Pluggy ignores a misspelt hook and a function without the marker, and passes nothing to an argument that has a
+    default. Plugins do not wrap each other's hooks.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(PROJECT)
+        self.add_hookspecs(hookspecs)
+
+    def parse_hookimpl_opts(self, plugin: Any, name: str) -> pluggy.HookimplOpts | None:
+        """Return the options of the function ``name`` of a plugin; None where it implements no hook.
+
+        Raises:
+            PluginDefect: it looks like an implementation of a hook and is none.
+        """
+        # Neither a property nor a lazy attribute of a module is read. (`getattr_static` of modules is slow.)
+        static = vars(plugin).get(name) if inspect.ismodule(plugin) else inspect.getattr_static(plugin, name, None)
+        if not inspect.isroutine(static):
+            if static is not None and name in hookspecs.HOOKS:
+                raise PluginDefect(f"{name} is a {type(static).__name__}; a hook is a function")
+            return None
+        options = super().parse_hookimpl_opts(plugin, name)
+        if options is None and name not in hookspecs.HOOKS:
+            return None
+        function = getattr(plugin, name)
+        signature = inspect.signature(function)
+        shown = f"{name}{signature}"
+        if options is None:
+            raise PluginDefect(f"{shown} is not marked with @hookimpl")
+        hook = options["specname"] or name
+        specification = hookspecs.HOOKS.get(hook)
+        if specification is None:
+            if options["optionalhook"]:
+                return options
+            close = difflib.get_close_matches(hook, hookspecs.HOOKS, n=1)
+            hint = f"did you mean {close[0]!r}?" if close else f"hooks begin with '{PROJECT}_'"
+            raise PluginDefect(f"{shown} implements no hook; {hint}")
+        if options["wrapper"] or options["hookwrapper"]:
+            raise PluginDefect(f"{shown} is a wrapper; plugins do not wrap each other's hooks")
+        if inspect.iscoroutinefunction(function):
+            raise PluginDefect(f"{shown} is a coroutine; hooks are called plainly")
+        known = inspect.signature(specification).parameters
+        for parameter in signature.parameters.values():
+            if parameter.name not in known or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+                taken = f"the plain argument {', '.join(known)}" if known else "no argument"
+                raise PluginDefect(f"{shown} has {parameter}; {hook} takes {taken}")
+            if parameter.default is not parameter.empty:
+                reason = f"gives {parameter.name!r} a default; write the plain name, it is always passed"
+                raise PluginDefect(f"{shown} {reason}")
+        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,35 +88,6 @@ class HookCall:
     seconds: float
     outcome: str
     """``value``, ``none`` or ``failed``."""
-
-
-class HookSet:
-    """The checked implementations of one plugin, as attributes: what is registered with pluggy.
-
-    The plugin's module itself is never given to pluggy, so nothing else in it is looked at.
-    """
-
-    __slots__ = ("__dict__", "_by_hook")
-
-    def __init__(self, implementations: Mapping[str, Callable[..., Any]]) -> None:
-        self.__dict__.update(implementations)
-        self._by_hook: dict[str, list[Callable[..., Any]]] = {}
-        for name, implementation in implementations.items():
-            hook = getattr(implementation, _MARK).get("specname") or name
-            self._by_hook.setdefault(hook, []).append(implementation)
-
-    def __dir__(self) -> list[str]:
-        """The hooks alone: pluggy looks at every name that this lists."""
-        return list(self.__dict__)
-
-    def implements(self, hook: str) -> bool:
-        """Return whether this plugin has an implementation of a hook."""
-        return hook in self._by_hook
-
-    def call(self, hook: str) -> list[Any]:
-        """Return what this plugin alone gives for a hook without arguments; mostly nothing or one value."""
-        results = [implementation() for implementation in self._by_hook.get(hook, ())]
-        return [result.value for result in results if result is not None]
 
 
 _TRACE: ContextVar[list[HookCall] | None] = ContextVar("nxdt_hook_trace", default=None)
@@ -97,99 +108,31 @@ def traced_hooks() -> Iterator[list[HookCall]]:
         _TRACE.reset(token)
 
 
-def collect_hooks(plugin: PluginInfo, loaded: object) -> HookSet:
-    """Gather the marked functions of a module (or of the object that an entry point names) and check each.
+def call(hook: str, implementation: pluggy.HookImpl, arguments: Mapping[str, object]) -> Any:
+    """Return what one implementation gives; the items of an iterator as a list.
 
     Args:
-        plugin: Whose they are.
-        loaded: What its entry point names.
+        hook: Name of the hook.
+        implementation: One that is registered under ``DIST:PLUGIN``.
+        arguments: Those of the hook; the function is passed what its signature names.
 
     Raises:
-        PluginDefect: an unknown hook, an argument that the hook does not have or that has a default, a wrapper,
-            or an unmarked function with a hook's name.
+        PluginHookFailed: the function raises or exits. An :class:`NxdtError` passes as it is.
     """
-    implementations: dict[str, Callable[..., Any]] = {}
-    for name, value in _namespace(loaded):
-        options = getattr(value, _MARK, None)
-        if isinstance(options, dict):
-            hook = options.get("specname") or name
-            _check(name, value, hook, options)
-            implementations[name] = _attributed(plugin, hook, value)
-        elif name in hookspecs.HOOKS and inspect.isfunction(value):
-            raise PluginDefect(f"{name}{inspect.signature(value)} is not marked with @hookimpl")
-    return HookSet(implementations)
-
-
-def _attributed(plugin: PluginInfo, hook: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``function`` with the plugin's name on its result and its failure.
-
-    What it raises becomes :class:`PluginHookFailed`; an :class:`NxdtError` passes as it is.
-    """
-
-    @wraps(function)  # with its mark, and with its signature as pluggy reads it
-    def implementation(*arguments: Any) -> HookResult[Any] | None:
-        calls, begun, outcome = _TRACE.get(), perf_counter(), "failed"
-        try:
-            value = function(*arguments)
-            outcome = "none" if value is None else "value"
-        except (NxdtError, KeyboardInterrupt):
-            raise
-        except BaseException as error:
-            reason = describe_failure(error)
-            raise PluginHookFailed(plugin=plugin.name, dist=plugin.dist, hook=hook, reason=reason) from error
-        finally:
-            if calls is not None:
-                seconds = perf_counter() - begun
-                calls.append(
-                    HookCall(hook=hook, plugin=plugin.name, dist=plugin.dist, seconds=seconds, outcome=outcome)
-                )
-        return None if value is None else HookResult(plugin=plugin.name, dist=plugin.dist, value=value)
-
-    return implementation
-
-
-_known_signature = lru_cache(maxsize=4096)(inspect.signature)
-"""Of a function; kept, since kernels are started often."""
-
-
-def _namespace(loaded: object) -> Iterator[tuple[str, Any]]:
-    """Names and values of the plugin without running any of its descriptors or a module's ``__getattr__``."""
-    if inspect.ismodule(loaded):
-        yield from list(vars(loaded).items())
-        return
-    classes = loaded.__mro__ if inspect.isclass(loaded) else type(loaded).__mro__
-    instance = {} if inspect.isclass(loaded) else getattr(loaded, "__dict__", {})
-    for name in sorted({name for each in classes for name in vars(each)} | set(instance)):
-        if inspect.isroutine(inspect.getattr_static(loaded, name, None)):
-            yield name, getattr(loaded, name)
-
-
-def _check(name: str, function: Callable[..., Any], hook: str, options: Mapping[str, Any]) -> None:
-    signature = _known_signature(function) if inspect.isfunction(function) else inspect.signature(function)
-    specification, shown = hookspecs.HOOKS.get(hook), f"{name}{signature}"
-    if specification is None:
-        close = difflib.get_close_matches(hook, hookspecs.HOOKS, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else f"; hooks begin with '{PROJECT}_'"
-        raise PluginDefect(f"{shown} implements no hook{hint}")
-    if options.get("wrapper") or options.get("hookwrapper"):
-        raise PluginDefect(f"{shown} is a wrapper; plugins do not wrap each other's hooks")
-    if inspect.iscoroutinefunction(function):
-        raise PluginDefect(f"{shown} is a coroutine; hooks are called plainly")
-    for parameter in signature.parameters.values():
-        defect = _defect_of(parameter, hook, _known_signature(specification))
-        if defect:
-            raise PluginDefect(f"{shown} {defect}")
-
-
-def _defect_of(parameter: inspect.Parameter, hook: str, specification: inspect.Signature) -> str:
-    """What is wrong with an argument of an implementation; empty where nothing is."""
-    if parameter.kind is not inspect.Parameter.POSITIONAL_OR_KEYWORD:
-        return f"takes {parameter}; a hook's arguments are plain names"
-    if parameter.name not in specification.parameters:
-        allowed = ", ".join(specification.parameters) or "no argument"
-        close = difflib.get_close_matches(parameter.name, specification.parameters, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        return f"has the argument {parameter.name!r}; {hook} takes {allowed}{hint}"
-    if parameter.default is not inspect.Parameter.empty:
-        return f"gives {parameter.name!r} a default; write the plain name, it is always passed"
-    return ""
+    dist, _, plugin = implementation.plugin_name.partition(":")
+    begun, outcome = perf_counter(), "failed"
+    try:
+        value = implementation.function(*(arguments[name] for name in implementation.argnames))
+        if isinstance(value, Iterator):  # its code runs now
+            value = list(value)
+        outcome = "none" if value is None else "value"
+        return value
+    except (NxdtError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise PluginHookFailed(plugin=plugin, dist=dist, hook=hook, reason=describe_failure(error)) from error
+    finally:
+        calls = _TRACE.get()
+        if calls is not None:
+            seconds = perf_counter() - begun
+            calls.append(HookCall(hook=hook, plugin=plugin, dist=dist, seconds=seconds, outcome=outcome))

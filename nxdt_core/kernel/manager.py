@@ -7,24 +7,24 @@ are asked for: every command starts a kernel, few compare files.
 from __future__ import annotations
 
 import difflib
+import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
-from typing import Any, TypeVar, final
+from typing import Any, final
 
 import pluggy
 
 from nxdt_core import __version__
-from nxdt_core.api import CAPABILITIES, KINDS, PROJECT, AdapterComponent, CliCommand, Component, Kind
+from nxdt_core.api import CAPABILITIES, KINDS, AdapterComponent, CliCommand, Component, Kind
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing, one_of
 from nxdt_core.errors.plugins import PluginHookFailed, PluginsUnusable
-from nxdt_core.kernel import hookspecs
 from nxdt_core.kernel.discovery import find_local_plugins, find_plugins, import_plugin
-from nxdt_core.kernel.hooks import HookSet, collect_hooks
+from nxdt_core.kernel.hooks import HookManager, call
 from nxdt_core.kernel.plugin import (
     BUILTIN,
     LOCAL,
@@ -38,42 +38,23 @@ from nxdt_core.kernel.plugin import (
 )
 from nxdt_core.kernel.registry import RegisteredComponent, Registry
 
-T = TypeVar("T")
-
-
-_WITHOUT_RUN = {"launcher", "metric", "task"}
-"""Kinds that commands look for before they read a configuration, which may name local plugins."""
 _OWN = {kind.name: kind for kind in KINDS}
 """The kernel's own kinds by name."""
+_RECORDS = {"nxdt_kinds": Kind, "nxdt_cli": CliCommand, **{kind.hook: kind.record for kind in KINDS}}
+"""Class of the records that a registration hook gives."""
+_BEFORE_CONFIG = {"nxdt_cli": "command", "nxdt_launchers": "launcher", "nxdt_metrics": "metric", "nxdt_tasks": "task"}
+"""Hooks for what commands look for before they read a configuration, which may name local plugins."""
 
 
-@contextmanager
-def _defects_of(hook: str) -> Iterator[None]:
-    """Turn what a plugin's code raises into its defect. (A hook may be a generator, so iterating runs code too.)"""
-    try:
-        yield
-    except PluginDefect:
-        raise
-    except PluginHookFailed as error:
-        raise PluginDefect(f"{hook} {error.reason}") from error
-    except NxdtError as error:
-        raise PluginDefect(f"{hook}: {error.what()}") from error
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        raise PluginDefect(f"{hook} {describe_failure(error)}") from error
-
-
-def _items(hook: str, value: object) -> Iterable[Any]:
+def _items(hook: str, value: object, record: type) -> list[Any]:
+    """Return what a hook gave as a list of records of one class."""
     if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
         raise PluginDefect(f"{hook} yields {type(value).__name__} where a list of records belongs")
-    return value
-
-
-def _require(hook: str, records: Iterable[object], record: type) -> None:
-    for found in records:
-        if type(found) is not record:  # records of other kinds are subclasses, too
-            raise PluginDefect(f"{hook} yields a {type(found).__name__}, not a {record.__name__}")
+    records = list(value)
+    for each in records:
+        if type(each) is not record:  # records of other kinds are subclasses, too
+            raise PluginDefect(f"{hook} yields a {type(each).__name__}, not a {record.__name__}")
+    return records
 
 
 def _refuse_unknown(verb: str, kind: Kind, record: Component, names: Iterable[str], known: Mapping[str, str]) -> None:
@@ -98,17 +79,16 @@ class Kernel:
         builder = kernel.registry.get("model", "llama").load_target()
     """
 
-    __slots__ = ("_identities", "hooks", "plugins", "policy", "registry")
+    __slots__ = ("_identities", "manager", "plugins", "policy", "registry")
 
     def __init__(
-        self, *, plugins: tuple[PluginInfo, ...], registry: Registry, hooks: pluggy.HookRelay, policy: PluginPolicy
+        self, *, plugins: tuple[PluginInfo, ...], registry: Registry, manager: HookManager, policy: PluginPolicy
     ) -> None:
         self.plugins = plugins
         """The built-ins, then the installed ones by distribution and entry point, then local files."""
         self.registry = registry
-        self.hooks = hooks
-        """Pluggy's: ``hooks.nxdt_validate_config(context=context)`` returns a list of
-        :class:`nxdt_core.kernel.hooks.HookResult`."""
+        self.manager = manager
+        """Pluggy's manager, with the modules of the usable plugins as ``DIST:PLUGIN``."""
         self.policy = policy
         self._identities: dict[str, str] | None = None
 
@@ -139,29 +119,63 @@ class Kernel:
             from nxdt_core.kernel.lock import compare_with_lock
 
             compare_with_lock(found, policy.lock)
+        manager = HookManager()
         candidates = [Candidate(plugin) for plugin in found]
         with redirect_stdout(sys.stderr):  # a module that prints must not spoil the output of --json
+            owners: dict[int, str] = {}
             for each in candidates:
-                each.attempt(each.load, strict)
-            for each in candidates:
-                each.attempt(each.declare)
-            kinds = _fill_added_kinds(candidates)
+                each.attempt(each.load, strict, owners)
+            for each in reversed(candidates):  # pluggy calls what was registered last first
+                each.attempt(each.register, manager)
+            adders: dict[str, PluginInfo] = {}
+            by_key = {each.plugin.key: each for each in candidates if each.plugin.state == "ok"}
+            for hook in (*_RECORDS, "nxdt_components"):
+                for implementation in reversed(getattr(manager.hook, hook).get_hookimpls()):
+                    owner = by_key[implementation.plugin_name]
+                    owner.attempt(owner.take, hook, implementation, adders)
+            usable = -1
+            while usable != (usable := sum(each.plugin.state == "ok" for each in candidates)):
+                # A plugin that fails takes its kinds with it, so that those that fill them are looked at again.
+                adding = (each for each in candidates if each.plugin.state == "ok")
+                kinds = _OWN | {kind.name: kind for each in adding for kind in each.kinds}
+                for each in candidates:
+                    each.attempt(each.fill_kinds, kinds)
         plugins = tuple(each.plugin for each in candidates)
         if strict:
-            _refuse_unusable(plugins)
-        usable = [each for each in candidates if each.plugin.state == "ok"]
-        manager = pluggy.PluginManager(PROJECT)
-        manager.add_hookspecs(hookspecs)
-        for each in reversed(usable):  # pluggy calls what was registered last first
-            manager.register(each.hooks, name=f"{each.plugin.dist}:{each.plugin.name}")
+            problems = [f"{diagnose(p)} ({advise(p)})" for p in plugins if p.state not in ("ok", "blocked")]
+            if problems:
+                raise PluginsUnusable(problems=tuple(problems))
+        for each in candidates:
+            if each.plugin.state == "broken" and manager.has_plugin(each.plugin.key):
+                manager.unregister(name=each.plugin.key)
         registry = Registry(
             kinds=tuple(kinds.values()),
-            components=[component for each in usable for component in (*each.components, *each.added)],
+            components=[
+                component
+                for each in candidates
+                if each.plugin.state == "ok"
+                for component in (*each.components, *each.added)
+            ],
             plugins=plugins,
             prefer=policy.prefer,
             schemes=policy.schemes,
         )
-        return cls(plugins=plugins, registry=registry, hooks=manager.hook, policy=policy)
+        return cls(plugins=plugins, registry=registry, manager=manager, policy=policy)
+
+    def call(self, hook: str, **arguments: object) -> Iterator[tuple[PluginInfo, Any]]:
+        """Call a hook's implementations in pluggy's order.
+
+        Yields:
+            Each plugin whose result is not None, and the result.
+
+        Raises:
+            PluginHookFailed: a plugin's function fails.
+        """
+        by_key = {plugin.key: plugin for plugin in self.plugins if plugin.state == "ok"}
+        for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):  # the last is called first
+            value = call(hook, implementation, arguments)
+            if value is not None:
+                yield by_key[implementation.plugin_name], value
 
     def fingerprint(self) -> str:
         """Digest of the usable plugins and their files, equal on every rank that may train together."""
@@ -194,15 +208,15 @@ class Kernel:
 class Candidate:
     """A plugin on its way from found to registered, with what is known of it so far."""
 
-    hooks: HookSet
-
     def __init__(self, plugin: PluginInfo) -> None:
         self.plugin = plugin
+        self.loaded: object = None
+        """What its entry point names."""
         self.kinds: list[Kind] = []
         """Those that it adds."""
         self.components: list[RegisteredComponent] = []
         """Of the kernel's own kinds."""
-        self.offers: dict[str, list[Any]] = {}
+        self.offers: list[Mapping[str, Any]] = []
         """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
         self.added: list[RegisteredComponent] = []
         """The same, once they are checked."""
@@ -215,50 +229,65 @@ class Candidate:
             except PluginDefect as defect:
                 self.plugin = replace(self.plugin, state="broken", reason=str(defect))
 
-    def load(self, strict: bool) -> None:
-        """Import the entry module and check its hook functions."""
+    def load(self, strict: bool, owners: dict[int, str]) -> None:
+        """Import the entry module, and note it in ``owners`` of objects by their identity."""
         begun = perf_counter()
-        loaded, note = import_plugin(self.plugin, strict=strict)
+        self.loaded, note = import_plugin(self.plugin, strict=strict)
         self.plugin = replace(self.plugin, note=note, import_s=perf_counter() - begun)
-        self.hooks = collect_hooks(self.plugin, loaded)
-        if not dir(self.hooks):
+        owner = owners.setdefault(id(self.loaded), self.plugin.label)
+        if owner != self.plugin.label:  # pluggy has an object once
+            raise PluginDefect(f"{self.plugin.module} is the module of {owner}, too")
+
+    def register(self, manager: HookManager) -> None:
+        """Register what the entry point names with pluggy, which checks its hook functions."""
+        try:
+            manager.register(self.loaded, name=self.plugin.key)
+        except PluginDefect:
+            raise
+        except Exception as error:  # of the plugin's __dir__, or of pluggy's checks
+            raise PluginDefect(f"registering it {describe_failure(error)}") from error
+        if not manager.get_hookcallers(self.loaded):
             hint = "its entry module implements no hook, so that it offers nothing"
             self.plugin = replace(self.plugin, hints=(*self.plugin.hints, hint))
 
-    def declare(self) -> None:
-        """Call the registration hooks, and check what they yield."""
-        self.kinds = self._called("nxdt_kinds", Kind)
-        for kind in self.kinds:
-            if kind.name in _OWN:
-                raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which the kernel defines")
-            if not (isinstance(kind.record, type) and issubclass(kind.record, Component)):
-                reason = f"whose record {kind.record!r} is not a Component class"
-                raise PluginDefect(f"nxdt_kinds adds {kind.name!r} {reason}")
-        for kind in KINDS:
-            self.components += self._register(kind, self._called(kind.hook, kind.record))
-        commands = self._called("nxdt_cli", CliCommand)  # checked now; the command line calls it again
-        unseen = [*{each.kind for each in self.components} & _WITHOUT_RUN, *(["command"] if commands else [])]
-        if self.plugin.dist == LOCAL and unseen:
-            note = f"only an installed plugin can offer {listing(sorted(unseen))}; `nxdt plugins new` writes one"
+    def take(self, hook: str, implementation: pluggy.HookImpl, adders: dict[str, PluginInfo]) -> None:
+        """Call a registration hook and check what it gives; ``adders`` has the plugin that adds a kind, by its name."""
+        try:
+            value = call(hook, implementation, {})
+        except PluginHookFailed as error:
+            raise PluginDefect(f"{hook} {error.reason}") from error
+        except NxdtError as error:
+            raise PluginDefect(f"{hook}: {error.what()}") from error
+        if value is None:
+            return
+        if hook == "nxdt_components":
+            if not isinstance(value, Mapping):
+                raise PluginDefect(f"{hook} returns {type(value).__name__}, not a mapping by kind")
+            self.offers.append(value)
+            return
+        records = _items(hook, value, _RECORDS[hook])
+        if hook == "nxdt_kinds":
+            for kind in records:
+                if kind.name in _OWN:
+                    raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which the kernel defines")
+                if not (isinstance(kind.record, type) and issubclass(kind.record, Component)):
+                    reason = f"whose record {kind.record!r} is not a Component class"
+                    raise PluginDefect(f"nxdt_kinds adds {kind.name!r} {reason}")
+                first = adders.setdefault(kind.name, self.plugin)
+                if first.key != self.plugin.key:
+                    raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which {first.label} adds")
+            self.kinds += records
+        elif hook != "nxdt_cli":  # commands are checked now; the command line calls the hook again
+            kind = next(kind for kind in KINDS if kind.hook == hook)
+            self.components += self._register(kind, records)
+        if self.plugin.dist == LOCAL and records and hook in _BEFORE_CONFIG:
+            note = f"only an installed plugin can offer a {_BEFORE_CONFIG[hook]}; `nxdt plugins new` writes one"
             self.plugin = replace(self.plugin, note="; ".join(filter(None, (self.plugin.note, note))))
-        with _defects_of("nxdt_components"):
-            for value in self.hooks.call("nxdt_components"):
-                if not isinstance(value, Mapping):
-                    raise PluginDefect(f"nxdt_components returns {type(value).__name__}, not a mapping by kind")
-                for name, records in value.items():
-                    self.offers.setdefault(name, []).extend(_items("nxdt_components", records))
-
-    def add_kinds(self, adders: dict[str, PluginInfo]) -> None:
-        """Note in ``adders`` that this plugin adds its kinds; refuse one that another plugin adds."""
-        for kind in self.kinds:
-            first = adders.setdefault(kind.name, self.plugin)
-            if first is not self.plugin:
-                raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which {first.label} adds")
 
     def fill_kinds(self, kinds: Mapping[str, Kind]) -> None:
         """Take the components for ``kinds`` that plugins add."""
         self.added = []
-        for name, records in self.offers.items():
+        for name, records in itertools.chain.from_iterable(map(Mapping.items, self.offers)):
             kind = kinds.get(name)
             if kind is None:
                 close = difflib.get_close_matches(str(name), kinds, n=1)
@@ -266,19 +295,7 @@ class Candidate:
                 raise PluginDefect(f"nxdt_components fills the kind {name!r}, which no plugin adds{hint}")
             if kind is _OWN.get(name):
                 raise PluginDefect(f"nxdt_components fills the kind {name!r}, which {kind.hook} fills")
-            _require("nxdt_components", records, kind.record)
-            self.added += self._register(kind, records)
-
-    def _called(self, hook: str, record: type[T]) -> list[T]:
-        """Return what one registration hook gives, each of the class ``record``."""
-        records: list[T] = []
-        if not self.hooks.implements(hook):  # most plugins have one hook or two of twenty
-            return records
-        with _defects_of(hook):
-            for value in self.hooks.call(hook):
-                records += _items(hook, value)
-        _require(hook, records, record)
-        return records
+            self.added += self._register(kind, _items("nxdt_components", records, kind.record))
 
     def _register(self, kind: Kind, records: Iterable[Component]) -> Iterator[RegisteredComponent]:
         """Check names, which may not mean two components of one plugin, and capabilities; between plugins the registry
@@ -302,24 +319,3 @@ class Candidate:
                 dist=self.plugin.dist,
                 version=self.plugin.version,
             )
-
-
-def _fill_added_kinds(candidates: Sequence[Candidate]) -> dict[str, Kind]:
-    """Check the components of kinds that plugins add, and return all kinds by name. A plugin that fails takes its kinds
-    with it, so that those that fill them are looked at again."""
-    adders: dict[str, PluginInfo] = {}
-    for each in candidates:
-        each.attempt(each.add_kinds, adders)
-    before = -1
-    while before != (before := sum(each.plugin.state == "ok" for each in candidates)):
-        usable = (each for each in candidates if each.plugin.state == "ok")
-        kinds = _OWN | {kind.name: kind for each in usable for kind in each.kinds}
-        for each in candidates:
-            each.attempt(each.fill_kinds, kinds)
-    return kinds
-
-
-def _refuse_unusable(plugins: Sequence[PluginInfo]) -> None:
-    problems = [f"{diagnose(p)} ({advise(p)})" for p in plugins if p.state not in ("ok", "blocked")]
-    if problems:
-        raise PluginsUnusable(problems=tuple(problems))

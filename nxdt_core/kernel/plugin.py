@@ -97,6 +97,11 @@ class PluginInfo:
     """Seconds that importing and asking it took, what others had imported before left out."""
 
     @property
+    def key(self) -> str:
+        """Return the name under which pluggy has it, ``DIST:PLUGIN``; unique among the plugins that are ``ok``."""
+        return f"{self.dist}:{self.name}"
+
+    @property
     def label(self) -> str:
         """Return the name for messages: ``'llama' (nxdt-plugin-llama 0.1.0)``."""
         return f"{self.name!r} ({self.dist} {self.version})" if self.version else f"{self.name!r} ({self.dist})"

@@ -27,8 +27,7 @@ BROKEN_SOURCES = {
     ),
     "wrong-argument": (
         "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_validate_config(contxt): pass",
-        "nxdt_validate_config(contxt) has the argument 'contxt'; nxdt_validate_config takes context; "
-        "did you mean 'context'?",
+        "nxdt_validate_config(contxt) has contxt; nxdt_validate_config takes the plain argument context",
     ),
     "extra-argument": (
         "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_optimizers(config): return []",
@@ -40,11 +39,11 @@ BROKEN_SOURCES = {
     ),
     "star-arguments": (
         "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_validate_config(*args): pass",
-        "nxdt_validate_config(*args) takes *args",
+        "nxdt_validate_config(*args) has *args",
     ),
     "keyword-only": (
         "from nxdt_core.api import hookimpl\n@hookimpl\ndef nxdt_validate_config(*, context): pass",
-        "a hook's arguments are plain names",
+        "nxdt_validate_config takes the plain argument context",
     ),
     "wrapper": (
         "from nxdt_core.api import hookimpl\n@hookimpl(wrapper=True)\ndef nxdt_optimizers(): return (yield)",
@@ -162,7 +161,7 @@ def test_a_broken_plugin_registers_nothing_at_all(site, contributed):
     )
     kernel = site.start()
     assert contributed(kernel) == []
-    assert kernel.hooks.nxdt_validate_config.get_hookimpls() == []
+    assert kernel.manager.hook.nxdt_validate_config.get_hookimpls() == []
 
 
 def test_a_module_that_does_not_exist_is_broken(site, plugin_named):
@@ -362,7 +361,7 @@ def replace(path: Path, old: str, new: str) -> None:
     os.utime(path, (modified, modified))
 
 
-def test_a_hook_may_be_an_object_that_cannot_be_hashed(site, plugin_named):
+def test_a_hook_is_a_function(site, plugin_named):
     site.add(
         "nxdt-plugin-object",
         """
@@ -377,6 +376,5 @@ def test_a_hook_may_be_an_object_that_cannot_be_hashed(site, plugin_named):
         nxdt_optimizers = hookimpl(Hook())
         """,
     )
-    kernel = site.start()
-    assert plugin_named(kernel, "object").state == "ok"
-    assert "held" in kernel.registry.names("optimizer")
+    plugin = plugin_named(site.start(), "object")
+    assert (plugin.state, plugin.reason) == ("broken", "nxdt_optimizers is a Hook; a hook is a function")

@@ -42,7 +42,8 @@ def test_implementations_are_called_in_order_of_distribution_within_first_and_la
         b=recorder("b"),
     )
     seen: list[str] = []
-    kernel.hooks.nxdt_validate_config(context=ValidateConfigContext(config={}, components=seen, kernel=kernel))
+    context = ValidateConfigContext(config={}, components=seen, kernel=kernel)
+    assert list(kernel.call("nxdt_validate_config", context=context)) == []
     assert seen == ["d", "b", "c", "a"]
 
 
@@ -52,8 +53,8 @@ def test_results_carry_their_plugin_and_nothing_counts_as_no_result(kernel_of):
         b="@hookimpl\ndef nxdt_config_defaults(context): return None",
         c="@hookimpl\ndef nxdt_config_defaults(context): return {'from': context.source}",
     )
-    results = kernel.hooks.nxdt_config_defaults(context=DEFAULTS)
-    assert [(r.plugin, r.dist, r.value) for r in results] == [
+    results = kernel.call("nxdt_config_defaults", context=DEFAULTS)
+    assert [(plugin.name, plugin.dist, value) for plugin, value in results] == [
         ("a", "nxdt-plugin-a", {"a": 1}),
         ("c", "nxdt-plugin-c", {"from": "run.yaml"}),
     ]
@@ -65,14 +66,15 @@ def test_findings_of_all_plugins_are_gathered(kernel_of):
         "    return [ConfigFinding(key='trainer.max_steps', message=str(context.config['trainer']['max_steps']))]",
         b="@hookimpl\ndef nxdt_validate_config(): return []",
     )
-    first, second = kernel.hooks.nxdt_validate_config(context=VALIDATE)
-    assert first.value == [ConfigFinding(key="trainer.max_steps", message="7")]
-    assert second.value == []
+    (_, first), (_, second) = kernel.call("nxdt_validate_config", context=VALIDATE)
+    assert first == [ConfigFinding(key="trainer.max_steps", message="7")]
+    assert second == []
 
 
 def test_a_function_may_implement_a_hook_of_another_name(kernel_of):
     kernel = kernel_of(a="@hookimpl(specname='nxdt_config_defaults')\ndef defaults_of_a(): return {'a': 1}")
-    assert kernel.hooks.nxdt_config_defaults(context=DEFAULTS)[0].value == {"a": 1}
+    ((_, value),) = kernel.call("nxdt_config_defaults", context=DEFAULTS)
+    assert value == {"a": 1}
 
 
 @pytest.mark.parametrize(
@@ -85,7 +87,7 @@ def test_a_function_may_implement_a_hook_of_another_name(kernel_of):
 def test_a_failure_where_the_result_matters_stops_and_names_plugin_and_hook(kernel_of, hook, context):
     kernel = kernel_of(a=f"@hookimpl\ndef {hook}(context): raise ValueError('not today')")
     with pytest.raises(PluginHookFailed) as caught:
-        getattr(kernel.hooks, hook)(context=context)
+        list(kernel.call(hook, context=context))
     assert f"The plugin 'a' (nxdt-plugin-a) failed: {hook} raised ValueError: not today" in str(caught.value)
     assert isinstance(caught.value.__cause__, ValueError)
 
@@ -93,13 +95,13 @@ def test_a_failure_where_the_result_matters_stops_and_names_plugin_and_hook(kern
 def test_a_user_error_that_a_hook_raises_passes_as_it_is(kernel_of):
     kernel = kernel_of(a="@hookimpl\ndef nxdt_validate_config(context): Component(name='a b', target='m:f')")
     with raises(BadComponentRecord):
-        kernel.hooks.nxdt_validate_config(context=VALIDATE)
+        list(kernel.call("nxdt_validate_config", context=VALIDATE))
 
 
 def test_ctrl_c_in_a_hook_stops(kernel_of):
     kernel = kernel_of(a="@hookimpl\ndef nxdt_validate_config(context): raise KeyboardInterrupt")
     with pytest.raises(KeyboardInterrupt):
-        kernel.hooks.nxdt_validate_config(context=VALIDATE)
+        list(kernel.call("nxdt_validate_config", context=VALIDATE))
 
 
 def test_contexts_are_frozen():

@@ -11,7 +11,7 @@ import pytest
 
 from nxdt_core import api
 from nxdt_core.kernel import hookspecs
-from nxdt_core.kernel.hooks import collect_hooks
+from nxdt_core.kernel.hooks import HookManager
 from nxdt_core.kernel.hookspecs import HOOKS
 from nxdt_core.kernel.manager import Candidate
 from nxdt_core.kernel.plugin import PluginInfo
@@ -36,19 +36,20 @@ def collected(name: str):
     exec(example_of(name), namespace)
     plugin = ExampleModule()
     setattr(plugin, name, namespace[name])
-    return collect_hooks(EXAMPLE, plugin)
+    manager = HookManager()
+    manager.register(plugin, name=EXAMPLE.key)
+    return getattr(manager.hook, name).get_hookimpls()
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_the_example_implements_the_hook(name):
-    assert vars(collected(name)).keys() == {name}
+    assert len(collected(name)) == 1
 
 
 @pytest.mark.parametrize("name", REGISTRATION)
 def test_the_example_of_a_registration_hook_registers(name):
     plugin = Candidate(EXAMPLE)
-    plugin.hooks = collected(name)
-    plugin.declare()
+    plugin.take(name, *collected(name), {})
     declared = bool(plugin.components) + bool(plugin.kinds) + bool(plugin.offers)
     assert declared == (name != "nxdt_cli")
 

@@ -150,9 +150,8 @@ class MetricsWriter(Callback):
                 now = datetime.now(UTC).isoformat(timespec="seconds")
                 self._files.append(RESUMES_FILE, {"step": run.step, "at": now})
                 run.log({"run_resumed": 1.0})
-            kernel = run.config.kernel
-            versions = "".join(f"\n- {name} {version}" for name, version in sorted(versions_of(kernel).items()))
-            run.log_text("run/plugins", f"fingerprint `{kernel.fingerprint()}`\n{versions}")
+            versions = sorted(versions_of(run.config.kernel).items())
+            run.log_text("run/plugins", "\n".join(f"- {name} {version}" for name, version in versions))
         self._console.begin(run.step)
         PROGRESS.spent("setup")
         self._restart(run)

@@ -154,7 +154,6 @@ class _Training:
                 self.console.say(line)
         for note in ignored_settings(config.run, profile_of(self.engine.device)):
             self.console.say(f"note: {note}")
-        _log.info("plugins %s", config.kernel.fingerprint())
         PROGRESS.spent("setup")
         data.prepare()
         PROGRESS.spent("data")

@@ -221,5 +221,4 @@ def test_tensorboard_has_the_fingerprint_of_the_plugins(small_run):
     assert [event.step for event in texts] == [0, 1]
     for event in texts:
         (text,) = event.tensor_proto.string_val
-        assert config.kernel.fingerprint() in text.decode()
         assert "\n- nxdt-plugin-llama " in text.decode()
