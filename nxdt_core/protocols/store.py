@@ -12,6 +12,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, BinaryIO, Protocol, runtime_checkable
 
+from nxdt_core.system.file_lock import LocksUnsupported
+
 __all__ = [
     "ArchivingStorage",
     "CheckpointStore",
@@ -88,10 +90,6 @@ class CheckpointStore(Protocol):
     def after_commit(self, prefix: str) -> None:
         """Called once after the manifest under ``prefix`` is committed; most stores do nothing."""
         ...
-
-
-class LocksUnsupported(OSError):
-    """A lock of this store would not bind every process that reaches the store; a lease is used instead."""
 
 
 class StorageLock(Protocol):

@@ -13,12 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, PrivateFormat, PublicFormat
 from nxdt_testing.errors import raises
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from nxdt_core.checkpoint import (
     Manifest,
@@ -37,7 +35,6 @@ from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.signing import Signature, read_signature, write_signature
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.copy import copy_checkpoint
-from nxdt_core.dcp import NxdtWriter
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointDigestsWeak,
@@ -340,13 +337,6 @@ def test_a_signed_save_that_fails_at_any_call_leaves_a_signed_checkpoint(save: A
         with suppress(StorageError):
             save(FaultyStorage(storage, call), 1, signer=signer)
         load_trusted(storage, trusted)
-
-
-def test_what_torch_saves_can_be_signed(keys: Any) -> None:
-    signer, trusted = keys
-    storage = MemoryStorage()
-    dcp_save({"w": torch.ones(3)}, storage_writer=NxdtWriter(storage, 1, signer=signer), no_dist=True)
-    load_trusted(storage, trusted)
 
 
 def test_an_import_can_be_signed(tmp_path: Path, keys: Any) -> None:

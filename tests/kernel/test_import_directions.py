@@ -22,12 +22,12 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "nxdt_core"
 
 LAYERS = (
-    {"_version", "buckets", "capabilities", "deprecation", "garbage_collection", "parent", "visible_text"},
+    {"_version", "capabilities", "system"},
     {"errors"},
     {"callback"},
-    {"api", "eager_optimizers", "http_server", "regular_files", "torch_versions"},
-    {"progress", "protocols"},
-    {"file_lock", "kernel", "scaffold"},
+    {"api"},
+    {"protocols"},
+    {"kernel", "scaffold"},
     {"config"},
     {"distributed"},
     {"models"},
@@ -36,7 +36,7 @@ LAYERS = (
     {"launch"},
     {"train"},
     {"builtins"},
-    {"cli", "dcp"},
+    {"cli"},
     {"__main__"},
 )
 """From the bottom; the parts of one layer do not import each other."""
@@ -176,8 +176,8 @@ def test_plugins_that_require_each_other_make_no_cycle():
 BLOCKS = tuple(
     f"nxdt_core.engine.{name}"
     for name in (
-        *("compile_cache", "expert_dispatch", "loss", "optim.state", "parameters", "pipeline.split", "recompute"),
-        *("shape_errors", "weights"),
+        *("compile_cache", "expert_dispatch", "loss", "optim.eager", "optim.state", "parameters", "pipeline.split"),
+        *("recompute", "shape_errors", "weights"),
     )
 )
 """What other engines share with the torch engine."""

@@ -18,14 +18,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import final
 
-from nxdt_core.protocols.store import LocksUnsupported
-from nxdt_core.regular_files import open_regular
+from nxdt_core.system.regular_files import open_regular
 
-__all__ = ["FileLock", "Mount", "mount_of", "take_file_lock"]
+__all__ = ["FileLock", "LocksUnsupported", "Mount", "mount_of", "take_file_lock"]
 
 MOUNTS = Path("/proc/self/mountinfo")
 
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
+
+
+class LocksUnsupported(OSError):
+    """A lock of this store would not bind every process that reaches the store; a lease is used instead."""
 
 
 @final
