@@ -237,6 +237,32 @@ def test_dpo_equals_trl(models, write, tmp_path, packing, loss_type, smoothing):
     assert abs(found.metrics["rewards/margins"]) > 0.1  # the two models differ, or all this would be 0 = 0
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "options"),
+    [
+        ("exo_pair", {"label_smoothing": 0.05}),
+        ("nca_pair", {}),
+        ("bco_pair", {}),
+        ("sppo_hard", {"loss_weights": [0.01]}),  # which is of the order of β⁻²: 120 in the first step
+        ("apo_zero", {}),
+        ("apo_down", {}),
+        ("discopop", {"discopop_tau": 0.3}),
+        (["sigmoid", "sft"], {"loss_weights": [1.0, 0.4]}),
+        (["ipo", "apo_zero", "sft"], {}),
+    ],
+    ids=str,
+)
+def test_further_forms_of_dpo_equal_trl(models, write, tmp_path, loss_type, options):
+    reference = transformers.LlamaForCausalLM.from_pretrained(models["reference"]).eval()
+    settings = arguments(trl.DPOConfig, tmp_path, precompute_ref_log_probs=True, loss_type=loss_type, **options)
+    wanted = theirs(trainer_of(trl.DPOTrainer, models, settings, ref_model=reference))
+    objective = {"name": "dpo", "kl_beta": BETA, "loss_type": loss_type, **options}
+    found = ours(models, write(PAIRS), True, objective)
+    assert found.metrics.keys() - {"nll_loss"} == {"loss", "logps/chosen", "logps/rejected", *REWARDS}
+    assert ("nll_loss" in found.metrics) == ("sft" in loss_type)
+    assert_same(found, wanted)
+
+
 @PACKING
 @pytest.mark.parametrize(
     ("loss_type", "options"),

@@ -172,6 +172,11 @@ def test_a_preference_loss_refuses_other_data_and_a_reference_that_nobody_is():
     [
         ({"loss_type": "ipo", "kl_beta": 0}, "objective.kl_beta.*above 0"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "objective.label_smoothing.*must be 0"),
+        ({"loss_type": "exo_pair"}, "objective.label_smoothing.*above 0"),
+        ({"loss_type": ["sft"]}, "objective.loss_type.*one that compares"),
+        ({"loss_type": ["sigmoid", "sigmoid"]}, "objective.loss_type.*each form once"),
+        ({"loss_type": ["hinge", "sft"], "loss_weights": [1.0]}, "objective.loss_weights.*1 weights for 2 forms"),
+        ({"loss_type": "discopop", "discopop_tau": 0}, "objective.discopop_tau.*above 0"),
         ({"loss_type": "robust", "label_smoothing": 0.5}, "objective.label_smoothing.*below 0.5"),
         ({"name": "cpo", "loss_type": "simpo", "beta": 0}, "objective.beta.*above 0"),
         ({"loss_type": "simpo"}, "objective.loss_type.*'sigmoid', 'hinge', 'ipo'"),

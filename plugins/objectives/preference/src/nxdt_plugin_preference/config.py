@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
 from nxdt_core.data.chat.templates import ChatKeys
 
+RewardLoss = Literal["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]
+"""Forms in which the rewards of the two answers count separately."""
+PairLoss = Literal["sigmoid", "hinge", "ipo", "robust", "exo_pair", RewardLoss, "sft"]
 TruncationMode = Literal["refuse", "keep_start", "keep_end"]
 
 
@@ -17,20 +20,37 @@ class DpoConfig(Section):
 
     kl_beta: NonNegativeFloat = 0.01
     """β of the paper: how dearly the model pays for leaving the reference. τ of IPO."""
-    loss_type: Literal["sigmoid", "hinge", "ipo", "robust"] = "sigmoid"
-    """Form of the loss of a pair, by TRL's names. With Δ, the log-ratio of the chosen answer less that of the rejected
-    one: ``sigmoid`` −log σ(β · Δ), ``hinge`` max(0, 1 − β · Δ), ``ipo`` (Δ of ratios per token − 1 / (2 · β))²,
-    ``robust`` the first without the bias of ``label_smoothing``."""
+    loss_type: PairLoss | tuple[PairLoss, ...] = "sigmoid"
+    """Form of the loss of a pair, by TRL's names, or a list of several. With Δ, the log-ratio of the chosen answer less
+    that of the rejected one: ``sigmoid`` −log σ(β · Δ), ``hinge`` max(0, 1 − β · Δ), ``ipo`` (Δ of ratios per token
+    − 1 / (2 · β))², ``robust`` the first without the bias of ``label_smoothing``. The how-to on DPO has the others;
+    ``sft`` is the chosen answers' cross-entropy."""
+    loss_weights: tuple[NonNegativeFloat, ...] | None = None
+    """Weight of each form of ``loss_type``, where that is a list; ``null``: 1 each."""
     label_smoothing: NonNegativeFloat = 0.0
-    """Share of pairs whose preference is assumed to be wrong, below 0.5. ``sigmoid`` is then conservative DPO, and
-    ``robust`` corrects its bias; the other forms have none."""
+    """Share of pairs whose preference is assumed to be wrong, below 0.5. ``sigmoid`` is then conservative DPO,
+    ``robust`` corrects its bias, and ``exo_pair`` needs it; the other forms have none."""
+    discopop_tau: NonNegativeFloat = 0.05
+    """Temperature of ``discopop``: how sharply it changes from its logistic to its exponential part."""
     precompute_ref_log_probs: bool = True
     """Compute the reference's log-probabilities once, from the weights that the run begins with, and keep them in the
     run's directory. ``false`` computes them at every step from the frozen base of an adapter, which must be there."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""
-        return _problems(self.loss_type, self.label_smoothing, "kl_beta", self.kl_beta)
+        forms = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        if len(set(forms)) != len(forms) or set(forms) <= {"sft"}:
+            yield "loss_type", "must have each form once, and one that compares answers"
+        if self.loss_weights is not None and len(self.loss_weights) != len(forms):
+            yield "loss_weights", f"has {len(self.loss_weights)} weights for {len(forms)} forms of loss_type"
+        if not self.discopop_tau:
+            yield "discopop_tau", "must be above 0"
+        yield from _problems(forms, self.label_smoothing, "kl_beta", self.kl_beta)
+
+    def weighted(self) -> Iterator[tuple[str, float]]:
+        """Yield each form of the loss with its weight."""
+        forms = (self.loss_type,) if isinstance(self.loss_type, str) else self.loss_type
+        return zip(forms, self.loss_weights or (1.0,) * len(forms), strict=True)
 
 
 class CpoConfig(Section):
@@ -51,17 +71,20 @@ class CpoConfig(Section):
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""
-        return _problems(self.loss_type, self.label_smoothing, "beta", self.beta)
+        return _problems((self.loss_type,), self.label_smoothing, "beta", self.beta)
 
 
-def _problems(loss_type: str, smoothing: float, key: str, beta: float) -> Iterator[tuple[str, str]]:
-    """Yield what is wrong with the form of a loss on pairs, whose β is ``key``."""
-    if loss_type in ("ipo", "simpo") and not beta:
-        yield key, f"must be above 0: loss_type {loss_type} divides by it"
+def _problems(forms: Sequence[str], smoothing: float, key: str, beta: float) -> Iterator[tuple[str, str]]:
+    """Yield what is wrong with the forms of a loss on pairs, whose β is ``key``."""
+    dividing = {"ipo", "simpo", "sppo_hard"}.intersection(forms)
+    if dividing and not beta:
+        yield key, f"must be above 0: loss_type {min(dividing)} divides by it"
     if smoothing >= 0.5:
         yield "label_smoothing", "must be below 0.5: more wrong preferences than right ones teach the opposite"
-    if smoothing and loss_type in ("hinge", "ipo"):
-        yield "label_smoothing", f"must be 0: loss_type {loss_type} does not smooth"
+    if smoothing and not {"sigmoid", "robust", "exo_pair", "simpo"}.intersection(forms):
+        yield "label_smoothing", f"must be 0: loss_type {', '.join(forms)} does not smooth"
+    if not smoothing and "exo_pair" in forms:
+        yield "label_smoothing", "must be above 0: loss_type exo_pair takes its logarithm; its paper has 0.001"
 
 
 class OrpoConfig(Section):

@@ -2,7 +2,7 @@
 
 DPO is direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7), CPO contrastive preference
 optimisation (Xu et al. 2024, arXiv:2401.08417, equation 5), ORPO odds-ratio preference optimisation (Hong et al. 2024,
-arXiv:2403.07691, equations 6 and 7). :func:`pair_losses` has the other forms of the first two.
+arXiv:2403.07691, equations 6 and 7). :func:`pair_losses` and :func:`reward_losses` have the other forms.
 
 Row 2i of a batch holds the chosen answer of a pair, row 2i + 1 the rejected one. Packed rows hold several; documents of
 the same number belong together. ``loss_weights`` are 1 on the answers and 0 on the prompts, whose labels are kept: a
@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 from torch.nn import functional
@@ -23,7 +23,7 @@ from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
-from nxdt_plugin_preference.config import CpoConfig, DpoConfig, OrpoConfig
+from nxdt_plugin_preference.config import CpoConfig, DpoConfig, OrpoConfig, RewardLoss
 from nxdt_plugin_preference.errors import ReferenceMissing, RowsNotPaired
 
 PAIR = 2
@@ -62,14 +62,14 @@ class Pairs:
 
 
 def pair_losses(loss_type: str, margins: torch.Tensor, smoothing: float) -> torch.Tensor:
-    """Return the losses of pairs, [pairs], by TRL's names of their forms.
+    """Return the losses of pairs, [pairs], that depend on a margin alone, by TRL's names of their forms.
 
     ``hinge`` is SLiC's (Zhao et al. 2023, arXiv:2305.10425), ``ipo`` that of Azar et al. 2023 (arXiv:2310.12036,
-    equation 17), ``robust`` that of Chowdhury et al. 2024 (arXiv:2403.00409); ``sigmoid`` with smoothing is
-    conservative DPO (Mitchell 2023).
+    equation 17), ``robust`` that of Chowdhury et al. 2024 (arXiv:2403.00409), ``exo_pair`` that of Ji et al. 2024
+    (arXiv:2402.00856, equation 16); ``sigmoid`` with smoothing is conservative DPO (Mitchell 2023).
 
     Args:
-        loss_type: ``sigmoid``, ``robust``, ``hinge`` or ``ipo``.
+        loss_type: name of the form.
         margins: [pairs] β times the difference of the two figures; of ``ipo``, the difference less its target.
         smoothing: share of preferences that are wrong.
     """
@@ -80,7 +80,39 @@ def pair_losses(loss_type: str, margins: torch.Tensor, smoothing: float) -> torc
     right, wrong = -functional.logsigmoid(margins), -functional.logsigmoid(-margins)
     if loss_type == "robust":
         return ((1 - smoothing) * right - smoothing * wrong) / (1 - 2 * smoothing)
+    if loss_type == "exo_pair":
+        share = margins.sigmoid()
+        return share * (-right - math.log1p(-smoothing)) + (1 - share) * (-wrong - math.log(smoothing))
     return (1 - smoothing) * right + smoothing * wrong if smoothing else right
+
+
+def reward_losses(loss_type: str, ratios: Pairs, beta: float, tau: float) -> torch.Tensor:
+    """Return the losses of pairs, [pairs], in which the two rewards count separately, by TRL's names of their forms.
+
+    ``nca_pair`` and its binary form ``bco_pair`` are from Chen et al. 2024 (arXiv:2402.05369) and Jung et al. 2024
+    (arXiv:2404.04656), ``sppo_hard`` from Wu et al. 2024 (arXiv:2405.00675, equation 4.7), ``apo_zero`` and
+    ``apo_down`` from D'Oosterlinck et al. 2024 (arXiv:2408.06266, equations 7 and 8), ``discopop`` from Lu et al. 2024
+    (arXiv:2406.08414, equation 5).
+
+    Args:
+        loss_type: name of the form.
+        ratios: log-ratios; rewards are β times them.
+        beta: β.
+        tau: temperature of ``discopop``.
+    """
+    if loss_type == "sppo_hard":
+        return (ratios.chosen - 0.5 / beta) ** 2 + (ratios.rejected + 0.5 / beta) ** 2
+    chosen, rejected = beta * ratios.chosen, beta * ratios.rejected
+    if loss_type == "nca_pair":
+        return -functional.logsigmoid(chosen) - (functional.logsigmoid(-chosen) + functional.logsigmoid(-rejected)) / 2
+    if loss_type == "bco_pair":
+        return -functional.logsigmoid(chosen) - functional.logsigmoid(-rejected)
+    if loss_type == "apo_zero":
+        return (-chosen).sigmoid() + rejected.sigmoid()
+    if loss_type == "apo_down":
+        return chosen.sigmoid() + (rejected - chosen).sigmoid()
+    margins = chosen - rejected
+    return torch.lerp(-functional.logsigmoid(margins), (-margins).exp(), (margins / tau).sigmoid())
 
 
 def check_paired(objective: str, batch: Batch) -> None:
@@ -115,99 +147,74 @@ def sums_by_answer(values: torch.Tensor, batch: Batch, shards: SequenceShards) -
     return shards.total(partial).view(figures, batch.samples, batch.rows_per_sample, -1)
 
 
-class Dpo:
-    """−log σ(β (log-ratio of the chosen answer − log-ratio of the rejected one)), a mean over pairs, or another form.
+class _PairObjective:
+    """A mean over pairs of a loss of their log-probabilities, and with ``alpha`` the chosen answers' cross-entropy, a
+    mean over tokens."""
 
-    An answer's log-ratio is its log-probability less that under the reference. Rewards are β times the log-ratios.
-    Metrics: ``rewards/chosen``, ``rewards/rejected``, ``rewards/accuracies`` (share of pairs whose chosen answer has
-    the greater reward), ``rewards/margins``, ``logps/chosen`` and ``logps/rejected``.
-    """
-
-    def __init__(self, config: DpoConfig) -> None:
-        self._beta, self._loss_type, self._smoothing = config.kl_beta, config.loss_type, config.label_smoothing
-        reference: Literal["before", "step"] = "before" if config.precompute_ref_log_probs else "step"
-        self.traits = ObjectiveTraits(unit="pairs", rows_per_sample=PAIR, reference=reference)
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        """Return the number of pairs.
-
-        Raises:
-            RowsNotPaired: the samples are not pairs.
-        """
-        check_paired("dpo", batch)
-        (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
-        return Pairs.of(counts, counts).real.sum()
-
-    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        """``logits`` [rows, seq, vocab].
-
-        Raises:
-            ReferenceMissing: the batch has no reference.
-        """
-        if batch.reference_log_probs is None:
-            raise ReferenceMissing()
-        mask = answer_mask(batch)
-        log_probs = -cross_entropies(logits, batch.labels, step)
-        # Ratios are taken a token: the difference of two long sums would lose digits.
-        figures = torch.stack([log_probs * mask, (log_probs - batch.reference_log_probs) * mask, mask.to(log_probs)])
-        log_probs, ratios, counts = sums_by_answer(figures, batch, step.sequences)
-        rewards = Pairs.of(self._beta * ratios, counts)
-        margins = rewards.chosen - rewards.rejected
-        if self._loss_type == "ipo":
-            per_token = Pairs.of(ratios / counts.clamp(min=1), counts)
-            margins = per_token.chosen - per_token.rejected - 0.5 / self._beta
-        losses = pair_losses(self._loss_type, margins, self._smoothing) * rewards.real
-        return ObjectiveOutput(
-            loss_sum=losses.sum() * step.sequences.share,
-            weight=rewards.real.sum(),
-            metrics={
-                **rewards.metrics("rewards", step.sequences, margins=True),
-                **Pairs.of(log_probs, counts).metrics("logps", step.sequences),
-            },
-        )
-
-
-class _WithFineTuning:
-    """A loss of two terms: a mean over pairs, and the chosen answers' cross-entropy, a mean over tokens."""
-
-    traits = ObjectiveTraits(unit="pairs", rows_per_sample=PAIR)
-
-    def __init__(self, name: str, *, averaged: bool, prompt_in_nll: bool, alpha: float = 1.0) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        averaged: bool = False,
+        alpha: float | None = None,
+        prompt_in_nll: bool = False,
+        reference: Literal["before", "step"] | None = None,
+    ) -> None:
         """``averaged``: whether an answer's log-probability is the mean of its tokens'; ``alpha``: weight of the second
         term, which counts prompts too where ``prompt_in_nll``."""
         self._name, self._averaged, self._prompt_in_nll, self._alpha = name, averaged, prompt_in_nll, alpha
+        self.traits = ObjectiveTraits(unit="pairs", rows_per_sample=PAIR, reference=reference)
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Return the numbers of pairs, and of the tokens whose cross-entropy counts: [2].
+        """Return the number of pairs; with a second term, [2] with that of the tokens whose cross-entropy counts.
 
         Raises:
             RowsNotPaired: the samples are not pairs.
         """
         check_paired(self._name, batch)
         (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
-        return torch.stack([Pairs.of(counts, counts).real.sum(), self._nll_mask(batch).sum()])
+        pairs = Pairs.of(counts, counts).real.sum()
+        return pairs if self._alpha is None else torch.stack([pairs, self._nll_mask(batch).sum()])
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        """``logits`` [rows, seq, vocab]."""
-        mask, nll_mask, shards = answer_mask(batch), self._nll_mask(batch), step.sequences
-        losses = cross_entropies(logits, batch.labels, step)
-        sums, counts = sums_by_answer(torch.stack([-losses * mask, mask.to(losses)]), batch, shards)
-        log_probs = Pairs.of(sums / counts.clamp(min=1) if self._averaged else sums, counts)
-        of_pairs, rewards, more = self._of_pairs(log_probs)
-        nll = (losses * nll_mask).sum()
-        return ObjectiveOutput(
-            loss_sum=torch.stack([(of_pairs * log_probs.real).sum() * shards.share, self._alpha * nll]),
-            weight=torch.stack([log_probs.real.sum(), nll_mask.sum()]),
-            metrics={
-                **rewards.metrics("rewards", shards, margins=True),
-                **log_probs.metrics("logps", shards),
-                "nll_loss": torch.stack([torch.zeros_like(nll), nll]).detach(),
-                **{name: (of.detach() * log_probs.real).sum() * shards.share for name, of in more.items()},
-            },
-        )
+        """``logits`` [rows, seq, vocab].
 
-    def _of_pairs(self, log_probs: Pairs) -> tuple[torch.Tensor, Pairs, Mapping[str, torch.Tensor]]:
-        """Return the losses of pairs, the rewards of their answers, and further metrics, [pairs] each."""
+        Raises:
+            ReferenceMissing: the objective compares with a reference, and the batch has none.
+        """
+        mask, shards = answer_mask(batch), step.sequences
+        losses = cross_entropies(logits, batch.labels, step)
+        figures = [-losses * mask, mask.to(losses)]
+        if self.traits.reference is not None:
+            if batch.reference_log_probs is None:
+                raise ReferenceMissing()
+            # Ratios are taken a token: the difference of two long sums would lose digits.
+            figures.append((-losses - batch.reference_log_probs) * mask)
+        sums, counts, *ratios = sums_by_answer(torch.stack(figures), batch, shards)
+        log_probs = Pairs.of(sums / counts.clamp(min=1) if self._averaged else sums, counts)
+        per_token = Pairs.of(ratios[0] / counts.clamp(min=1), counts) if ratios else log_probs
+        of_pairs, rewards, more = self._of_pairs(Pairs.of(ratios[0], counts) if ratios else log_probs, per_token)
+        loss_sum, weight = (of_pairs * log_probs.real).sum() * shards.share, log_probs.real.sum()
+        metrics = {
+            **rewards.metrics("rewards", shards, margins=True),
+            **log_probs.metrics("logps", shards),
+            **{name: (of.detach() * log_probs.real).sum() * shards.share for name, of in more.items()},
+        }
+        if self._alpha is not None:
+            nll_mask = self._nll_mask(batch)
+            nll = (losses * nll_mask).sum()
+            loss_sum = torch.stack([loss_sum, self._alpha * nll])
+            weight = torch.stack([weight, nll_mask.sum()])
+            metrics["nll_loss"] = torch.stack([torch.zeros_like(nll), nll]).detach()
+        return ObjectiveOutput(loss_sum=loss_sum, weight=weight, metrics=metrics)
+
+    def _of_pairs(self, figures: Pairs, per_token: Pairs) -> tuple[torch.Tensor, Pairs, Mapping[str, torch.Tensor]]:
+        """Return the losses of pairs, the rewards of their answers, and further metrics, [pairs] each.
+
+        Args:
+            figures: log-ratios where there is a reference, else log-probabilities.
+            per_token: log-ratios divided by the number of the answer's tokens.
+        """
         raise NotImplementedError
 
     def _nll_mask(self, batch: Batch) -> torch.Tensor:
@@ -217,7 +224,39 @@ class _WithFineTuning:
         return counted * chosen[:, None]
 
 
-class Cpo(_WithFineTuning):
+class Dpo(_PairObjective):
+    """−log σ(β (log-ratio of the chosen answer − log-ratio of the rejected one)), a mean over pairs, or other forms.
+
+    Of several forms, the loss is their weighted sum; the form ``sft`` is the chosen answers' cross-entropy, a mean over
+    tokens. An answer's log-ratio is its log-probability less that under the reference. Rewards are β times the
+    log-ratios. Metrics: ``rewards/chosen``, ``rewards/rejected``, ``rewards/accuracies`` (share of pairs whose chosen
+    answer has the greater reward), ``rewards/margins``, ``logps/chosen`` and ``logps/rejected``; with ``sft``
+    ``nll_loss``.
+    """
+
+    def __init__(self, config: DpoConfig) -> None:
+        self._config = config
+        self._weights = dict(config.weighted())
+        reference: Literal["before", "step"] = "before" if config.precompute_ref_log_probs else "step"
+        super().__init__("dpo", alpha=self._weights.pop("sft", None), reference=reference)
+
+    def _of_pairs(self, figures: Pairs, per_token: Pairs) -> tuple[torch.Tensor, Pairs, Mapping[str, torch.Tensor]]:
+        config = self._config
+        rewards = figures.scaled(config.kl_beta)
+        total = torch.zeros_like(rewards.chosen)
+        for loss_type, weight in self._weights.items():
+            if loss_type in get_args(RewardLoss):
+                losses = reward_losses(loss_type, figures, config.kl_beta, config.discopop_tau)
+            else:
+                margins = rewards.chosen - rewards.rejected
+                if loss_type == "ipo":
+                    margins = per_token.chosen - per_token.rejected - 0.5 / config.kl_beta
+                losses = pair_losses(loss_type, margins, config.label_smoothing)
+            total = total + weight * losses
+        return total, rewards, {}
+
+
+class Cpo(_PairObjective):
     """−log σ(β (log-probability of the chosen answer − that of the rejected one)), a mean over pairs, or another form,
     and ``cpo_alpha`` times the chosen answers' cross-entropy, a mean over tokens.
 
@@ -227,21 +266,21 @@ class Cpo(_WithFineTuning):
 
     def __init__(self, config: CpoConfig) -> None:
         averaged = config.loss_type in ("ipo", "simpo")
-        super().__init__("cpo", averaged=averaged, prompt_in_nll=False, alpha=config.cpo_alpha)
+        super().__init__("cpo", averaged=averaged, alpha=config.cpo_alpha)
         self._config = config
 
-    def _of_pairs(self, log_probs: Pairs) -> tuple[torch.Tensor, Pairs, Mapping[str, torch.Tensor]]:
+    def _of_pairs(self, figures: Pairs, per_token: Pairs) -> tuple[torch.Tensor, Pairs, Mapping[str, torch.Tensor]]:
         config = self._config
-        rewards = log_probs.scaled(config.beta)
+        rewards = figures.scaled(config.beta)
         margins = rewards.chosen - rewards.rejected
         if config.loss_type == "simpo":
             margins = margins - config.simpo_gamma
         elif config.loss_type == "ipo":
-            margins = log_probs.chosen - log_probs.rejected - 0.5 / config.beta
+            margins = figures.chosen - figures.rejected - 0.5 / config.beta
         return pair_losses(config.loss_type, margins, config.label_smoothing), rewards, {}
 
 
-class Orpo(_WithFineTuning):
+class Orpo(_PairObjective):
     """−β log σ(log odds ratio), a mean over pairs, and the chosen answers' cross-entropy, a mean over tokens.
 
     The odds of an answer are p / (1 − p), where log p is the mean log-probability of its tokens; rewards are β log p.
@@ -249,14 +288,14 @@ class Orpo(_WithFineTuning):
     """
 
     def __init__(self, config: OrpoConfig) -> None:
-        super().__init__("orpo", averaged=True, prompt_in_nll=config.prompt_in_nll)
+        super().__init__("orpo", averaged=True, alpha=1.0, prompt_in_nll=config.prompt_in_nll)
         self._beta = config.beta
 
-    def _of_pairs(self, log_probs: Pairs) -> tuple[torch.Tensor, Pairs, Mapping[str, torch.Tensor]]:
-        log_odds = _log_odds(log_probs.chosen) - _log_odds(log_probs.rejected)
+    def _of_pairs(self, figures: Pairs, per_token: Pairs) -> tuple[torch.Tensor, Pairs, Mapping[str, torch.Tensor]]:
+        log_odds = _log_odds(figures.chosen) - _log_odds(figures.rejected)
         log_ratio = functional.logsigmoid(log_odds)
         more = {"log_odds_chosen": log_odds, "log_odds_ratio": log_ratio}
-        return -self._beta * log_ratio, log_probs.scaled(self._beta), more
+        return -self._beta * log_ratio, figures.scaled(self._beta), more
 
 
 def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
