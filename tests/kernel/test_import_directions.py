@@ -28,6 +28,7 @@ LAYERS = (
     {"api", "eager_optimizers", "http_server", "regular_files", "torch_versions"},
     {"progress", "protocols"},
     {"file_lock", "kernel", "scaffold"},
+    {"components"},
     {"config"},
     {"distributed"},
     {"models"},

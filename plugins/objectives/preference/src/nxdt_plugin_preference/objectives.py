@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import CpoConfig, DpoConfig, OrpoConfig
 from nxdt_plugin_preference.errors import ReferenceMissing, RowsNotPaired
@@ -115,7 +115,7 @@ def sums_by_answer(values: torch.Tensor, batch: Batch, shards: SequenceShards) -
     return shards.total(partial).view(figures, batch.samples, batch.rows_per_sample, -1)
 
 
-class Dpo:
+class Dpo(Objective):
     """−log σ(β (log-ratio of the chosen answer − log-ratio of the rejected one)), a mean over pairs, or another form.
 
     An answer's log-ratio is its log-probability less that under the reference. Rewards are β times the log-ratios.
@@ -167,7 +167,7 @@ class Dpo:
         )
 
 
-class _WithFineTuning:
+class _WithFineTuning(Objective):
     """A loss of two terms: a mean over pairs, and the chosen answers' cross-entropy, a mean over tokens."""
 
     traits = ObjectiveTraits(unit="pairs", rows_per_sample=PAIR)
