@@ -209,48 +209,41 @@ DEVICE_PROFILES = (
 
 
 _LAUNCHERS = "nxdt_core.launch.launchers"
-_JOIN, _SUBMIT = frozenset({"join"}), frozenset({"submit"})
 
 LAUNCHERS = (
     Component(
         name="slurm",
         target=f"{_LAUNCHERS}.slurm:SlurmLauncher",
         config=f"{_LAUNCHERS}.config:SlurmOptions",
-        capabilities=_JOIN | _SUBMIT,
         summary="write a batch job for Slurm, which starts tasks with srun",
     ),
     Component(
         name="kubernetes",
         target=f"{_LAUNCHERS}.kubernetes:KubernetesLauncher",
         config=f"{_LAUNCHERS}.config:KubernetesOptions",
-        capabilities=_SUBMIT,
         summary="write an indexed Job for Kubernetes, or Kubeflow's TrainJob or PyTorchJob",
     ),
     Component(
         name="hyperpod",
         target=f"{_LAUNCHERS}.hyperpod:HyperPodLauncher",
         config=f"{_LAUNCHERS}.config:HyperPodOptions",
-        capabilities=_JOIN | _SUBMIT,
         summary="write a job for SageMaker HyperPod, with Slurm or EKS",
     ),
     Component(
         name="local",
         target=f"{_LAUNCHERS}.local:LocalLauncher",
         config=f"{_LAUNCHERS}.config:LocalOptions",
-        capabilities=_SUBMIT,
         summary="run the nodes as processes of this machine",
     ),
     Component(
         name="environment",
         target=f"{_LAUNCHERS}.local:EnvironmentLauncher",
         aliases=("torchrun",),
-        capabilities=_JOIN,
         summary="RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them",
     ),
     Component(
         name="mpi",
         target=f"{_LAUNCHERS}.local:MPILauncher",
-        capabilities=_JOIN,
         summary="variables of mpirun: Open MPI, MVAPICH, MPICH, Intel MPI",
     ),
 )

@@ -68,17 +68,11 @@ _OPTIMIZER = {
     "sharded": "updates parameters that are sharded over ranks: element by element, or by ParameterShard",
 }
 
-_LAUNCHER = {
-    "join": "determines the place in the run of a process that another program started",
-    "submit": "writes the files of a job and submits them: nxdt launch NAME",
-}
-
 CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = MappingProxyType(
     {
         "engine": MappingProxyType(_ENGINE),
         "model": MappingProxyType(_MODEL),
         "optimizer": MappingProxyType(_OPTIMIZER),
-        "launcher": MappingProxyType(_LAUNCHER),
     }
 )
 """Kind → capability → what a component that declares it does. Components of other kinds declare none."""

@@ -39,7 +39,7 @@ from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.rotary import RotaryEmbedding, rotate
-from nxdt_core.protocols.model import HFExchange
+from nxdt_core.protocols.model import ModelBuilder
 
 Work = Callable[[], object]
 
@@ -52,7 +52,7 @@ _15M: Mapping[str, Any] = {
 }
 _WIDE: Mapping[str, Any] = {**_15M, "ffn_hidden_size": 1536, "max_position_embeddings": 1024}
 
-SHAPES: Mapping[str, tuple[HFExchange, int, int]] = {
+SHAPES: Mapping[str, tuple[ModelBuilder, int, int]] = {
     "llama-tiny": (
         LlamaBuilder(
             LlamaConfig(
@@ -166,7 +166,7 @@ def seconds_of(work: Work, device: torch.device, at_least_s: float = 0.05) -> fl
     return spent / calls
 
 
-def models(builder: HFExchange, batch: int, seq: int, device: torch.device) -> tuple[Work, Work]:
+def models(builder: ModelBuilder, batch: int, seq: int, device: torch.device) -> tuple[Work, Work]:
     """One step of each model: forward, mean cross-entropy, backward."""
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging

@@ -28,7 +28,6 @@ import torch
 from nxdt_core.config import load
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.sources import collate
-from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.weights.reference import DatasetWithReference, compute_log_probs
 
@@ -144,7 +143,7 @@ def ours(name: str, weights: Path, file: Path, count: int, seq: int) -> Step:
     session.build_model()
     session.build_optimizer()
     rows = build.dataset(config, session.data.tokenizer).split("train")
-    if traits_of(session.objective).reference:
+    if session.objective.traits.reference:
         found = compute_log_probs(rows, config=config, engine=session.engine, model=session.model)
         rows = DatasetWithReference(rows, found, model="itself")
     batch = collate([rows[index] for index in range(len(rows))])

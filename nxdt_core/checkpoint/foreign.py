@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
+from nxdt_core.components import class_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import ForeignFormatUnknown
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.plugin import describe_failure
-from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader, FillsRows
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, Piece
 from nxdt_core.protocols.ranks import RankAgreement
@@ -74,15 +75,14 @@ def open_checkpoint(
         component = recognise(path, kernel)
         if component is None:
             raise _unknown(path, kernel, "no installed format recognises its files")
-        chosen = _loaded(component)
+        chosen = class_of(component, CheckpointFormat)()
     else:
         component = kernel.registry.get(_KIND, format)
-        chosen = _loaded(component)
+        chosen = class_of(component, CheckpointFormat)()
         if not chosen.recognises(path):
             raise _unknown(path, kernel, f"it is not of the format {format!r}")
     found = chosen.open(path)
-    if fill_rows and isinstance(found, FillsRows):
-        found.fill_rows = True
+    found.fill_rows = fill_rows
     return component.record.name, found
 
 
@@ -149,15 +149,10 @@ def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch
             piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])
 
 
-def _loaded(component: RegisteredComponent) -> CheckpointFormat:
-    loaded: CheckpointFormat = component.load_target()()
-    return loaded
-
-
 def _recognises(component: RegisteredComponent, path: Path) -> bool:
     """Whether a format recognises the path. One that fails is skipped with a warning: the path may be another's."""
     try:
-        return _loaded(component).recognises(path)
+        return class_of(component, CheckpointFormat)().recognises(path)
     except NxdtError as error:
         reason = error.what()
     except KeyboardInterrupt:

@@ -15,7 +15,7 @@ from nxdt_core.checkpoint.lease import is_leased, take_lease
 from nxdt_core.checkpoint.owner import Owner, decode_owner, this_process
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
-from nxdt_core.protocols.store import CheckpointStore, LockableStorage, LocksUnsupported, StorageLock
+from nxdt_core.protocols.store import CheckpointStore, LocksUnsupported, StorageLock
 
 _KEY = "owner"
 _POLL_S = 0.2
@@ -25,7 +25,7 @@ _POLL_S = 0.2
 class LockedStore:
     """A store that this process has locked; see :class:`nxdt_core.checkpoint.ownership.Ownership`."""
 
-    def __init__(self, storage: LockableStorage, lock: StorageLock, me: Owner) -> None:
+    def __init__(self, storage: CheckpointStore, lock: StorageLock, me: Owner) -> None:
         self.fencing = 0
         self._storage = storage
         self._lock: StorageLock | None = lock
@@ -52,7 +52,7 @@ class LockedStore:
             lock.release()
 
 
-def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> LockedStore:
+def lock_store(storage: CheckpointStore, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> LockedStore:
     """Lock ``storage`` for the run ``me``.
 
     A lock whose owner runs on this machine is refused at once. Any other is waited for: its process may be about to
@@ -86,7 +86,7 @@ def lock_store(storage: LockableStorage, me: Owner, *, say: Callable[[str], None
     return owned
 
 
-def is_locked(storage: LockableStorage, me: Owner) -> bool:
+def is_locked(storage: CheckpointStore, me: Owner) -> bool:
     """Return whether a process has the lock that may still run.
 
     Raises:
@@ -146,10 +146,10 @@ def own(
     """
     me = me or this_process(run)
     with explained_os_errors(storage.uri):
-        if isinstance(storage, LockableStorage):
-            try:
-                return lock_store(storage, me, say=say, expiry_s=expiry_s)
-            except LocksUnsupported as error:
+        try:
+            return lock_store(storage, me, say=say, expiry_s=expiry_s)
+        except LocksUnsupported as error:
+            if error.strerror:
                 say(f"{storage.uri} is owned by a lease instead of a lock: {error.strerror}")
         return take_lease(storage, me, say=say, expiry_s=expiry_s)
 
@@ -172,8 +172,7 @@ def is_owned(storage: CheckpointStore) -> bool:
     """
     me = this_process("")
     with explained_os_errors(storage.uri):
-        if isinstance(storage, LockableStorage):
-            with suppress(LocksUnsupported):
-                if is_locked(storage, me):
-                    return True
+        with suppress(LocksUnsupported):
+            if is_locked(storage, me):
+                return True
         return is_leased(storage, me)

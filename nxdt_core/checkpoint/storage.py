@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from nxdt_core.checkpoint.format.file_names import step_of
+from nxdt_core.components import class_of
 from nxdt_core.errors.checkpoints import CheckpointIsNoFile, StorageDenied, StorageError, StorageFull, StoragePathIsFile
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
@@ -69,8 +70,7 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
     config_class = component.load_config()
     if config is None and config_class is not None:
         config = config_class()
-    storage: CheckpointStore = component.load_target()(uri, config)
-    return storage
+    return class_of(component, CheckpointStore)(uri, config)
 
 
 def scheme_of(uri: str) -> str:

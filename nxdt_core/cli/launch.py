@@ -78,9 +78,20 @@ def _launchers() -> dict[str, RegisteredComponent]:
     """The launchers that submit, by name; of a name that several plugins offer, as ``plugin:name``."""
     from nxdt_core.kernel import Kernel
 
-    found = [each for each in Kernel.start().registry.all("launcher") if "submit" in each.record.capabilities]
+    found = [each for each in Kernel.start().registry.all("launcher") if _submits(each)]
     names = [each.record.name for each in found]
     return {each.record.name if names.count(each.record.name) == 1 else each.qualified_name: each for each in found}
+
+
+def _submits(component: RegisteredComponent) -> bool:
+    from nxdt_core.components import class_of
+    from nxdt_core.errors.plugins import ComponentUnusable
+    from nxdt_core.protocols.launcher import Launcher
+
+    try:
+        return class_of(component, Launcher).submits()
+    except ComponentUnusable:  # its command says why
+        return True
 
 
 def _summary(component: RegisteredComponent) -> str:

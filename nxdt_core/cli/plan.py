@@ -167,11 +167,10 @@ def print_report(plan: RunPlan) -> None:
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
-    from nxdt_core.protocols.objective import traits_of
     from nxdt_core.train.build import objective
 
     found, data, sizes = plan.estimate, plan.config.run.data, plan.sizes
-    batch = traits_of(objective(plan.config)).batch(data.global_batch_size, data.seq_length)
+    batch = objective(plan.config).traits.batch(data.global_batch_size, data.seq_length)
     yield "run", plan.config.source
     yield "layout", " · ".join(plan.estimate.layout)
     trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"

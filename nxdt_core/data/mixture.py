@@ -28,7 +28,7 @@ def mixed(datasets: Mapping[str, MapDataset], weights: Mapping[str, float], *, s
     return Mixture(list(datasets.values()), [weights[name] for name in datasets])
 
 
-class Mixture:
+class Mixture(MapDataset):
     """Samples of several datasets by weight; a pass is long enough to include each sample at least once.
 
     The shares of a pass are exact to one sample. A dataset whose share exceeds its size is repeated. Over all passes,

@@ -16,6 +16,7 @@ from nxdt_core.data.cache import digest
 from nxdt_core.data.sampler import Permutation
 from nxdt_core.data.tokens import TokenArray, TokenStream
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataset import MapDataset
 
 __all__ = ["PackedDataset", "Packing", "first_fit_decreasing", "first_fit_in_rows", "shuffled_bins"]
 
@@ -52,7 +53,7 @@ class Packing:
         return Sample(input_ids=inputs, labels=labels, position_ids=position_ids, document_ids=document_ids)
 
 
-class PackedDataset:
+class PackedDataset(MapDataset):
     """A map-style dataset over a :class:`TokenStream`.
 
     Args:

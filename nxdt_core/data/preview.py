@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataReport, IterableDataset, MapDataset, ReportingDataset, TokenCount
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.dataset import DataReport, IterableDataset, MapDataset, TokenCount
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = ["Part", "Preview", "ShownDocument", "ShownSample", "preview"]
 
@@ -83,15 +83,15 @@ def preview(
         count: samples to show.
         seed, shuffle: of the run.
     """
-    own = isinstance(dataset, ReportingDataset)
-    samples = list(islice(_in_order(dataset, seed, shuffle), count if own else max(count, _COUNTED)))
+    report = dataset.report()
+    samples = list(islice(_in_order(dataset, seed, shuffle), max(count, _COUNTED) if report is None else count))
     rows = [(index, row, one) for index, sample in samples for row, one in enumerate(_rows(sample))]
     first = {index for index, _ in samples[:count]}
     return Preview(
         samples=len(dataset) if isinstance(dataset, MapDataset) else None,
         shown=tuple(_shown(index, row, one, tokenizer) for index, row, one in rows if index in first),
-        report=dataset.report() if isinstance(dataset, ReportingDataset) else _counted([one for _, _, one in rows]),
-        counted=None if own else len(samples),
+        report=_counted([one for _, _, one in rows]) if report is None else report,
+        counted=len(samples) if report is None else None,
     )
 
 
@@ -179,9 +179,7 @@ def _parts(sample: Sample, piece: slice, learnt: NDArray[np.bool_], tokenizer: T
 
 
 def _spell(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
-    if tokenizer is None:
-        return ""
-    return tokenizer.spell(ids) if isinstance(tokenizer, ChatTokenizer) else tokenizer.decode(ids)
+    return "" if tokenizer is None else tokenizer.spell(ids)
 
 
 def _counted(rows: Sequence[Sample]) -> DataReport:

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.cache import digest
 from nxdt_core.errors.data import EmptyDataset
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, SplitName
+from nxdt_core.protocols.dataset import DatasetSplits, IterableDataset, MapDataset, SplitName
 
 __all__ = ["GlobalOrder", "Head", "NoData", "Permutation", "draw", "first_batches", "limit_sets"]
 
@@ -143,7 +143,7 @@ class GlobalOrder:
         return self._permutation[1]
 
 
-class Head:
+class Head(MapDataset):
     """The first ``count`` samples of ``dataset``, or all where there are fewer."""
 
     def __init__(self, dataset: MapDataset, count: int) -> None:
@@ -184,12 +184,9 @@ def limit_sets(
     return {name: Head(dataset, max(1, round(samples * len(dataset) / size))) for name, dataset in known.items()}
 
 
-class NoData:
+class NoData(DatasetSplits):
     """A :class:`~nxdt_core.protocols.dataset.DatasetSplits` without splits; training on it raises an error that
     explains this."""
-
-    def __init__(self, config: object, context: DataContext) -> None:
-        """There is nothing to configure; both are what the kind's call passes."""
 
     def split(self, name: SplitName) -> MapDataset | IterableDataset | None:
         """Return None for every split."""

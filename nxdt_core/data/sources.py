@@ -17,7 +17,7 @@ import torch
 from nxdt_core.data.sampler import GlobalOrder
 from nxdt_core.errors.data import EmptyDataset, MixedSamples
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
-from nxdt_core.protocols.dataset import IterableDataset, MapDataset, PassingDataset
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
 __all__ = [
     "Job",
@@ -203,9 +203,7 @@ class MapSource:
         return build
 
     def _read(self, index: int, position: int) -> Sample:
-        if isinstance(self._dataset, PassingDataset):
-            return self._dataset.at(index, position // len(self._dataset))
-        return self._dataset[index]
+        return self._dataset.at(index, position // len(self._dataset))
 
 
 class StreamSource:

@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.errors.data import SpecialTokenMissing
-from nxdt_core.protocols.tokenizer import LeadingTokenizer, Tokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = [
-    "ArrayTokenizer",
     "TokenArray",
     "TokenStream",
     "compact_dtype",
@@ -28,15 +27,6 @@ __all__ = [
 
 _BATCH = 256
 """Documents given to a tokenizer at once: enough for the threads of its library."""
-
-
-@runtime_checkable
-class ArrayTokenizer(Protocol):
-    """A tokenizer that yields an array without building a Python list; used where it is offered."""
-
-    def encode_to_array(self, text: str) -> NDArray[np.unsignedinteger]:
-        """Return the ids of ``encode(text)`` as an array [tokens]."""
-        ...
 
 
 class TokenArray(Protocol):
@@ -109,13 +99,10 @@ def tokenize(
 def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.unsignedinteger]]:
     """Yield the ids of each document, of :func:`compact_dtype`, an empty array where it has none."""
     dtype = compact_dtype(tokenizer.vocab_size)
-    if isinstance(tokenizer, ArrayTokenizer):
-        yield from map(tokenizer.encode_to_array, documents)
-        return
     remaining = iter(documents)
     while batch := list(islice(remaining, _BATCH)):
-        for ids in tokenizer.encode_batch(batch):
-            yield np.array(ids, dtype)
+        for ids in tokenizer.encode_to_arrays(batch):
+            yield np.asarray(ids, dtype)
 
 
 def leading_ids(tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:
@@ -128,7 +115,7 @@ def leading_ids(tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:
     Raises:
         SpecialTokenMissing: the tokenizer does not have one.
     """
-    leading = list(tokenizer.leading_ids()) if isinstance(tokenizer, LeadingTokenizer) else []
+    leading = list(tokenizer.leading_ids())
     if not add_bos or tokenizer.bos_id in leading:
         return leading
     if tokenizer.bos_id is None:

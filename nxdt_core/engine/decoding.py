@@ -24,7 +24,7 @@ from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.parallel_model import TokenChoice
+from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, TokenChoice
 from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = [
@@ -32,8 +32,8 @@ __all__ = [
     "Recorded",
     "RecordedDecoding",
     "attention_slots",
+    "check_positions_stay",
     "last_rows_only",
-    "positions_that_change",
     "records_passes",
 ]
 
@@ -42,10 +42,14 @@ _COLUMNS = 256
 """Columns of a fixed cache are a multiple of this, or the window, so that prompts of several lengths share it."""
 
 
-def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[AttentionSlot] | str:
-    """Return the attention cores of a rank's stages, or why keys and values cannot be kept for them."""
+def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[AttentionSlot]:
+    """Return the attention cores of a rank's stages.
+
+    Raises:
+        CacheUnsupported: keys and values cannot be kept for them.
+    """
     if not plan.attention_cores:
-        return "the model's plan names no attention cores"
+        raise CacheUnsupported("the model's plan names no attention cores")
     slots = []
     for module in modules:
         for path, core in module.named_modules():
@@ -54,20 +58,22 @@ def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[At
                 try:
                     slots.append((module.get_submodule(parent), name, core_semantics(path, core)))
                 except NxdtError as error:
-                    return error.what().rstrip(".")
+                    raise CacheUnsupported(error.what().rstrip(".")) from error
     return slots
 
 
-def positions_that_change(modules: Sequence[nn.Module], lengths: Sequence[int], columns: int) -> str | None:
-    """Return why the keys of texts of ``lengths`` change while these grow to ``columns`` tokens; None: they stay.
+def check_positions_stay(modules: Sequence[nn.Module], lengths: Sequence[int], columns: int) -> None:
+    """Check that the keys of texts of ``lengths`` stay while these grow to ``columns`` tokens.
 
     Rotary modules say it, such as :class:`~nxdt_core.models.rotary.RotaryEmbedding`: by ``kept`` and ``original``.
+
+    Raises:
+        CacheUnsupported: they change.
     """
     for part in (part for module in modules for part in module.modules()):
         kept: Callable[[int, int], bool] | None = getattr(part, "kept", None)
         if kept is not None and not kept(min(lengths), columns):
-            return f"the rotary frequencies change where a text outgrows {part.original} tokens"
-    return None
+            raise CacheUnsupported(f"the rotary frequencies change where a text outgrows {part.original} tokens")
 
 
 def records_passes(sizes: MeshSizes, *, sharded: bool) -> bool:
@@ -94,8 +100,8 @@ def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int)
 
 
 @dataclass(kw_only=True)
-class CachedDecoding:
-    """A :class:`nxdt_core.protocols.parallel_model.Decoding`."""
+class CachedDecoding(Decoding):
+    """Passes over the new tokens of all rows, in every layout."""
 
     cache: KeyValueCache
     """Of this rank's layers."""
@@ -132,7 +138,7 @@ class Recorded:
 @final
 @dataclass(kw_only=True)
 class RecordedDecoding(CachedDecoding):
-    """A :class:`nxdt_core.protocols.parallel_model.BlockDecoding`."""
+    """The same on a device that records passes, so that the host does not wait after each token."""
 
     columns: int
     """Tokens that the longest row can grow to."""

@@ -22,7 +22,7 @@ from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
 from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
 from nxdt_core.models.quantised import load_library
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.engine import CompileAhead, RankInfo
+from nxdt_core.protocols.engine import CompileAhead, ParallelEngine, RankInfo
 from nxdt_core.protocols.estimate import Estimate, RunParts
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
@@ -31,13 +31,12 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.system.progress import PROGRESS
 
 
-class TorchEngine:
+class TorchEngine(ParallelEngine):
     """Built-in ``engine``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
     mesh: ParallelMesh
     """Known after :meth:`start`."""
-    rank_info: RankInfo
-    """This process's place; known before :meth:`start`."""
+    ranks: Ranks
 
     def __init__(self, config: ResolvedConfig) -> None:
         self._run = config.run
@@ -145,8 +144,8 @@ class TorchEngine:
             return backend
         return "compile" if all(each == "compile" for each in self.ranks.all_gather_object(backend)) else "eager"
 
-    @staticmethod
-    def estimate(config: ResolvedConfig, parts: RunParts) -> Estimate:
+    @classmethod
+    def estimate(cls, config: ResolvedConfig, parts: RunParts) -> Estimate:
         """Return what the run of ``config`` would need, measured without devices.
 
         Raises:
@@ -157,8 +156,8 @@ class TorchEngine:
 
         return estimate(workload_of(config, parts))
 
-    @staticmethod
-    def compile_ahead(config: ResolvedConfig) -> CompileAhead:
+    @classmethod
+    def compile_ahead(cls, config: ResolvedConfig) -> CompileAhead:
         """Return how a trial of the run of ``config`` fills the cache of ``torch.compile``.
 
         Raises:
@@ -168,8 +167,8 @@ class TorchEngine:
         register_profile_of(config)
         return ahead_of(config.run, profile_of(current_device(config.run.trainer.accelerator)))
 
-    @staticmethod
-    def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+    @classmethod
+    def local_elements(cls, builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
         """Return the number of elements of each parameter on rank 0 of ``sizes``, measured on the meta device.
 
         Raises:
@@ -180,10 +179,6 @@ class TorchEngine:
         with fake_mesh(sizes) as mesh:
             (module,) = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules
             return {name: local_of(parameter).numel() for name, parameter in module.named_parameters()}
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        return self.ranks.broadcast_object(value)
 
     def shutdown(self) -> None:
         """Leave the process group; may be called twice."""

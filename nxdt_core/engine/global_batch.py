@@ -121,7 +121,7 @@ class GlobalBatch:
             ids=batch.input_ids,
             padding=padding,
             labels=batch.labels,
-            head_loss=getattr(self._objective, "head_loss", None),
+            head_loss=self._objective.head_loss,
             aux_loss_scale=self._aux_loss_scale,
             vocabulary_loss=self._compute.vocabulary_loss,
             sequences=self._sequences,
@@ -231,16 +231,12 @@ def _shards(group: dist.ProcessGroup) -> SequenceShards:
     return SequenceShards(ranks=group.size(), total=total)
 
 
-class LabelLogProbs:
+class LabelLogProbs(Objective):
     """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
         """Of each micro-batch that came by here, float [rows, seq / cp]; 0 where there is no label."""
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        """Return the weight of the tokens: nothing is divided by it."""
-        return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""

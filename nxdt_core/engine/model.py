@@ -22,8 +22,8 @@ from nxdt_core.engine.decoding import (
     Recorded,
     RecordedDecoding,
     attention_slots,
+    check_positions_stay,
     last_rows_only,
-    positions_that_change,
     records_passes,
 )
 from nxdt_core.engine.expert import RouterMetrics
@@ -39,7 +39,7 @@ from nxdt_core.models.attention.cache import KeyValueCache
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel_model import Decoding, StepLoss
+from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel, StepLoss
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from nxdt_core.engine.pipeline.stage import HiddenSpec
 
 
-class TorchModel:
+class TorchModel(ParallelModel):
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
     def __init__(self, layout: Layout, mesh: ParallelMesh, compute: ComputeContext, *, micro_batches: int) -> None:
@@ -200,15 +200,16 @@ class TorchModel:
             logits = unshard_sequence(self._whole_logits(batch), self._mesh)
         return logits[:, :length]
 
-    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding | str:
-        """Return a pass for each further token; see :class:`nxdt_core.protocols.parallel_model.DecodingModel`."""
+    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding:
+        """Return a pass for each further token.
+
+        Raises:
+            CacheUnsupported: ranks share sequences, positions change, or attention is of no form that is known.
+        """
         if self._mesh.sizes.cp > 1:
-            return "context parallel ranks share each sequence"
-        if (reason := positions_that_change(self._layout.modules, lengths, columns)) is not None:
-            return reason
+            raise CacheUnsupported("context parallel ranks share each sequence")
+        check_positions_stay(self._layout.modules, lengths, columns)
         slots = attention_slots(self._layout.modules, self.plan)
-        if isinstance(slots, str):
-            return slots
         alone = records_passes(self._mesh.sizes, sharded=self._layout.sharded)
         if not (alone and profile_of(self._compute.device).records):
             cache, multiple = KeyValueCache(slots, lengths, columns), self._sequence_multiple

@@ -144,12 +144,15 @@ EndOfTurnUntrained = NxdtError.define(
     "data.chat_template to one that does.",
 )
 
-NotAChatTokenizer = NxdtError.define(
-    "NXDT-D320",
-    "A tokenizer that does not return the positions of its tokens in a text.",
-    "The tokenizer ({tokenizer}) does not return the positions of tokens in a text, and chat data need them.",
-    "Set data.tokenizer.library: huggingface, and use the tokenizer.json of the same model.",
-)
+
+class NotAChatTokenizer(NxdtError):
+    """A tokenizer that does not return the positions of its tokens in a text."""
+
+    code = "NXDT-D320"
+    happened = "The tokenizer ({tokenizer}) does not return the positions of tokens in a text, and chat data need them."
+    remedy = "Set data.tokenizer.library: huggingface, and use the tokenizer.json of the same model."
+    tokenizer: str
+
 
 SpecialTokenInText = NxdtError.define(
     "NXDT-D321",

@@ -94,12 +94,15 @@ NoHFForm = NxdtError.define(
     "It has no Hugging Face form; keep its checkpoints, or train with {key}={wanted}.",
 )
 
-HFExchangeUnsupported = NxdtError.define(
-    "NXDT-M014",
-    "A builder has no correspondence to Hugging Face's parameters.",
-    "The model builder '{builder}' does not read or write Hugging Face directories.",
-    "Let it implement nxdt_core.protocols.model.HFExchange.",
-)
+
+class HFExchangeUnsupported(NxdtError):
+    """A builder has no correspondence to Hugging Face's parameters."""
+
+    code = "NXDT-M014"
+    happened = "The model builder '{builder}' does not read or write Hugging Face directories."
+    remedy = "Let it override config_to_hf and hf_key_map of nxdt_core.protocols.model.ModelBuilder."
+    builder: str
+
 
 KeyMapIncomplete = NxdtError.define(
     "NXDT-M015",

@@ -265,7 +265,7 @@ def nxdt_launchers() -> Iterable[Component]:  # type: ignore[empty-body]
         @hookimpl
         def nxdt_launchers():
             return [Component(name="acme", target="my_plugin.launcher:Acme", config="my_plugin.config:Acme",
-                                      capabilities=frozenset({"join", "submit"}), summary="jobs of Acme")]
+                              summary="jobs of Acme")]
     """
 
 

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.read import read_part
@@ -29,7 +30,7 @@ from nxdt_core.errors.launch import (
     SubmitFailed,
 )
 from nxdt_core.kernel import Kernel, RegisteredComponent
-from nxdt_core.protocols.launcher import Job, Submission
+from nxdt_core.protocols.launcher import Job, Launcher, Submission
 from nxdt_core.system.regular_files import make_directory, read_text, replace_text
 
 _RESUME = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
@@ -99,7 +100,8 @@ def prepare(
         ClusterHasOtherNodes: the cluster file says another number of nodes.
         NxdtError: what the launcher refuses.
     """
-    if "submit" not in component.record.capabilities:
+    launcher = class_of(component, Launcher)
+    if not launcher.submits():
         raise CannotSubmit(launcher=component.record.name)
     options = read_options(component, cluster, given)
     in_file = getattr(options, "nodes", None)
@@ -110,8 +112,7 @@ def prepare(
     config = load(source, words)
     _check_devices(config, options, cluster)
     job = _job(config, words, options, directory, command_line)
-    launcher = component.load_target()()
-    submission: Submission = launcher.submission(job, options)
+    submission = launcher().submission(job, options)
     if any(MASK in text for text in submission.files.values()):  # a masked secret would be taken for the secret
         raise SecretsInJobFiles(keys=tuple(_masked(config.to_dict())))
     return job, config, submission

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import os
 
+from nxdt_core.components import class_of
 from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, read_rank_environment
 from nxdt_core.errors.launch import NotStartedByLauncher
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.plugin import BUILTIN
-from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.protocols.launcher import Launcher, RankEnvironment
 
 
 def find_place() -> RankEnvironment:
@@ -30,7 +31,7 @@ def find_place() -> RankEnvironment:
     launcher = Kernel.start().registry.get("launcher", name)
     if launcher.plugin == BUILTIN:
         return read_rank_environment()
-    place: RankEnvironment | None = launcher.load_target()().join(os.environ)
+    place = class_of(launcher, Launcher)().join(os.environ)
     if place is None:
         raise NotStartedByLauncher(launcher=name)
     if place.world_size > 1:

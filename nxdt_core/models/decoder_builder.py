@@ -5,7 +5,7 @@ is sharded and recomputed, its fresh weights, and the operations of one training
 from __future__ import annotations
 
 import math
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
@@ -14,7 +14,7 @@ from nxdt_core.errors.models import BadModelConfig, NoHFForm
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import IGNORED, SCORE, architecture_to_hf, bias_key
 from nxdt_core.models.rope_scaling import scaling_to_hf
-from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 
 if TYPE_CHECKING:
@@ -107,8 +107,8 @@ def rotary_decoder_plan(
 Config = TypeVar("Config", bound=RotaryDecoderConfig)
 
 
-class RotaryDecoderBuilder(ABC, Generic[Config]):
-    """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`.
+class RotaryDecoderBuilder(ModelBuilder, Generic[Config]):
+    """A :class:`~nxdt_core.protocols.model.ModelBuilder` that exchanges with Hugging Face.
 
     A model implements :meth:`build` and :meth:`plan` and names its architecture::
 
@@ -122,6 +122,7 @@ class RotaryDecoderBuilder(ABC, Generic[Config]):
                 return rotary_decoder_plan(self.config, feed_forward={MLP: SWIGLU_STYLES}, recompute={"MLP": (MLP,)})
     """
 
+    config: Config
     hf_architectures: ClassVar[tuple[str, ...]]
     """The first is written to ``config.json``."""
     hf_ignored: ClassVar[tuple[str, ...]] = IGNORED

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from nxdt_core.protocols.parallel_model import ParallelModel
     from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["Adapter", "OpensAdapters", "SavedAdapter"]
+__all__ = ["Adapter", "SavedAdapter"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,55 +30,48 @@ class SavedAdapter:
     """What it says of the weights below: a path, or the name of a model on a hub. None: nothing."""
 
 
-@runtime_checkable
-class OpensAdapters(Protocol):
-    """A target of the kind that knows directories with adapters, as ``nxdt generate`` takes them."""
+class Adapter(ABC):
+    """The target of the kind, called as ``Target(config)`` with the section ``adapter``."""
+
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
 
     @staticmethod
     def saved_at(path: Path) -> SavedAdapter | None:
-        """Return the adapter in the directory ``path``; None where it is none that is known.
+        """Return the adapter in the directory ``path``, as ``nxdt generate`` takes one; None where it is none that is
+        known.
 
         Raises:
             NxdtError: it cannot be used.
         """
-        ...
-
-
-@runtime_checkable
-class Adapter(Protocol):
-    """The target of the kind, called as ``Target(config)`` with the section ``adapter``."""
+        return None
 
     @property
     def saves_base(self) -> bool:
         """Whether checkpoints hold what is frozen. Where they do not, a resumed run takes it from where the first
         one took it."""
-        ...
+        return True
 
-    def __init__(self, config: Any) -> None: ...
-
+    @abstractmethod
     def apply(self, module: torch.nn.Module, plan: ParallelPlan) -> ParallelPlan:
         """Change ``module`` in place, on the meta device; freeze what is not trained with
         ``requires_grad_(False)``. Returns the plan of the changed module."""
-        ...
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Rules for the parameters that it added; they precede the model's own."""
-        ...
+        """Return rules for the parameters that it added; they precede the model's own. Default: none."""
+        return ()
 
     def begin(self, model: ParallelModel, config: Any, ranks: RankAgreement) -> None:
         """Set what depends on the base's weights, or load what was trained before. Collective; called once the base has
         its weights, in a run that does not resume from its own checkpoint. ``config`` is the whole resolved
         configuration."""
-        ...
 
     def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
         """Refuse to resume from the checkpoint at the address ``where`` if its weights would compute something else
         here. ``saved`` is the section ``adapter`` of the run that wrote it, with the keys that its version knew. Called
         on all ranks, before the model is built; what it raises fails the run."""
-        ...
 
     def finish(self, checkpoint: str | None, config: Any, ranks: RankAgreement) -> None:
         """Write the run's additional files next to its last checkpoint, at this address; None: it has saved none.
         ``config`` is the whole resolved configuration. Collective; called at the end of a run that ended in order, or
         that had nothing left to do. What it raises fails the run, whose checkpoints stay."""
-        ...

@@ -5,7 +5,7 @@ epochs, micro-batches, collation, prefetching, and the exact position that a che
 
 Example::
 
-    class Lines:
+    class Lines(DatasetSplits):
         def __init__(self, config: LinesConfig, context: DataContext) -> None: ...
         def split(self, name: str) -> MapDataset | None:
             return LineDataset(self.files[name]) if name in self.files else None
@@ -13,10 +13,11 @@ Example::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -31,8 +32,6 @@ __all__ = [
     "DatasetSplits",
     "IterableDataset",
     "MapDataset",
-    "PassingDataset",
-    "ReportingDataset",
     "Split",
     "SplitName",
     "TokenCount",
@@ -61,62 +60,67 @@ class DataContext:
     """``data.shuffle``, for datasets whose order is their own; the core shuffles map-style ones."""
 
 
-@runtime_checkable
-class MapDataset(Protocol):
+class MapDataset(ABC):
     """Samples by index. The core shuffles, shards and repeats them; the index alone decides the sample."""
 
+    @abstractmethod
     def __len__(self) -> int: ...
 
+    @abstractmethod
     def __getitem__(self, index: int, /) -> Sample: ...
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """Return the short digest of everything that decides what sample an index gives; compared on resume."""
-        ...
-
-
-@runtime_checkable
-class PassingDataset(MapDataset, Protocol):
-    """Optional for a map-style dataset whose passes differ, such as a mixture that repeats a part of its samples."""
 
     def at(self, index: int, epoch: int) -> Sample:
-        """Return the sample at ``index`` in pass ``epoch`` (0, 1, …); in pass 0 that of ``self[index]``."""
-        ...
+        """Return the sample at ``index`` in pass ``epoch`` (0, 1, …); in pass 0 that of ``self[index]``. Default:
+        passes do not differ. A mixture that repeats a part of its samples overrides it."""
+        return self[index]
+
+    def report(self) -> DataReport | None:
+        """Return the counts of all records. Default: None, and a preview counts the tokens of some samples."""
+        return None
 
 
-@runtime_checkable
-class IterableDataset(Protocol):
+class IterableDataset(ABC):
     """Samples in the dataset's own order, endless or finite. That order is global: each rank takes its part of it."""
 
+    @abstractmethod
     def __iter__(self) -> Iterator[Sample]: ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """JSON-able position after the last sample that was yielded."""
-        ...
+        """Return the JSON-able position after the last sample that was yielded."""
 
+    @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue after the position of ``state``."""
-        ...
 
+    @abstractmethod
     def fingerprint(self) -> str:
         """Return a short digest of everything that decides the samples; compared on resume."""
-        ...
+
+    def report(self) -> DataReport | None:
+        """Return counts of all records, as :meth:`MapDataset.report`."""
+        return None
 
 
 Split = MapDataset | IterableDataset | Mapping[str, MapDataset | IterableDataset] | None
 """What a dataloader gives for a split."""
 
 
-@runtime_checkable
-class DatasetSplits(Protocol):
+class DatasetSplits(ABC):
     """The target of the kind, called as ``Target(config, context)`` with the section."""
 
-    def __init__(self, config: Any, context: DataContext) -> None: ...
+    def __init__(self, config: Any, context: DataContext) -> None:
+        self.config, self.context = config, context
 
+    @abstractmethod
     def split(self, name: SplitName) -> Split:
         """Return the samples of a split, or None where the configuration names no data for it.
 
         Of validation and test also several sets by name, each of which is then judged by itself, too."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,12 +157,3 @@ class DataReport:
     """Field of records that neither their format nor a chat template uses → records that have it."""
     efficiency: float | None = None
     """Share of the samples' positions that hold a token to predict from; the rest is padding."""
-
-
-@runtime_checkable
-class ReportingDataset(Protocol):
-    """Optional for a dataset: gives ``nxdt data preview`` more information than its samples contain."""
-
-    def report(self) -> DataReport:
-        """Return the counts of all records, including those that a run does not use."""
-        ...

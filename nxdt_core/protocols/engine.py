@@ -19,12 +19,16 @@ check``, ``nxdt plan`` and ``nxdt train`` call it::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nxdt_core.errors.configuration import ConfigProblem
+from nxdt_core.errors.launch import EngineCannotCompileAhead, EngineWithoutEstimate
 from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.estimate import Estimate, RunParts
+from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer
@@ -35,9 +39,7 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "ChecksProducts",
     "CompileAhead",
-    "CompilesAhead",
     "EngineRules",
     "GraphOrigins",
     "ParallelEngine",
@@ -57,58 +59,6 @@ class RankInfo:
     dp_size: int = 1
     mesh: Mapping[str, int] = field(default_factory=dict)
     """Size by dimension name (``pp``, ``dp_replicate``, ``dp_shard``, ``cp``, ``tp``, ``ep``)."""
-
-
-@runtime_checkable
-class ParallelEngine(Protocol):
-    """The target of the kind, called as ``Target(config)`` with the whole resolved configuration."""
-
-    device: torch.device
-
-    @property
-    def rank_info(self) -> RankInfo:
-        """This process's place; known before :meth:`start`."""
-        ...
-
-    @property
-    def ranks(self) -> RankAgreement:
-        """The run's processes; they can agree after :meth:`start`."""
-        ...
-
-    def __init__(self, config: Any) -> None: ...
-
-    def start(self) -> None:
-        """Join the process group and build the mesh; called once, before anything else."""
-        ...
-
-    def initialize_model(
-        self,
-        builder: ModelBuilder,
-        *,
-        precision: PrecisionPolicy,
-        seed: int,
-        adapters: Sequence[Adapter] = (),
-        materialise: bool = True,
-        frozen: bool = False,
-    ) -> ParallelModel:
-        """Build on meta, apply adapters and plan, materialise. ``materialise=False`` allocates without drawing
-        weights, for a load that follows. ``frozen``: another model than the run's, forward only, such as a teacher;
-        asked of engines with the capability ``frozen_model`` alone."""
-        ...
-
-    def initialize_optimizer(
-        self, model: ParallelModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
-    ) -> ParallelOptimizer:
-        """Parameter groups by the plan's decay rules, then the optimizer over them."""
-        ...
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value on every rank (JSON-able)."""
-        ...
-
-    def shutdown(self) -> None:
-        """Leave the process group; may be called twice."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,30 +102,103 @@ class CompileAhead:
     """Says what the tool has added to the cache since this was made."""
 
 
-@runtime_checkable
-class CompilesAhead(Protocol):
-    """Optional member of an engine's class: a cache of compiled graphs that a trial fills."""
+class ParallelEngine(ABC):
+    """The target of the kind, called as ``Target(config)`` with the whole resolved configuration."""
 
-    @staticmethod
-    def compile_ahead(config: Any) -> CompileAhead:
+    device: torch.device
+    rank_info: RankInfo
+    """This process's place; known before :meth:`start`."""
+    ranks: RankAgreement
+    """The run's processes; they can agree after :meth:`start`."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+
+    def start(self) -> None:
+        """Join the process group and build the mesh; called once, before anything else."""
+
+    @abstractmethod
+    def initialize_model(
+        self,
+        builder: ModelBuilder,
+        *,
+        precision: PrecisionPolicy,
+        seed: int,
+        adapters: Sequence[Adapter] = (),
+        materialise: bool = True,
+        frozen: bool = False,
+    ) -> ParallelModel:
+        """Build on meta, apply adapters and plan, materialise. ``materialise=False`` allocates without drawing
+        weights, for a load that follows. ``frozen``: another model than the run's, forward only, such as a teacher;
+        asked of engines with the capability ``frozen_model`` alone."""
+
+    @abstractmethod
+    def initialize_optimizer(
+        self, model: Any, factory: OptimizerFactory, config: Any, *, decay_norms: bool
+    ) -> ParallelOptimizer:
+        """Parameter groups by the plan's decay rules, then the optimizer over them.
+
+        Args:
+            model: what :meth:`initialize_model` returned.
+            factory: makes the optimizer.
+            config: the section ``model.optim``.
+            decay_norms: whether norms take weight decay.
+        """
+
+    def broadcast_object(self, value: Any) -> Any:
+        """Return rank 0's value on every rank (JSON-able)."""
+        return self.ranks.broadcast_object(value)
+
+    def shutdown(self) -> None:
+        """Leave the process group; may be called twice."""
+
+    # What it says of a run before it is built.
+
+    @classmethod
+    def estimate(cls, config: Any, parts: RunParts) -> Estimate:
+        """Estimate the run of ``config`` over ``trainer.devices`` x ``trainer.num_nodes`` processes.
+
+        Args:
+            config: the whole resolved configuration, checked.
+            parts: built from it.
+
+        Raises:
+            EngineWithoutEstimate: the engine gives none; the default.
+            NxdtError: the run would not start.
+        """
+        component = config.selected("engine").component
+        raise EngineWithoutEstimate(engine=component.record.name, dist=component.dist)
+
+    @classmethod
+    def local_elements(cls, builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
+        """Lay out the builder's model on the meta device as rank 0 of ``sizes``, in a process without a process group.
+
+        Returns:
+            By global parameter name, the number of elements that rank 0 holds.
+
+        Raises:
+            EngineWithoutEstimate: the engine does not know; the default.
+            NxdtError: the model's plan does not allow the layout.
+        """
+        raise EngineWithoutEstimate(engine=cls.__name__, dist=cls.__module__.partition(".")[0])
+
+    @classmethod
+    def compile_ahead(cls, config: Any) -> CompileAhead:
         """Say how a trial of the run fills the cache that the run reads. The trial's own processes ask, too.
 
         Args:
             config: the whole resolved configuration, checked.
 
         Raises:
+            EngineCannotCompileAhead: the engine has no cache of compiled graphs; the default.
             CompileIsOff: the run compiles nothing.
             NxdtError: the cache cannot be written, or a tool is missing.
         """
-        ...
+        component = config.selected("engine").component
+        raise EngineCannotCompileAhead(engine=component.record.name, dist=component.dist)
 
-
-@runtime_checkable
-class ChecksProducts(Protocol):
-    """Optional member of an engine's class: whether machines of a product can run a layout."""
-
-    @staticmethod
-    def check_product(config: Any, product: str) -> None:
+    @classmethod
+    def check_product(cls, config: Any, product: str) -> None:
         """Refuse what the machines of ``product`` cannot run, such as ranks that their links do not connect.
 
         Args:
@@ -185,7 +208,6 @@ class ChecksProducts(Protocol):
         Raises:
             NxdtError: with the reason.
         """
-        ...
 
 
 class Settings(Protocol):

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, Protocol, runtime_checkable
 
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["Estimate", "EstimatesRuns", "MeasuresShards", "Memory", "RankEstimate", "RunParts"]
+__all__ = ["Estimate", "Memory", "RankEstimate", "RunParts"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,8 +24,8 @@ class RunParts:
     extra_state_bytes: float = 0.0
     """Bytes per trained element that the run holds besides the optimizer's state, such as averaged weights."""
     teacher: ModelBuilder | None = None
-    """Of a second model, which runs forward only, where the objective is a
-    :class:`~nxdt_core.protocols.objective.TaughtObjective`."""
+    """Of a second model, which runs forward only, where the objective has a
+    :attr:`~nxdt_core.protocols.objective.Objective.teacher`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,38 +115,3 @@ class Estimate:
     def flops_per_step(self) -> float:
         """Return the floating-point operations per step of all ranks together."""
         return self.flops_per_token * self.tokens_per_step
-
-
-@runtime_checkable
-class EstimatesRuns(Protocol):
-    """Optional member of an engine's class: what a run would need."""
-
-    @staticmethod
-    def estimate(config: Any, parts: RunParts) -> Estimate:
-        """Estimate the run of ``config`` over ``trainer.devices`` x ``trainer.num_nodes`` processes.
-
-        Args:
-            config: the whole resolved configuration, checked.
-            parts: built from it.
-
-        Raises:
-            NxdtError: the run would not start.
-        """
-        ...
-
-
-@runtime_checkable
-class MeasuresShards(Protocol):
-    """Optional member of an engine's class: how much of each parameter a rank holds."""
-
-    @staticmethod
-    def local_elements(builder: ModelBuilder, sizes: MeshSizes) -> Mapping[str, int]:
-        """Lay out the builder's model on the meta device as rank 0 of ``sizes``, in a process without a process group.
-
-        Returns:
-            By global parameter name, the number of elements that rank 0 holds.
-
-        Raises:
-            NxdtError: the model's plan does not allow the layout.
-        """
-        ...

@@ -2,23 +2,24 @@
 
 Example of a metric::
 
-    class Length:
+    class Length(Metric):
         def compute(self, wanted, given):
             return {"length": sum(map(len, given)) / len(given)}
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 __all__ = ["Metric", "TaskSuite"]
 
 
-@runtime_checkable
-class Metric(Protocol):
+class Metric(ABC):
     """The target of the kind ``metric``, called as ``Target()``. ``nxdt evaluate`` reports every installed metric."""
 
+    @abstractmethod
     def compute(self, wanted: Sequence[str], given: Sequence[str]) -> Mapping[str, float]:
         """Return figures by name over all answers.
 
@@ -26,16 +27,16 @@ class Metric(Protocol):
             wanted: The right answer to each question, at least one.
             given: What the model wrote, in the same order.
         """
-        ...
 
 
-@runtime_checkable
-class TaskSuite(Protocol):
+class TaskSuite(ABC):
     """The target of the kind ``task``, called as ``Target(tasks, path)`` before a model is loaded: with the names
     of ``--task`` and the directory of ``--task-path``, or None. It raises an error for a task that it does not have."""
 
-    def __init__(self, tasks: Sequence[str], path: str | None) -> None: ...
+    def __init__(self, tasks: Sequence[str], path: str | None) -> None:
+        self.tasks, self.path = tasks, path
 
+    @abstractmethod
     def run(self, model: Any, *, limit: int | None) -> Mapping[str, Mapping[str, Any]]:
         """Return the figures of each task by name.
 
@@ -43,4 +44,3 @@ class TaskSuite(Protocol):
             model: A :class:`nxdt_core.train.generate.LoadedModel`.
             limit: Records of each task; None takes all.
         """
-        ...

@@ -1,10 +1,10 @@
 """Kind ``launcher``: what a scheduler says about a process's place in a run, and how a run is submitted to it.
 
-No torch here. A launcher that only joins raises :class:`nxdt_core.errors.launch.CannotSubmit` in ``submission``.
+No torch here. A launcher overrides ``join``, ``submission``, or both.
 
 Example::
 
-    class AcmeLauncher:
+    class AcmeLauncher(Launcher):
         def join(self, environment):
             if "ACME_TASK" not in environment:
                 return None
@@ -29,7 +29,9 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
+
+from nxdt_core.errors.launch import CannotSubmit
 
 __all__ = ["Job", "Launcher", "RankEnvironment", "Submission"]
 
@@ -106,24 +108,27 @@ class Submission:
     """Sentences to print, such as what still has to exist on the cluster."""
 
 
-@runtime_checkable
-class Launcher(Protocol):
+class Launcher:
     """The target of the kind, called as ``Target()``; its module imports nothing heavy.
 
-    The record declares in ``capabilities`` which of the two it does: ``join``, ``submit``. ``nxdt launch`` lists those
-    that declare ``submit``, under the record's ``name``. The record's ``config`` is the section of its options: keys
-    of a cluster file and options of the command at once.
+    ``nxdt launch`` lists those that override :meth:`submission`, under the record's ``name``. The record's ``config``
+    is the section of its options: keys of a cluster file and options of the command at once.
     """
 
+    @classmethod
+    def submits(cls) -> bool:
+        """Return whether it submits jobs."""
+        return cls.submission is not Launcher.submission
+
     def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
-        """Return the place of this process; None where this launcher did not start it.
+        """Return the place of this process; None where this launcher did not start it, which is the default.
 
         A plugin's launcher is asked where ``NXDT_LAUNCHER`` has its name; its job files should set that variable.
 
         Raises:
             NxdtError: the variables contradict each other, or some are missing.
         """
-        ...
+        return None
 
     def submission(self, job: Job, options: Any) -> Submission:
         """Return the files of a job and the command that submits it; nothing is written or started here.
@@ -133,6 +138,7 @@ class Launcher(Protocol):
             options: an instance of the record's ``config``; None where it has none.
 
         Raises:
-            NxdtError: the launcher only joins, or the job does not fit the options.
+            CannotSubmit: the launcher only joins; the default.
+            NxdtError: the job does not fit the options.
         """
-        ...
+        raise CannotSubmit(launcher=type(self).__name__)

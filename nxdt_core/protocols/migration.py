@@ -2,15 +2,12 @@
 
 Example::
 
-    class AcmeMigration:
+    class AcmeMigration(Migration):
         def recognise(self, config):
             return "acme_version" if "acme_version" in config else ""
 
         def explain(self, key, known):
             return KeyMeaning(name="trainer.max_steps") if key == "max_steps" else None
-
-        def environment_note(self, environment):
-            return None
 
         def migrate(self, source, target, kernel):
             keys = yaml.safe_load(source.read_text())
@@ -20,10 +17,11 @@ Example::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal
 
 __all__ = ["KeyMeaning", "MigratedConfig", "MigratedKey", "Migration", "Verdict"]
 
@@ -79,12 +77,12 @@ class KeyMeaning:
     """Name of the program that has the key."""
 
 
-@runtime_checkable
-class Migration(Protocol):
+class Migration(ABC):
     """The target of the kind, called as ``Target()``. The record's ``name`` is the value of ``--from``, and its
     ``program`` the name in messages. ``nxdt train`` asks each installed migration, so its module imports nothing heavy.
     """
 
+    @abstractmethod
     def recognise(self, config: Mapping[str, Any]) -> str:
         """Return the key that shows that a configuration is of this program; empty where none does.
 
@@ -94,7 +92,6 @@ class Migration(Protocol):
         Args:
             config: What the file says, as a nested plain tree.
         """
-        ...
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
         """Return what a key means that nxdt, or the selected component, does not know, for the message about it; None
@@ -104,13 +101,14 @@ class Migration(Protocol):
             key: Key path, as written.
             known: Key paths of the schema, with those of the selected components.
         """
-        ...
+        return None
 
     def environment_note(self, environment: Mapping[str, str]) -> str | None:
         """Return a line that names variables which job scripts of this program set and nxdt does not read, and what to
         set instead; None where none is set. ``nxdt train`` prints it when it starts."""
-        ...
+        return None
 
+    @abstractmethod
     def migrate(self, source: Path, target: Path, kernel: Any) -> MigratedConfig:
         """Rewrite a file for nxdt.
 
@@ -122,4 +120,3 @@ class Migration(Protocol):
         Raises:
             NxdtError: the file cannot be read, or is not one of this program.
         """
-        ...

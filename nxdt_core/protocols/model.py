@@ -2,7 +2,7 @@
 
 Example::
 
-    class TinyBuilder(PlainBuilder):
+    class TinyBuilder(ModelBuilder):
         def build(self) -> torch.nn.Module:
             return Tiny(self.config)
 
@@ -11,17 +11,19 @@ It trains with data parallelism under every engine. A plan adds the other layout
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar
 
+from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["HFExchange", "KeyMap", "ModelBuilder", "PlainBuilder"]
+__all__ = ["KeyMap", "ModelBuilder"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,9 +47,12 @@ class KeyMap:
     sections: tuple[int, ...] = ()
 
 
-@runtime_checkable
-class ModelBuilder(Protocol):
+class ModelBuilder(ABC):
     """Builds one architecture. The target is called as ``Builder(config)`` with the section.
+
+    A subclass needs nothing but :meth:`build`, and a section with ``vocab_size``. By default nothing of the module is
+    cut; norms and tied parameters are found in it, biases start at zero, and all others are normal with a standard
+    deviation of 0.02.
 
     The module's forward is ``forward(input_ids, position_ids=None, document_ids=None, step=None) -> logits`` with
     ``input_ids``, ``position_ids``, ``document_ids`` [micro_batch, seq] int64 and ``logits``
@@ -61,58 +66,31 @@ class ModelBuilder(Protocol):
 
     vocab_size: int
     """Rows of the embedding; ids of the tokenizer must be smaller."""
-    max_sequence_length: int | None
+    max_sequence_length: int | None = None
     """Longest sequence that positions allow; None where there is no bound."""
 
-    def __init__(self, config: Any) -> None: ...
+    hf_architectures: ClassVar[tuple[str, ...]] = ()
+    hf_ignored: ClassVar[tuple[str, ...]] = ()
+    """Patterns of tensors that a Hugging Face directory may hold although no parameter takes them, such as tables of
+    old exports."""
+    hf_may_lack: ClassVar[tuple[str, ...]] = ()
+    """Names of tensors that a directory may lack where ``checkpoint.strict`` is false."""
 
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.vocab_size = config.vocab_size
+
+    @abstractmethod
     def build(self) -> torch.nn.Module:
         """Build the whole model. Called under ``torch.device("meta")``: allocate parameters, fill none.
 
         Buffers that are not saved (rotary tables) are computed in a method ``reset_buffers()`` of the module that
         owns them, which is called once the device is known. One that it neither assigns nor writes to is an error.
         """
-        ...
 
     def plan(self) -> ParallelPlan:
-        """Say how the model may be sharded, cut, recomputed and regularised."""
-        ...
-
-    def init_rules(self) -> Sequence[InitRule]:
-        """Distributions of fresh weights; the first rule whose pattern matches a parameter wins.
-
-        Scales in the plan's ``norms`` are one where only the rule for all others, ``*``, matches them. Another rule for
-        them must be constant.
-        """
-        ...
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Floating-point operations of one training token, forward and backward, without recomputation.
-
-        Convention of PaLM (arXiv:2204.02311, appendix B) with causal attention counted in full.
-        """
-        ...
-
-
-class PlainBuilder:
-    """A :class:`ModelBuilder` whose subclass has nothing but ``build()``.
-
-    Nothing of the module is cut. Norms and tied parameters are found in it, biases start at zero, and all others are
-    normal with a standard deviation of 0.02. The configuration has ``vocab_size``.
-    """
-
-    max_sequence_length: int | None = None
-
-    def __init__(self, config: Any) -> None:
-        self.config = config
-        self.vocab_size: int = config.vocab_size
-
-    def build(self) -> torch.nn.Module:
-        """Build the whole model: see :meth:`ModelBuilder.build`."""
-        raise NotImplementedError
-
-    def plan(self) -> ParallelPlan:
-        """Return the norms and the tied parameters of the module."""
+        """Say how the model may be sharded, cut, recomputed and regularised. Default: the norms and the tied parameters
+        of the module."""
         modules, named = self._parts
         norms = {f"{path}.weight" for path, module in modules if type(module).__name__.endswith("Norm")}
         first: dict[int, str] = {}
@@ -123,17 +101,42 @@ class PlainBuilder:
         )
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Return zero for biases, and a normal distribution for all others."""
+        """Return the distributions of fresh weights; the first rule whose pattern matches a parameter wins.
+
+        Scales in the plan's ``norms`` are one where only the rule for all others, ``*``, matches them. Another rule for
+        them must be constant. Default: zero for biases, and a normal distribution for all others.
+        """
         return (
             InitRule(pattern="*.bias", distribution="constant"),
             InitRule(pattern="*", distribution="normal"),
         )
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return six for each element of a matrix that is not an embedding table; attention is not counted."""
+        """Return the floating-point operations of one training token, forward and backward, without recomputation.
+
+        Convention of PaLM (arXiv:2204.02311, appendix B) with causal attention counted in full. Default: six for each
+        element of a matrix that is not an embedding table; attention is not counted.
+        """
         modules, named = self._parts
         tables = {f"{path}.weight" for path, module in modules if type(module).__name__ == "Embedding"}
         return 6.0 * sum(each.numel() for name, each in named if each.ndim > 1 and name not in tables)
+
+    def config_to_hf(self) -> dict[str, Any]:
+        """Translate the section into a ``config.json``. The section's class method ``from_hf``
+        (:class:`nxdt_core.config.section.ReadsHFConfig`) reads what this writes; it is called before torch is imported.
+
+        Raises:
+            HFExchangeUnsupported: the builder has no counterpart at Hugging Face; the default.
+        """
+        raise HFExchangeUnsupported(builder=type(self).__name__)
+
+    def hf_key_map(self) -> Sequence[KeyMap]:
+        """Return one entry per parameter with its names in a Hugging Face directory.
+
+        Raises:
+            HFExchangeUnsupported: the builder has no counterpart at Hugging Face; the default.
+        """
+        raise HFExchangeUnsupported(builder=type(self).__name__)
 
     @cached_property
     def _parts(self) -> tuple[list[tuple[str, torch.nn.Module]], list[tuple[str, torch.nn.Parameter]]]:
@@ -143,25 +146,3 @@ class PlainBuilder:
         with torch.device("meta"):
             module = self.build()
         return [*module.named_modules()], [*module.named_parameters(remove_duplicate=False)]
-
-
-@runtime_checkable
-class HFExchange(Protocol):
-    """Optional for a builder: read and write Hugging Face directories.
-
-    The way back, from a ``config.json`` to the section, is the class method ``from_hf`` of that section
-    (:class:`nxdt_core.config.ReadsHFConfig`): the configuration is read before torch is imported. An attribute
-    ``hf_may_lack`` names tensors that a directory may lack where ``checkpoint.strict`` is false.
-    """
-
-    hf_architectures: ClassVar[tuple[str, ...]]
-    hf_ignored: ClassVar[tuple[str, ...]]
-    """Patterns of tensors that a directory may hold although no parameter takes them, such as tables of old exports."""
-
-    def config_to_hf(self) -> dict[str, Any]:
-        """Translate the section into a ``config.json``; its ``from_hf`` reads what this writes."""
-        ...
-
-    def hf_key_map(self) -> Sequence[KeyMap]:
-        """Return one entry per parameter with its names in a Hugging Face directory."""
-        ...

@@ -2,7 +2,7 @@
 
 Example::
 
-    class Squared:
+    class Squared(Objective):
         def __call__(self, logits, batch, step):
             ...
             return ObjectiveOutput(loss_sum=loss.sum(), weight=batch.weight())
@@ -10,9 +10,10 @@ Example::
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.errors.models import ObjectiveWeightsDiffer
 from nxdt_core.protocols.batch import Batch
@@ -21,15 +22,7 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "GeneratingObjective",
-    "Objective",
-    "ObjectiveOutput",
-    "ObjectiveTraits",
-    "TaughtObjective",
-    "check_weight",
-    "traits_of",
-]
+__all__ = ["Objective", "ObjectiveOutput", "ObjectiveTraits", "check_weight"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,40 +68,48 @@ class ObjectiveTraits:
         return f"{samples:,} {self.samples or rows} of {seq_length:,}"
 
 
-@runtime_checkable
-class Objective(Protocol):
-    """The target of the kind, called as ``Target(config)`` with the section ``objective``.
+class Objective(ABC):
+    """The target of the kind, called as ``Target(config)`` with the section ``objective``."""
 
-    One that is not a mean over tokens, or compares, says so in an attribute ``traits``, an :class:`ObjectiveTraits`.
-    One whose loss needs a figure of the whole global batch has a method ``prepare``
-    (:func:`nxdt_core.protocols.parallel_model.prepare`). One that compares more than the labels may have a method
-    ``head_loss`` (:attr:`nxdt_core.protocols.step_context.StepContext.head_loss`) for ``model.loss_chunk_tokens``.
-    """
+    traits: ObjectiveTraits = ObjectiveTraits()
+    """Set by an objective that is not a mean over tokens, or that compares with a reference."""
+    head_loss: Callable[[Any, StepContext], torch.Tensor] | None = None
+    """Method of an objective that compares more than the labels and supports ``model.loss_chunk_tokens``
+    (:attr:`nxdt_core.protocols.step_context.StepContext.head_loss`)."""
+    teacher: str | None = None
+    """Address of a second model, which does not train, as of :func:`~nxdt_core.train.weights.found.find_weights`. The
+    record of an objective that has one requires the capability ``frozen_model`` of the engine. The objective runs the
+    teacher in :meth:`prepare` or, without a pipeline, in its call."""
+    teacher_config: str | None = None
+    """YAML file or ``recipe:NAME`` that decides in place of the configuration at that address; None: nothing."""
 
-    def __init__(self, config: Any) -> None: ...
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Return the weight that ``__call__`` will report for ``batch``, known before the forward pass, so that each
         micro-batch's loss can be divided by the global weight at once. Of the whole batch, also where ``__call__``
-        will get some tokens of each sequence (:class:`~nxdt_core.protocols.step_context.SequenceShards`)."""
-        ...
+        will get some tokens of each sequence (:class:`~nxdt_core.protocols.step_context.SequenceShards`). Default:
+        the number of loss tokens, or the sum of their ``loss_weights``."""
+        return batch.weight()
 
+    @abstractmethod
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab] in the compute dtype. Under tensor parallelism they are sharded:
         pass them, with ``step``, to ``cross_entropies``, ``log_probs`` or ``log_partition`` of
         ``nxdt_core.models.loss``
         alone. A loss with sums over whole sequences takes them from ``step.sequences``, since ranks may share each
         sequence. An objective that needs neither may lack the parameter ``step``."""
-        ...
 
-
-@runtime_checkable
-class GeneratingObjective(Protocol):
-    """An :class:`Objective` that makes what it is computed on with the model of the run."""
+    def prepare(self, micro_batches: Sequence[Batch], model: Any) -> tuple[Objective, Sequence[Batch]]:
+        """Return the objective and the micro-batches of one pass over a global batch. A loss that needs a figure of
+        the whole global batch may run ``model``, a :class:`~nxdt_core.protocols.parallel_model.ParallelModel`, without
+        gradients here. Collective. Default: these."""
+        return self, micro_batches
 
     def generate(self, session: Any, micro_batches: Sequence[Batch], *, train: bool) -> tuple[Sequence[Batch], Any]:
         """Return as many micro-batches for those of the data, of one shape, and what a resumed run needs to make those
-        of the next step. Collective.
+        of the next step. Collective. Default: those of the data, and None.
 
         Args:
             session: the run's :class:`~nxdt_core.train.session.TrainSession`, before the step.
@@ -119,26 +120,7 @@ class GeneratingObjective(Protocol):
         Returns:
             The micro-batches, and a JSON-able value, equal on all ranks; None for nothing.
         """
-        ...
-
-
-@runtime_checkable
-class TaughtObjective(Protocol):
-    """An :class:`Objective` that compares the model of the run with another one, which does not train.
-
-    Its record requires the capability ``frozen_model`` of the engine. It runs the other model in its ``prepare`` or in
-    its call, where that is not a pipeline's.
-    """
-
-    @property
-    def teacher(self) -> str:
-        """Address of the other model, as of :func:`~nxdt_core.train.weights.found.find_weights`."""
-        ...
-
-    @property
-    def teacher_config(self) -> str | None:
-        """YAML file or ``recipe:NAME`` that decides in place of the configuration at that address; None: nothing."""
-        ...
+        return micro_batches, None
 
     def check_teacher(self, run: Any, config: Any) -> None:
         """Check that the model of ``run`` can be compared with that of ``config``, the run's
@@ -147,7 +129,6 @@ class TaughtObjective(Protocol):
         Raises:
             NxdtError: it cannot.
         """
-        ...
 
     def take_teacher(self, teacher: Any, *, pipelined: bool) -> None:
         """Take the other model (:class:`~nxdt_core.protocols.parallel_model.ParallelModel`), in the layout of the run.
@@ -157,17 +138,10 @@ class TaughtObjective(Protocol):
             pipelined: whether its layers are distributed over the stages of a pipeline, so that all ranks run it
                 together, before any of them has logits of the run's model.
         """
-        ...
 
     def kept_bytes(self, logits: torch.Tensor) -> int:
         """Return the bytes that it keeps of the other model's ``logits`` of one micro-batch."""
-        ...
-
-
-def traits_of(objective: Objective) -> ObjectiveTraits:
-    """Return the traits of ``objective``; the default are those of a mean over tokens."""
-    found: ObjectiveTraits = getattr(objective, "traits", ObjectiveTraits())
-    return found
+        return 0
 
 
 def check_weight(objective: Objective, output: ObjectiveOutput, batch: Batch) -> None:

@@ -8,9 +8,10 @@ Example::
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict, runtime_checkable
+from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
 from nxdt_core.protocols.piece import Box
 
@@ -93,18 +94,17 @@ class OptimizerFactory(Protocol):
         ...
 
 
-@runtime_checkable
-class PackedState(Protocol):
-    """What an optimizer has in addition if it keeps its state in another form than checkpoints have it.
+class PackedState(ABC):
+    """Second base class of an optimizer that keeps its state in another form than checkpoints have it.
 
     State that was unpacked and packed must be bitwise the same, so that a resumed run is exact.
     """
 
+    @abstractmethod
     def unpacked(self, parameter: torch.Tensor) -> Mapping[str, Any]:
         """Return the state of ``parameter`` in the form that :class:`OptimizerFactory` asks for; tensors of the
         parameter's shape may be on the host."""
-        ...
 
+    @abstractmethod
     def packed(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return ``state``, as :meth:`unpacked` returned it in this layout or in another, in the optimizer's form."""
-        ...

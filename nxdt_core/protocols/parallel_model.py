@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol
 
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
@@ -14,15 +15,13 @@ if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "BlockDecoding",
+    "CacheUnsupported",
     "Decoding",
-    "DecodingModel",
     "ParallelModel",
     "ParallelOptimizer",
     "Replicas",
     "StepLoss",
     "TokenChoice",
-    "prepare",
 ]
 
 
@@ -45,94 +44,6 @@ class Replicas(Protocol):
 
     def spread(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every rank the elements of the one that reads, in place. Collective."""
-        ...
-
-
-@runtime_checkable
-class ParallelModel(Protocol):
-    """A model in its layout."""
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
-        ...
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Parameters of the whole model that adapters added."""
-        ...
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that read different samples: ``RankInfo.dp_size``."""
-        ...
-
-    def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
-        """Forward and backward over this rank's micro-batches of one global batch. Gradients come out
-        reduced, and are those of the loss divided by the global weight."""
-        ...
-
-    def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
-        """Forward only, in evaluation mode, without gradients."""
-        ...
-
-    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
-        """Return the log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in
-        evaluation mode, without gradients. Collective; equal on all ranks that read the same samples."""
-        ...
-
-    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits [batch, seq, vocab] of ``input_ids`` [batch, seq], of the whole vocabulary; without
-        gradients, in evaluation mode. Collective; equal on all ranks that read the same samples."""
-        ...
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """This rank's parameters under their global names; a tied parameter once, under its owner."""
-        ...
-
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
-        """Return parameters and saved buffers under their global names (DTensor or piece where sharded); a tied
-        parameter once."""
-        ...
-
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
-        """Copy ``state`` in; ``strict`` refuses missing and extra names."""
-        ...
-
-    def parameter_norm(self) -> torch.Tensor:
-        """Return the 2-norm of the whole model's weights (masters where there are some), each element counted once; a
-        device scalar, equal on all ranks. Collective."""
-        ...
-
-    def local_modules(self) -> Sequence[torch.nn.Module]:
-        """Return the plain modules of this rank: one a pipeline stage."""
-        ...
-
-
-def prepare(
-    objective: Objective, micro_batches: Sequence[Batch], model: ParallelModel
-) -> tuple[Objective, Sequence[Batch]]:
-    """Return the objective and the micro-batches of one pass over a global batch: these, or what the objective's own
-    ``prepare(micro_batches, model)`` returns, which may run ``model`` without gradients. Collective."""
-    own = getattr(objective, "prepare", None)
-    prepared: tuple[Objective, Sequence[Batch]] = (
-        (objective, micro_batches) if own is None else own(micro_batches, model)
-    )
-    return prepared
-
-
-class Decoding(Protocol):
-    """Rows of tokens that a model continues, with what it keeps of them."""
-
-    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Return the logits [rows, vocab] of the token behind ``input_ids`` [rows, tokens], without gradients.
-
-        First the prompts, padded on the left with any id; then one token per row and call. Collective.
-        """
-        ...
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Continue these rows only, in this order; one may be named several times."""
         ...
 
 
@@ -161,75 +72,148 @@ class TokenChoice(Protocol):
         ...
 
 
-@runtime_checkable
-class BlockDecoding(Decoding, Protocol):
-    """A :class:`Decoding` on a device, which the host does not wait for after each token."""
+class CacheUnsupported(Exception):
+    """A model keeps no keys and values of these texts; the reason, as the end of a sentence."""
 
-    device: torch.device
+
+class Decoding(ABC):
+    """Rows of tokens that a model continues, with what it keeps of them."""
+
+    device: torch.device | None = None
+    """Of a decoding whose host does not wait after each token: the device on which tokens are chosen."""
+
+    @abstractmethod
+    def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [rows, vocab] of the token behind ``input_ids`` [rows, tokens], without gradients.
+
+        First the prompts, padded on the left with any id; then one token per row and call. Collective.
+        """
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int]) -> None:
+        """Continue these rows only, in this order; one may be named several times."""
 
     def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
-        """Yield the next columns of tokens, several at a time, in place of further calls. All rows continue.
+        """Yield the next columns of tokens, several at a time, in place of further calls. All rows continue. Default:
+        none, and the caller takes one token at a time.
 
         Args:
             choice: has chosen a token from the logits of the prompts.
             left: returns how many further columns are wanted; 0 ends the iteration.
             window: tokens that the model sees at once.
         """
-        ...
+        return iter(())
 
 
-@runtime_checkable
-class DecodingModel(Protocol):
-    """A :class:`ParallelModel` of an engine that generates with a cache of keys and values. Where it has none,
-    generation computes all tokens again for each new one."""
+class ParallelModel(ABC):
+    """A model in its layout."""
 
-    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding | str:
-        """Return what continues prompts of these lengths, or the reason why the model keeps no keys and values.
+    @property
+    def replicas(self) -> Replicas | None:
+        """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
+        return None
+
+    @property
+    def added(self) -> frozenset[str]:
+        """Parameters of the whole model that adapters added."""
+        return frozenset()
+
+    @property
+    def data_ranks(self) -> int:
+        """Number of ranks that read different samples: ``RankInfo.dp_size``."""
+        return 1
+
+    @abstractmethod
+    def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Forward and backward over this rank's micro-batches of one global batch. Gradients come out
+        reduced, and are those of the loss divided by the global weight."""
+
+    @abstractmethod
+    def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
+        """Forward only, in evaluation mode, without gradients."""
+
+    @abstractmethod
+    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+        """Return the log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in
+        evaluation mode, without gradients. Collective; equal on all ranks that read the same samples."""
+
+    @abstractmethod
+    def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits [batch, seq, vocab] of ``input_ids`` [batch, seq], of the whole vocabulary; without
+        gradients, in evaluation mode. Collective; equal on all ranks that read the same samples."""
+
+    @abstractmethod
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """This rank's parameters under their global names; a tied parameter once, under its owner."""
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Return parameters and saved buffers under their global names (DTensor or piece where sharded); a tied
+        parameter once."""
+
+    @abstractmethod
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+        """Copy ``state`` in; ``strict`` refuses missing and extra names."""
+
+    @abstractmethod
+    def parameter_norm(self) -> torch.Tensor:
+        """Return the 2-norm of the whole model's weights (masters where there are some), each element counted once; a
+        device scalar, equal on all ranks. Collective."""
+
+    @abstractmethod
+    def local_modules(self) -> Sequence[torch.nn.Module]:
+        """Return the plain modules of this rank: one a pipeline stage."""
+
+    def decoding(self, lengths: Sequence[int], columns: int) -> Decoding:
+        """Return what continues prompts of these lengths with a cache of keys and values.
 
         Args:
             lengths: tokens of each prompt.
             columns: tokens that the longest row can grow to.
+
+        Raises:
+            CacheUnsupported: it keeps no keys and values, so that generation computes all tokens again for each new
+                one; the default.
         """
-        ...
+        raise CacheUnsupported("its engine has no cache")
 
 
-@runtime_checkable
-class ParallelOptimizer(Protocol):
+class ParallelOptimizer(ABC):
     """An optimizer over a :class:`ParallelModel`."""
 
     inner: torch.optim.Optimizer
     """The stock optimizer, for schedulers and loggers."""
-    skipped_steps: torch.Tensor | int
+    skipped_steps: torch.Tensor | int = 0
     """Steps of this process that :meth:`reject_unless_finite` kept from the weights; mostly a device scalar."""
 
+    @abstractmethod
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Clip by the true global 2-norm and return it (before clipping), as a device scalar; None only measures.
 
         The gradients themselves may be scaled by :meth:`step` only.
         """
-        ...
 
+    @abstractmethod
     def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
         """Make the next :meth:`step` leave the weights unchanged, and count it, unless both scalars are finite. They
         are equal on all ranks, so that all ranks decide in the same way."""
-        ...
 
+    @abstractmethod
     def step(self) -> None:
         """Update the parameters (and masters), then clear the gradients."""
-        ...
 
     def begin_step(self, step: int) -> None:
-        """Set the number of the next :meth:`step` in the run, which determines the random numbers that it draws."""
-        ...
+        """Set the number of the next :meth:`step` in the run, which determines the random numbers that it draws.
+        Default: nothing, as of an optimizer that draws none."""
 
+    @abstractmethod
     def set_lr_factor(self, factor: float) -> None:
         """Set each group's learning rate to its initial one times ``factor``."""
-        ...
 
+    @abstractmethod
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Optimizer state flat: ``<parameter name>/<state name>`` → tensor."""
-        ...
 
+    @abstractmethod
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
         """Load what :meth:`state_dict` returned, also in another layout."""
-        ...

@@ -7,17 +7,16 @@ subclass for what the user can fix, and ``OSError`` otherwise.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, BinaryIO, Protocol, runtime_checkable
+from typing import Any, BinaryIO, Protocol
 
 from nxdt_core.system.file_lock import LocksUnsupported
 
 __all__ = [
-    "ArchivingStorage",
     "CheckpointStore",
-    "LockableStorage",
     "LocksUnsupported",
     "ObjectInfo",
     "StorageLock",
@@ -34,64 +33,6 @@ class ObjectInfo:
     """Seconds since the epoch, by the store's clock."""
 
 
-@runtime_checkable
-class CheckpointStore(Protocol):
-    """The target of the kind, called as ``Target(uri, config)``; ``config`` is the section ``checkpoint.storage``.
-
-    All methods may be called from several threads and processes at once.
-    """
-
-    uri: str
-    """The root, as the user wrote it, normalised."""
-
-    def __init__(self, uri: str, config: Any) -> None: ...
-
-    def open_write(self, key: str) -> AbstractContextManager[BinaryIO]:
-        """Stream an object. It becomes visible, whole and durable, when the block ends without an exception;
-        after an exception nothing of it is visible. An object that exists is replaced."""
-        ...
-
-    def open_read(self, key: str, start: int = 0, length: int | None = None) -> AbstractContextManager[BinaryIO]:
-        """Stream the bytes ``[start, start + length)``, to the end where ``length`` is None.
-
-        Raises:
-            FileNotFoundError: no such key.
-        """
-        ...
-
-    def stat(self, key: str) -> ObjectInfo | None:
-        """Return the object's facts, or None where there is no such key."""
-        ...
-
-    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Yield all objects whose key starts with ``prefix``, sorted by key; unfinished writes do not show."""
-        ...
-
-    def delete_many(self, keys: Iterable[str]) -> None:
-        """Delete the objects; keys that do not exist are not an error."""
-        ...
-
-    def put_if_absent(self, key: str, data: bytes) -> bool:
-        """Create an object in one atomic, durable step unless the key exists.
-
-        Returns:
-            True when this call created it, False when it existed before.
-        """
-        ...
-
-    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
-        """Replace a small object in one atomic, durable step if its bytes are ``expected`` at that moment.
-
-        Returns:
-            True when this call replaced it; False, with nothing changed, when it holds other bytes or does not exist.
-        """
-        ...
-
-    def after_commit(self, prefix: str) -> None:
-        """Called once after the manifest under ``prefix`` is committed; most stores do nothing."""
-        ...
-
-
 class StorageLock(Protocol):
     """A lock that is held until :meth:`release`, or until this process is dead, however it dies."""
 
@@ -104,12 +45,64 @@ class StorageLock(Protocol):
         ...
 
 
-@runtime_checkable
-class LockableStorage(CheckpointStore, Protocol):
-    """A store on which the operating system's locks work."""
+class CheckpointStore(ABC):
+    """The target of the kind, called as ``Target(uri, config)``; ``config`` is the section ``checkpoint.storage``.
+
+    All methods may be called from several threads and processes at once.
+    """
+
+    uri: str
+    """The root, as the user wrote it, normalised."""
+
+    def __init__(self, uri: str, config: Any = None) -> None:
+        self.uri = uri
+
+    @abstractmethod
+    def open_write(self, key: str) -> AbstractContextManager[BinaryIO]:
+        """Stream an object. It becomes visible, whole and durable, when the block ends without an exception;
+        after an exception nothing of it is visible. An object that exists is replaced."""
+
+    @abstractmethod
+    def open_read(self, key: str, start: int = 0, length: int | None = None) -> AbstractContextManager[BinaryIO]:
+        """Stream the bytes ``[start, start + length)``, to the end where ``length`` is None.
+
+        Raises:
+            FileNotFoundError: no such key.
+        """
+
+    @abstractmethod
+    def stat(self, key: str) -> ObjectInfo | None:
+        """Return the object's facts, or None where there is no such key."""
+
+    @abstractmethod
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Yield all objects whose key starts with ``prefix``, sorted by key; unfinished writes do not show."""
+
+    @abstractmethod
+    def delete_many(self, keys: Iterable[str]) -> None:
+        """Delete the objects; keys that do not exist are not an error."""
+
+    @abstractmethod
+    def put_if_absent(self, key: str, data: bytes) -> bool:
+        """Create an object in one atomic, durable step unless the key exists.
+
+        Returns:
+            True when this call created it, False when it existed before.
+        """
+
+    @abstractmethod
+    def put_if_match(self, key: str, data: bytes, expected: bytes) -> bool:
+        """Replace a small object in one atomic, durable step if its bytes are ``expected`` at that moment.
+
+        Returns:
+            True when this call replaced it; False, with nothing changed, when it holds other bytes or does not exist.
+        """
+
+    def after_commit(self, prefix: str) -> None:
+        """Called once after the manifest under ``prefix`` is committed; most stores do nothing."""
 
     def try_lock(self, key: str, note: bytes) -> StorageLock | None:
-        """Take the lock ``key`` without waiting. The lock is not an object, and no listing shows it.
+        """Take a lock of the operating system without waiting. It is not an object, and no listing shows it.
 
         Args:
             key: name of the lock, one part.
@@ -119,19 +112,15 @@ class LockableStorage(CheckpointStore, Protocol):
             The lock; None if another owner holds it, in this process or in any other.
 
         Raises:
-            LocksUnsupported: the store has no locks that every process sees.
+            LocksUnsupported: the store has no locks that every process sees; the default.
         """
-        ...
+        raise LocksUnsupported
 
     def lock_note(self, key: str) -> bytes:
         """Return the note of the last owner; empty if there was no owner, or if it has not written its note yet."""
-        ...
-
-
-@runtime_checkable
-class ArchivingStorage(CheckpointStore, Protocol):
-    """A store that has second copies made elsewhere."""
+        return b""
 
     def archive_state(self, prefix: str) -> str:
-        """In a few words, how far the objects under ``prefix`` are copied; empty where nothing is to be said."""
-        ...
+        """Return in a few words how far the objects under ``prefix`` are copied elsewhere. Default: empty, as of a
+        store that has no such copies."""
+        return ""

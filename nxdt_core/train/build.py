@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
+from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.capabilities import check_built, check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
@@ -27,9 +28,9 @@ from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.objective import Objective, traits_of
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
-from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
+from nxdt_core.protocols.schedule import LRSchedule, ScheduleFactory, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.hidden_state import check_schedule
@@ -56,6 +57,8 @@ __all__ = [
     "window",
 ]
 
+T = TypeVar("T")
+
 
 def engine(config: ResolvedConfig) -> ParallelEngine:
     """Return the parallel engine, not started; checked against the number of processes that were started.
@@ -66,8 +69,7 @@ def engine(config: ResolvedConfig) -> ParallelEngine:
     """
     check_capabilities(config, world_size=Ranks.from_environment().world_size)
     register_profile_of(config)
-    target = config.selected("engine").component.load_target()
-    return cast(ParallelEngine, target(config))
+    return class_of(config.selected("engine").component, ParallelEngine)(config)
 
 
 def model_builder(config: ResolvedConfig) -> ModelBuilder:
@@ -76,7 +78,7 @@ def model_builder(config: ResolvedConfig) -> ModelBuilder:
     Raises:
         SequenceTooLongForModel: positions end before the sequence does.
     """
-    builder = cast(ModelBuilder, _construct(config, "model"))
+    builder = _construct(config, "model", ModelBuilder)
     longest = builder.max_sequence_length
     if longest is not None and config.run.data.seq_length > longest:
         raise SequenceTooLongForModel(sequence=config.run.data.seq_length, longest=longest)
@@ -112,7 +114,7 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
     added = added_tokens(config)
     if vocab_size is not None and len(added) > vocab_size:  # before a library takes a minute for a million of them
         raise VocabularyTooSmall(tokenizer=len(added), model=vocab_size, added=True)
-    made = cast(Tokenizer, _construct(config, "tokenizer"))
+    made = _construct(config, "tokenizer", Tokenizer)
     if vocab_size is not None and made.vocab_size > vocab_size:
         raise VocabularyTooSmall(tokenizer=made.vocab_size, model=vocab_size, added=bool(added))
     return made
@@ -145,7 +147,7 @@ def dataset(
         first_records=first_records,
         shuffle=data.shuffle,
     )
-    return cast(DatasetSplits, _construct(config, "dataset", context))
+    return _construct(config, "dataset", DatasetSplits, context)
 
 
 def batches(
@@ -189,15 +191,15 @@ def objective(config: ResolvedConfig) -> Objective:
         ConfigError: it compares with a reference, which the engine does not declare.
         HeadDoesNotFit: the model's head gives something else than it takes.
     """
-    made = cast(Objective, _construct(config, "objective"))
-    wanted, model = traits_of(made).head == "score", config.selected("model")
+    made = _construct(config, "objective", Objective)
+    wanted, model = made.traits.head == "score", config.selected("model")
     if getattr(model.config, "score_head", False) != wanted:
         takes, key, value = ("scores" if wanted else "logits of a vocabulary"), "score_head", str(wanted).lower()
         if wanted and not hasattr(model.config, key):
             key, value = "name", "a model with the key score_head, such as llama"
         name = config.run.objective.name
         raise HeadDoesNotFit(objective=name, takes=takes, model=model.component.record.name, key=key, value=value)
-    if traits_of(made).reference is not None:
+    if made.traits.reference is not None:
         check_built(config, "objective", config.selected("objective").component.record.name, ("reference",))
     return made
 
@@ -209,7 +211,8 @@ def precision(config: ResolvedConfig) -> PrecisionPolicy:
         ConfigError: the engine does not declare what it asks for.
         NoMasterWeights: float32 weights are to be saved, and it keeps none.
     """
-    policy = cast(PrecisionPolicy, _construct(config, "precision"))
+    selected = config.selected("precision")
+    policy: PrecisionPolicy = selected.component.load_target()(selected.config)
     check_built(config, "precision", policy.name, capabilities_of(policy))
     wanted = config.run.checkpoint.use_master_weights_in_ckpt
     if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
@@ -221,7 +224,7 @@ def adapters(config: ResolvedConfig) -> Sequence[Adapter]:
     """Return the adapter, or what freezes for ``model.trainable``, as a sequence of none or one."""
     if config.run.model.trainable is not None:
         return (Trainable(config.run.model.trainable),)
-    return () if config.components["adapter"] is None else (cast(Adapter, _construct(config, "adapter")),)
+    return () if config.components["adapter"] is None else (_construct(config, "adapter", Adapter),)
 
 
 def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
@@ -232,10 +235,11 @@ def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
 
 def schedule(config: ResolvedConfig) -> LRSchedule:
     """Return the learning-rate schedule; warn if it depends on more than the step."""
-    horizon, component = schedule_horizon(config), config.selected("schedule").component
-    if component.plugin != BUILTIN:
-        check_schedule(_construct(config, "schedule", horizon), component, max_steps=horizon.max_steps)
-    return cast(LRSchedule, _construct(config, "schedule", horizon))
+    horizon, selected = schedule_horizon(config), config.selected("schedule")
+    make: ScheduleFactory = selected.component.load_target()
+    if selected.component.plugin != BUILTIN:
+        check_schedule(make(selected.config, horizon), selected.component, max_steps=horizon.max_steps)
+    return make(selected.config, horizon)
 
 
 def storage(config: ResolvedConfig) -> CheckpointStore:
@@ -285,6 +289,7 @@ def step_uri(storage: CheckpointStore, step: int) -> str:
     return f"{storage.uri}/{step_name(step)}"
 
 
-def _construct(config: ResolvedConfig, slot: str, *more: Any) -> Any:
+def _construct(config: ResolvedConfig, slot: str, base: type[T], *more: Any) -> T:
     selected = config.selected(slot)
-    return selected.component.load_target()(selected.config, *more)
+    target: Callable[..., T] = class_of(selected.component, base)
+    return target(selected.config, *more)

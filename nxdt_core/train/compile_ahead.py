@@ -11,12 +11,11 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.sampler import first_batches
-from nxdt_core.errors.launch import EngineCannotCompileAhead
 from nxdt_core.protocols.dataset import MapDataset
-from nxdt_core.protocols.engine import CompileAhead, CompilesAhead, GraphOrigins
-from nxdt_core.protocols.objective import traits_of
+from nxdt_core.protocols.engine import CompileAhead, GraphOrigins, ParallelEngine
 from nxdt_core.train.data import Dataset, StepInput
 from nxdt_core.train.session import TrainSession, start_engine, without_gradients
 from nxdt_core.train.step import mean_loss
@@ -32,11 +31,7 @@ def ahead_of(config: ResolvedConfig) -> CompileAhead:
         EngineCannotCompileAhead: it does not.
         NxdtError: the run compiles nothing, or the cache cannot be written.
     """
-    selected = config.selected("engine").component
-    engine = selected.load_target()
-    if not isinstance(engine, CompilesAhead):
-        raise EngineCannotCompileAhead(engine=selected.record.name, dist=selected.dist)
-    return engine.compile_ahead(config)
+    return class_of(config.selected("engine").component, ParallelEngine).compile_ahead(config)
 
 
 def run_trial(config: ResolvedConfig, ahead: CompileAhead, say: Callable[[str], None]) -> GraphOrigins | None:
@@ -94,7 +89,7 @@ def _trial_config(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
 
 
 def _train(session: TrainSession) -> None:
-    if traits_of(session.objective).reference == "before":  # log-probabilities of a whole dataset take hours
+    if session.objective.traits.reference == "before":  # log-probabilities of a whole dataset take hours
         session.data.replace_datasets(lambda dataset, split: _first(session.config, dataset))
     for batch in session.batches():
         float(session.step(batch).loss.loss)  # as a run's log does; devices that record operations then run them

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.parallel_model import BlockDecoding, Decoding, DecodingModel, ParallelModel
+from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.sampling import Sampler, Sampling
 
@@ -168,13 +168,11 @@ class _Passes:
         if max(lengths) <= self._window:
             # The shortest row may become as long as the window, behind its padding.
             columns = min(max(lengths) + new_tokens, self._window + max(lengths) - min(lengths))
-            model = self._model
-            found = model.decoding(lengths, columns) if isinstance(model, DecodingModel) else "its engine has no cache"
-            if isinstance(found, str):
-                _tell("each token computes all earlier ones again: %s", found)
-            else:
-                self._decoding = found
-                self.device = found.device if isinstance(found, BlockDecoding) else HOST
+            try:
+                self._decoding = self._model.decoding(lengths, columns)
+                self.device = self._decoding.device or HOST
+            except CacheUnsupported as error:
+                _tell("each token computes all earlier ones again: %s", str(error))
 
     def __call__(self, rows: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return the logits [rows, vocab] of the token that follows each of ``rows``."""
@@ -194,7 +192,7 @@ class _Passes:
 
     def columns(self, sampler: Sampler, left: Callable[[], int]) -> Iterator[list[int]]:
         """Yield the next columns of tokens, ``left()`` of them, as far as the model writes several at a time."""
-        if isinstance(self._decoding, BlockDecoding):
+        if self._decoding is not None:
             for block in self._decoding.blocks(sampler, left, self._window):
                 yield from block
 

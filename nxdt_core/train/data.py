@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from nxdt_core.components import unusable
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.preview import Preview
@@ -15,7 +16,7 @@ from nxdt_core.data.sampler import first_batches, limit_sets
 from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.dataset import IterableDataset, MapDataset, Split, SplitName
+from nxdt_core.protocols.dataset import DatasetSplits, IterableDataset, MapDataset, SplitName
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
@@ -89,19 +90,20 @@ class RunData:
         cache_dir = self.config.run_dir / _CACHE
         source = build.dataset(self.config, self.tokenizer, vocab_size, cache_dir=cache_dir)
         if test:
-            self._test = _by_name(source.split("test"))
+            self._test = _sets(self.config, source, "test")
         if self._train is not None:
             return
-        train, validation = source.split("train"), source.split("validation")
-        if train is None or isinstance(train, Mapping):
+        sets, self._validation = (_sets(self.config, source, name) for name in ("train", "validation"))
+        train = sets.get(UNNAMED)
+        if train is None:
             raise NoTrainingData(loader=type(source).__name__)
         trainer = self.config.run.trainer
         if trainer.overfit_batches:
-            train = validation = self._first(train, "trainer.overfit_batches", trainer.overfit_batches)
+            train = self._first(train, "trainer.overfit_batches", trainer.overfit_batches)
+            self._validation = {UNNAMED: train}
         elif trainer.limit_train_batches is not None:
             train = self._first(train, "trainer.limit_train_batches", trainer.limit_train_batches)
         self._train = train
-        self._validation = _by_name(validation)
         limit = trainer.limit_val_batches
         if isinstance(limit, float) and limit < 1:
             self._validation = {name: self._share(dataset, limit) for name, dataset in self._validation.items()}
@@ -184,11 +186,24 @@ class RunData:
         return first_batches(dataset, share, self.config.run.data.global_batch_size)
 
 
-def _by_name(split: Split) -> dict[str, Dataset]:
-    """Return the sets of a split by name, a single one as :data:`UNNAMED`; empty where there are no such data."""
+def _sets(config: ResolvedConfig, source: DatasetSplits, name: SplitName) -> dict[str, Dataset]:
+    """Return the sets of a split by name, a single one as :data:`UNNAMED`; empty where there are no such data.
+
+    Raises:
+        ComponentUnusable: one of them does not inherit from a base class of datasets.
+    """
+    split = source.split(name)
     if split is None:
         return {}
-    return dict(split) if isinstance(split, Mapping) else {UNNAMED: split}
+    sets = dict(split) if isinstance(split, Mapping) else {UNNAMED: split}
+    for dataset in sets.values():
+        if not isinstance(dataset, (MapDataset, IterableDataset)):
+            reason = (
+                f"its split {name!r} is a {type(dataset).__name__}, which does not inherit from MapDataset or "
+                f"IterableDataset of {MapDataset.__module__}"
+            )
+            raise unusable(config.selected("dataset").component, reason)
+    return sets
 
 
 def preview(
@@ -206,12 +221,12 @@ def preview(
     vocab_size = build.model_builder(config).vocab_size
     tokenizer = build.tokenizer(config, vocab_size)
     first = None if whole else max(count, _PREVIEWED)
-    found = build.dataset(config, tokenizer, vocab_size, first_records=first).split(split)
-    if not found and (found is None or isinstance(found, Mapping)):
+    sets = _sets(config, build.dataset(config, tokenizer, vocab_size, first_records=first), split)
+    if not sets:
         raise SplitMissing(split=split)
     shuffle = config.run.data.shuffle and split == "train"
 
     def shown(dataset: MapDataset | IterableDataset) -> Preview:
         return look(dataset, tokenizer, count=count, seed=config.run.seed, shuffle=shuffle)
 
-    return {name: shown(each) for name, each in found.items()} if isinstance(found, Mapping) else shown(found)
+    return shown(sets[UNNAMED]) if [*sets] == [UNNAMED] else {name: shown(each) for name, each in sets.items()}

@@ -8,6 +8,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.components import class_of
 from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, prompt_ids, runner_of
@@ -18,7 +19,7 @@ from nxdt_core.errors.chats import UnknownRecord
 from nxdt_core.errors.evaluation import NoAnswerToJudge, NothingToJudge, QuestionTooLong
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.evaluation import Metric
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.generate import LoadedModel
 from nxdt_core.train.sampling import Sampling
 
@@ -70,9 +71,7 @@ def questions(
         SpecialTokenInText: a message of a conversation would become a special token, and ``keys`` do not let it.
         FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
     """
-    reserved = None
-    if isinstance(tokenizer, ChatTokenizer):
-        reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
+    reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
     records, _ = read_records(map(Path, files), "FILES", example=_EXAMPLE)
     for place, record in islice(records, limit):
         question, left = _question(place, record, tokenizer, keys, reserved)
@@ -104,7 +103,7 @@ def metrics(kernel: Kernel) -> list[Metric]:
     Raises:
         NxdtError: one cannot be used, for instance without its library.
     """
-    return [component.load_target()() for component in kernel.registry.all("metric")]
+    return [class_of(component, Metric)() for component in kernel.registry.all("metric")]
 
 
 def scores(answers: Sequence[Answer], metrics: Iterable[Metric] = ()) -> dict[str, float]:
@@ -142,7 +141,7 @@ def _question(
 
 def _ignored(asked: Conversation, tokenizer: Tokenizer, keys: ChatKeys) -> tuple[str, ...]:
     """Return what the chat template leaves out of a question."""
-    runner = runner_of(keys, tokenizer) if isinstance(tokenizer, ChatTokenizer) else None
+    runner = runner_of(keys, tokenizer)
     if runner is None:
         return ()
 

@@ -6,7 +6,6 @@ from itertools import islice
 from typing import Any
 
 from nxdt_core.callback import Run
-from nxdt_core.protocols.objective import traits_of
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train.callbacks.metrics import ValidationMetrics
 from nxdt_core.train.session import without_gradients
@@ -59,7 +58,7 @@ def _evaluate(run: Run, limit: int | None, *, seen: bool = True) -> dict[str, An
     """Return a row of metrics over the first ``limit`` global batches of each validation set; None and -1 take all.
     ``seen``: whether callbacks are called."""
     session, number = run.session, None if limit is None or limit < 0 else limit
-    metrics = ValidationMetrics(traits_of(session.objective).unit)
+    metrics = ValidationMetrics(session.objective.traits.unit)
     PROGRESS.advance("validation")
     with session.validated_weights(), without_gradients(inference=run.config.run.trainer.inference_mode):
         for index, loader in enumerate(session.validation_loaders()):

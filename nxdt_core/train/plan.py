@@ -13,14 +13,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, Links, available_type
-from nxdt_core.errors.launch import EngineWithoutEstimate, UnknownDevice
-from nxdt_core.protocols.engine import ChecksProducts
-from nxdt_core.protocols.estimate import Estimate, EstimatesRuns, RankEstimate, RunParts
+from nxdt_core.errors.launch import UnknownDevice
+from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.estimate import Estimate, RankEstimate, RunParts
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.objective import TaughtObjective
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE_BYTES
 from nxdt_core.train.weights.found import teacher_run
@@ -187,12 +187,9 @@ def plan(
         NxdtError: the run would not start, or machines of the product cannot run it.
     """
     known = None if product is None else product_of(config, product)
-    selected = config.selected("engine").component
-    engine = selected.load_target()
-    if known is not None and isinstance(engine, ChecksProducts):
+    engine = class_of(config.selected("engine").component, ParallelEngine)
+    if known is not None:
         engine.check_product(config, known.name)
-    if not isinstance(engine, EstimatesRuns):
-        raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
     with build.plan_errors_named(config):
         estimate = engine.estimate(config, run_parts(config))
     if memory_bytes is None:
@@ -209,7 +206,7 @@ def plan(
 def run_parts(config: ResolvedConfig) -> RunParts:
     """Return what an engine needs of a run's components for its estimate."""
     objective = build.objective(config)
-    taught = teacher_run(objective, config) if isinstance(objective, TaughtObjective) else None
+    taught = teacher_run(objective, config) if objective.teacher is not None else None
     return RunParts(
         builder=build.model_builder(config),
         teacher=None if taught is None else build.model_builder(taught),

@@ -39,13 +39,8 @@ from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import (
-    GeneratingObjective,
-    Objective,
-    TaughtObjective,
-    traits_of,
-)
-from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, prepare
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.garbage_collection import GarbageCollection
 from nxdt_core.train import build
@@ -111,7 +106,7 @@ class TrainSession:
         self.state = TrainState() if state is None else state
         self.data = RunData(config) if data is None else data
         self.objective = build.objective(config)
-        self._traits = traits_of(self.objective)
+        self._traits = self.objective.traits
         self.horizon = build.schedule_horizon(config)
         self.schedule = build.schedule(config)
         ema = config.run.exp_manager.ema
@@ -218,7 +213,7 @@ class TrainSession:
         self._note_frozen_rows()
         if self._traits.reference == "step":
             check_base_frozen(self.model, self.config.run.objective.name)
-        if isinstance(self.objective, TaughtObjective):
+        if self.objective.teacher is not None:
             teacher = teacher_of(self.objective, self.config, self.engine)
             self.objective.take_teacher(teacher, pipelined=self.engine.rank_info.mesh.get("pp", 1) > 1)
 
@@ -403,8 +398,6 @@ class TrainSession:
         """Return the micro-batches of ``batch``, or those that the objective generates for them, and what of the latter
         the next step needs."""
         micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
-        if not isinstance(self.objective, GeneratingObjective):
-            return micro_batches, None
         return self.objective.generate(self, micro_batches, train=train)
 
     def _prepared(self, micro_batches: Sequence[Batch]) -> tuple[Objective, Sequence[Batch]]:
@@ -412,7 +405,7 @@ class TrainSession:
         log-probabilities of the base."""
         if self._traits.reference == "step":
             micro_batches = with_base(micro_batches, self.model)
-        return prepare(self.objective, micro_batches, self.model)
+        return self.objective.prepare(micro_batches, self.model)
 
     # Checkpoints.
 

@@ -153,17 +153,13 @@ def without_gradients(*, inference: bool) -> AbstractContextManager[None]:
     return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
 
 
-class CausalLM:
+class CausalLM(Objective):
     """Cross-entropy between logits and the labels, which are shifted already; −100 is ignored."""
 
     def __init__(self, config: CausalLMConfig | None = None) -> None:
         self._smoothing = 0.0 if config is None else config.label_smoothing
         # The exponential of a mean over tokens is shown as a perplexity, which a smoothed loss has none of.
         self.traits = ObjectiveTraits(unit="labels" if self._smoothing else "tokens")
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        """Return the number of loss tokens, or the sum of ``loss_weights`` over them."""
-        return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """Return the summed cross-entropy of ``logits`` [micro_batch, seq, vocab] and its weight."""

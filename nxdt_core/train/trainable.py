@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from torch import nn
 
 from nxdt_core.errors.optimizers import TrainableEmpty
 from nxdt_core.models.patterns import matches_within
-from nxdt_core.protocols.plan import InitRule, ParallelPlan
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.plan import ParallelPlan
 
 __all__ = ["Trainable"]
 
 
-class Trainable:
+class Trainable(Adapter):
     """An :class:`~nxdt_core.protocols.adapter.Adapter` that adds nothing; ``config`` is ``model.trainable``."""
-
-    saves_base = True
 
     def __init__(self, config: Sequence[str]) -> None:
         self._patterns = config
@@ -38,19 +36,6 @@ class Trainable:
             chosen = any(matches_within(pattern, name) for pattern in self._patterns)
             parameter.requires_grad_(parameter.requires_grad and chosen)
         return plan
-
-    def init_rules(self) -> Sequence[InitRule]:
-        """Return no rules: nothing was added."""
-        return ()
-
-    def begin(self, model: Any, config: Any, ranks: Any) -> None:
-        """Do nothing: the weights stay as they are."""
-
-    def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
-        """Do nothing: which weights train changes none of them."""
-
-    def finish(self, checkpoint: str | None, config: Any, ranks: Any) -> None:
-        """Do nothing: checkpoints have all weights."""
 
 
 def _nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:

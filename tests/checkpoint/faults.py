@@ -21,7 +21,7 @@ def disk_full() -> Exception:
     return OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-class FaultyStorage:
+class FaultyStorage(CheckpointStore):
     """Passes calls on to ``inner`` and raises at the call number ``fail_at`` (from 0).
 
     Opening, each write, and closing a written object are separate calls.

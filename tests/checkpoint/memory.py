@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from typing import Any, BinaryIO
 
 from nxdt_core.errors.checkpoints import BadStorageKey
-from nxdt_core.protocols.store import ObjectInfo
+from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
 
 __all__ = ["MemoryStorage"]
 
 
-class MemoryStorage:
+class MemoryStorage(CheckpointStore):
     """Objects in a dict. Stores with the same ``config``, a dict, are the same store."""
 
     def __init__(self, uri: str = "memory://", config: Any = None) -> None:

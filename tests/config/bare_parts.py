@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from nxdt_core.api import Component, EngineComponent, ModelComponent, hookimpl
 from nxdt_core.errors.configuration import ImpossibleCombination
-from nxdt_core.protocols.objective import ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveTraits
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 
@@ -21,13 +21,13 @@ def secretly_half(config):
     return PrecisionPolicy(name="secret", parameters="bfloat16", gradients="bfloat16", optimizer_state="bfloat16")
 
 
-class Comparing:
+class Comparing(Objective):
     """An objective that compares with a reference, and whose record does not say so."""
 
     traits = ObjectiveTraits(reference="before")
 
-    def __init__(self, config):
-        pass
+    def __call__(self, logits, batch):
+        raise AssertionError("an objective was called that the run must not have")
 
 
 class Engine:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from nxdt_core.protocols.batch import Batch, Sample
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
 
 def numbered(index: int, length: int = 4) -> Sample:
@@ -16,7 +17,7 @@ def numbered(index: int, length: int = 4) -> Sample:
     return Sample(input_ids=np.full(length, index), labels=np.full(length, index))
 
 
-class ByIndex:
+class ByIndex(MapDataset):
     """Map-style samples 0 … size - 1; ``fails_at`` raises there."""
 
     def __init__(self, size: int, fails_at: int | None = None, digest: str = "by-index") -> None:
@@ -36,7 +37,7 @@ class ByIndex:
         return self.digest
 
 
-class InOrder:
+class InOrder(IterableDataset):
     """Iterable samples 0 … size - 1 with a position of their own; ``size`` None is endless."""
 
     def __init__(self, size: int | None) -> None:

@@ -9,9 +9,10 @@ import pytest
 
 from nxdt_core.data.sampler import first_batches, limit_sets
 from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
 
-class Numbers:
+class Numbers(MapDataset):
     """Sample i holds i."""
 
     def __init__(self, size: int) -> None:
@@ -27,7 +28,7 @@ class Numbers:
         return str(self.size)
 
 
-class Stream:
+class Stream(IterableDataset):
     """Samples without an end."""
 
     def __iter__(self):

@@ -7,13 +7,13 @@ import numpy as np
 from nxdt_core.data.preview import preview
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataReport, TokenCount
+from nxdt_core.protocols.dataset import DataReport, MapDataset, TokenCount
 
 NO = IGNORE_INDEX
 BYTES = ByteTokenizer()
 
 
-class Samples:
+class Samples(MapDataset):
     """A map-style dataset of given samples."""
 
     def __init__(self, *samples):

@@ -10,6 +10,7 @@ from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.errors.models import ObjectiveWeightsDiffer, WeightsDoNotFit
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train.step import CausalLM
@@ -35,7 +36,7 @@ class Bigram(nn.Module):
         return self.head(self.embed(input_ids) * self.scale)
 
 
-class BigramBuilder:
+class BigramBuilder(ModelBuilder):
     vocab_size, max_sequence_length = VOCAB, None
 
     def __init__(self, *, tied: bool = False) -> None:

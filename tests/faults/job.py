@@ -11,7 +11,7 @@ from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, latest, pru
 from nxdt_core.checkpoint.ownership import Ownership, own
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.protocols.store import CheckpointStore, LockableStorage
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = ["KEEP", "Job", "joined", "weights"]
 
@@ -63,8 +63,7 @@ class Job:
         self.ownership: Ownership | None = None
         if ranks.rank == 0:
             inner = getattr(storage, "inner", storage)  # the system's locks are no calls of the protocol
-            lockable = inner if isinstance(inner, LockableStorage) else storage
-            self.ownership = own(lockable, run="faults", say=lambda line: None)
+            self.ownership = own(inner, run="faults", say=lambda line: None)
         newest = ranks.on_rank_zero(lambda: latest(storage, warn=lambda line: None))
         self.newest = None if newest is None else newest.step
         arguments = {

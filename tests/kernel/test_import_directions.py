@@ -28,6 +28,7 @@ LAYERS = (
     {"api"},
     {"protocols"},
     {"kernel", "scaffold"},
+    {"components"},
     {"config"},
     {"distributed"},
     {"models"},

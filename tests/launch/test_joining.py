@@ -9,6 +9,7 @@ import pytest
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
+from nxdt_core.components import class_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
@@ -119,9 +120,7 @@ def test_one_task_per_node_is_a_node_where_nodes_are_numbered():
 
 def test_every_launcher_of_the_core_is_one():
     for component in Kernel.start().registry.all("launcher"):
-        assert isinstance(component.load_target()(), Launcher)
-        assert component.record.capabilities
-        assert component.load_target()().join({}) is None
+        assert class_of(component, Launcher)().join({}) is None
 
 
 def train_under_mpi(arguments):
@@ -146,9 +145,9 @@ def test_processes_of_mpirun_train_together(tmp_path, metric_rows):
 PLUGIN = """
 import socket
 from nxdt_core.api import Component, hookimpl
-from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.protocols.launcher import Launcher, RankEnvironment
 
-class Acme:
+class Acme(Launcher):
     def join(self, environment):
         if "ACME_TASK" not in environment:
             return None
@@ -159,7 +158,7 @@ class Acme:
 
 @hookimpl
 def nxdt_launchers():
-    return [Component(name="acme", target="acme:Acme", capabilities=frozenset({"join"}))]
+    return [Component(name="acme", target="acme:Acme")]
 """
 
 

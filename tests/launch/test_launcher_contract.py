@@ -69,7 +69,7 @@ class Builtin(LauncherContract):
 
 def contract(name, **given):
     record = RECORDS[name]
-    return type("Contract", (Builtin,), {"record": record, "given": given, "capabilities": record.capabilities})
+    return type("Contract", (Builtin,), {"record": record, "given": given})
 
 
 TestSlurm = contract("slurm")

@@ -17,7 +17,7 @@ MERGED = "test_merged_weights_compute_what_unmerged_ones_do"
 TP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "zero3"))
 CAUGHT_BY = {
     "Right": set(),
-    "HasNoEnd": {"test_it_has_the_members_of_the_protocol"},
+    "InheritsNothing": {"test_it_has_the_members_of_the_protocol"},
     "RenamesTheBase": {NAMES, "test_added_parameters_have_rules", FIRST, MERGED},
     "AllocatesAtOnce": {NAMES},
     "LeavesNormsTrained": {OWN, MOVES},

@@ -13,7 +13,7 @@ from tests.testing.outcomes import Outcomes, run_contract
 FILE = Path(__file__).parent / "mutants/dataset.py"
 RIGHT = (ByIndex.__name__, InOrder.__name__, PadsOnTheRight.__name__)
 CAUGHT_BY = {
-    "HasNoFingerprint": "test_it_has_the_members_of_a_protocol",
+    "InheritsNothing": "test_it_has_the_members_of_a_protocol",
     "GivesSmallIntegers": "test_samples_are_arrays_of_one_shape",
     "ForgetsAPosition": "test_samples_are_arrays_of_one_shape",
     "LearnsNothing": "test_labels_are_tokens_or_ignored",

@@ -19,7 +19,7 @@ WRITES, EXPLAINS = "test_it_writes_nothing_and_says_the_same_again", "test_it_ex
 NOTE = "test_it_says_nothing_of_an_environment_without_its_variables"
 CAUGHT_BY = {
     "Right": set(),
-    "HasNoNote": {IS_ONE, NOTE},
+    "InheritsNothing": {IS_ONE},
     "ImportsNumpy": {LIGHT},
     "RecognisesSectionsOfOurs": {RECOGNISES},
     "SaysTrue": {RECOGNISES},

@@ -15,7 +15,7 @@ FILE = Path(__file__).parent / "mutants/model.py"
 RIGHT = SmallBuilder.__name__
 LAYOUT = "test_it_trains_in_a_layout_as_in_one_process"
 CAUGHT_BY = {
-    "HasNoPlan": "test_it_has_the_members_of_the_protocol",
+    "InheritsNothing": "test_it_has_the_members_of_the_protocol",
     "LeavesMeta": "test_it_is_built_on_meta_and_is_then_the_same",
     "ForgetsItsTable": "test_it_is_built_on_meta_and_is_then_the_same",
     "HasNoRuleForBiases": "test_fresh_weights_follow_from_names_and_the_seed",

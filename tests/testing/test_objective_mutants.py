@@ -16,7 +16,7 @@ BLANK, PACKED = "test_a_blank_sample_weighs_nothing", "test_packed_documents_cou
 TP, CP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "cp", "zero3"))
 CAUGHT_BY = {
     "Right": set(),
-    "HasNoWeight": {MEMBERS, KNOWN, TP, CP, ZERO3},
+    "InheritsNothing": {MEMBERS},
     "DividesByItsWeight": {PARTS},
     "CountsRowsBefore": {KNOWN, TP, CP, ZERO3},
     "LearnsTheLastToken": {"test_ignored_labels_do_not_count"},

@@ -24,7 +24,7 @@ SPELLED, TEMPLATE = "test_spelled_text_has_its_special_tokens", "test_its_chat_t
 EXPORT = "test_exported_files_give_the_same_ids_in_transformers"
 CAUGHT_BY = {
     "Right": set(),
-    "HasNoDigest": {MEMBERS, SAME, OTHER},
+    "InheritsNothing": {MEMBERS},
     "JoinsSpaces": {BACK},
     "ReturnsNumbersOfNumpy": {IDS},
     "PadsBehindItsVocabulary": {IDS, EXPORT},

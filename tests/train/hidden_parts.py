@@ -7,7 +7,7 @@ import torch
 
 from nxdt_core.api import Component, hookimpl
 from nxdt_core.config.section import Section as BaseSection
-from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.optimizer import as_torch
 
 
@@ -123,7 +123,7 @@ def pure(config, horizon):
     return lambda step: known.setdefault(step, 1 / (1 + step))
 
 
-class Tracking:
+class Tracking(Objective):
     """Weighs the loss by a running mean of its own."""
 
     def __init__(self, config):

@@ -26,6 +26,7 @@ from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
+from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.system.visible_text import visible
 from nxdt_core.train.evaluate import Answer, Question, questions, scores
 from nxdt_core.train.generate import generate
@@ -168,7 +169,7 @@ def test_evaluate_prints_what_it_finds(trained, tmp_path, capsys):
 
 
 def test_scores_are_the_share_of_exact_matches_and_what_metrics_find():
-    class Lengths:
+    class Lengths(Metric):
         def compute(self, wanted, given):
             return {"wanted": float(len(wanted[0])), "given": float(len("".join(given)))}
 

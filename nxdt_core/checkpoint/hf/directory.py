@@ -1,7 +1,7 @@
 """Hugging Face directories: ``config.json`` with safetensors weights, read and written whole.
 
 What the names of tensors mean is the business of a builder's key map
-(:class:`~nxdt_core.protocols.model.HFExchange`). Writing holds no more than one file of weights per worker in memory.
+(``ModelBuilder.hf_key_map``). Writing holds no more than one file of weights per worker in memory.
 ``config.json`` comes last and shows that the directory is complete. An export that was interrupted leaves a note of
 what it was; the same export resumes where it stopped.
 """

@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from nxdt_core.checkpoint.format.shards import SafetensorsLayout, TensorSpec, grouped
-from nxdt_core.checkpoint.hf.key_map import HFTensor, exchange_of, sources
+from nxdt_core.checkpoint.hf.key_map import HFTensor, sources
 from nxdt_core.checkpoint.hf.reader import INDEX, WEIGHTS
 from nxdt_core.checkpoint.hf.source import CONFIG, GENERATION_CONFIG, SPECIAL, HFSource, json_bytes
 from nxdt_core.config.huggingface import older_rope
@@ -219,7 +219,7 @@ def plan_hf(
         total = sum(spec.size_bytes for spec in specs.values())
         files = {name: shard.file for shard in shards for name in shard.tensors}
         texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": files})
-    settings = hf_settings(exchange_of(builder).config_to_hf(), tokenizer, stop_ids, source)
+    settings = hf_settings(builder.config_to_hf(), tokenizer, stop_ids, source)
     if settings.generation is not None:
         texts[GENERATION_CONFIG] = json_bytes(settings.generation)
     texts[CONFIG] = json_bytes({**settings.config, "torch_dtype": next(iter(specs.values())).dtype})

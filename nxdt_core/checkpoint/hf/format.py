@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from nxdt_core.checkpoint.hf.source import CONFIG
-from nxdt_core.protocols.format import CheckpointReader
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 
 
-class HFFormat:
-    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`."""
+class HFFormat(CheckpointFormat):
+    """Recognises a directory with a ``config.json``."""
 
     def recognises(self, path: Path) -> bool:
         """Return whether ``path`` has a ``config.json``."""

@@ -15,11 +15,11 @@ from itertools import accumulate
 import torch
 
 from nxdt_core.distributed.devices import meta_device
-from nxdt_core.errors.models import HFExchangeUnsupported, KeyMapIncomplete, WeightsUnusable
-from nxdt_core.protocols.model import HFExchange, KeyMap, ModelBuilder
+from nxdt_core.errors.models import KeyMapIncomplete, WeightsUnusable
+from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.piece import Box
 
-__all__ = ["HFTensor", "Source", "exchange_of", "filled_up", "room_for", "sources"]
+__all__ = ["HFTensor", "Source", "filled_up", "room_for", "sources"]
 
 
 class _Copy:
@@ -290,17 +290,6 @@ class Source:
             )
 
 
-def exchange_of(builder: ModelBuilder) -> HFExchange:
-    """Return the builder, seen as one that exchanges with Hugging Face.
-
-    Raises:
-        HFExchangeUnsupported: it does not.
-    """
-    if not isinstance(builder, HFExchange):
-        raise HFExchangeUnsupported(builder=type(builder).__name__)
-    return builder
-
-
 def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> list[Source]:
     """Return one source for each parameter of the builder's model; a tied one once, under its owner.
 
@@ -310,7 +299,7 @@ def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> l
         HFExchangeUnsupported: the builder has no key map.
         KeyMapIncomplete: a parameter without an entry, or with one that cannot be its.
     """
-    key_map = exchange_of(builder).hf_key_map() if key_map is None else key_map
+    key_map = builder.hf_key_map() if key_map is None else key_map
     with meta_device():
         module = builder.build()
     users = {user for _, user in builder.plan().tied}

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
-from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
+from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.checkpoint.hf.mxfp4 import BLOCKS, SCALES, PackedMatrices
 from nxdt_core.checkpoint.hf.source import CONFIG, read_json
 from nxdt_core.config.huggingface import architectures_of, unusable, weights_in
@@ -23,6 +23,7 @@ from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_core.system.regular_files import require_fetched, require_inside
@@ -43,7 +44,7 @@ class HFWeights:
     """
 
     def __init__(self, directory: Path, *, fill_rows: bool = False) -> None:
-        """``fill_rows``: as in :class:`~nxdt_core.protocols.format.FillsRows`."""
+        """``fill_rows``: as in :class:`~nxdt_core.protocols.format.CheckpointReader`."""
         self._directory = directory
         self._fill_rows = fill_rows
         self._stack = ExitStack()
@@ -75,14 +76,13 @@ class HFWeights:
             WeightsDoNotFit: names or shapes differ.
             WeightsUnusable: the head of a tied model is not its embedding.
         """
-        exchange = exchange_of(builder)
-        may_lack = getattr(exchange, "hf_may_lack", ())
+        may_lack = builder.hf_may_lack
         wanted = [
             self._filled(source, builder)
             for source in sources(builder)
             if source.hf_names[0] not in may_lack or source.hf_names[0] in self._located
         ]
-        known = exchange.hf_ignored
+        known = builder.hf_ignored
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
         ignored = [*known, *map(_without_prefix, known)]
@@ -232,7 +232,7 @@ _TOKENIZERS = {"tokenizer.json": ("huggingface", "."), "tokenizer.model": ("sent
 """File that shows which tokenizer a directory has → our component, and what its key ``model`` names."""
 
 
-class HFReader:
+class HFReader(CheckpointReader):
     """A :class:`~nxdt_core.protocols.format.CheckpointReader`: weights alone.
 
     Raises:
@@ -246,7 +246,6 @@ class HFReader:
         self._path = path.absolute()
         self._config = read_json(self._path, CONFIG)
         self._sources: dict[str, Source] = {}
-        self.fill_rows = False
 
     def model_config(self) -> Mapping[str, Any]:
         """Return its ``config.json``, for the plugin that reads the architecture, and its tokenizer.

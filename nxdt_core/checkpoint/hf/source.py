@@ -14,7 +14,7 @@ from typing import Any
 
 from nxdt_core.config.huggingface import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.system.regular_files import read_text, require_inside
 
 __all__ = [
@@ -145,7 +145,7 @@ class HFSource:
 
     def _same_text(self, id_: int, tokenizer: Tokenizer) -> bool:
         text = self.tokens.get(str(id_))
-        return text is None or (isinstance(tokenizer, ChatTokenizer) and tokenizer.spell([id_]) == text)
+        return text is None or tokenizer.spell([id_]) == text
 
 
 def read_hf_source(directory: Path) -> HFSource:

@@ -37,7 +37,7 @@ from nxdt_core.checkpoint.storage import explained_os_errors, scheme_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
-from nxdt_core.protocols.store import ArchivingStorage, CheckpointStore
+from nxdt_core.protocols.store import CheckpointStore
 
 __all__ = [
     "CheckpointStatus",
@@ -111,8 +111,6 @@ def newest_first(
 
 def with_archive_states(storage: CheckpointStore, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
     """Return ``found`` with the states of the store's copies elsewhere, if it makes any; that may take long."""
-    if not isinstance(storage, ArchivingStorage):
-        return found
     return [replace(status, archive=storage.archive_state(step_prefix(status.step))) for status in found]
 
 

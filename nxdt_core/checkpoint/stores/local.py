@@ -27,7 +27,7 @@ from nxdt_core.checkpoint.storage import explained
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile
-from nxdt_core.protocols.store import ObjectInfo
+from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
 from nxdt_core.system.file_lock import FileLock, take_file_lock
 from nxdt_core.system.regular_files import NotRegularFile, open_regular, require_regular
 
@@ -44,7 +44,7 @@ _ATTEMPTS = 100
 _NO_HARD_LINKS = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 
 
-class LocalStorage:
+class LocalStorage(CheckpointStore):
     """Objects are files below ``uri``: a plain path, absolute, relative or with ``~``, or ``file:///absolute/path``.
 
     Nothing is created before the first write. Raises :class:`StorageError` subclasses for a full disk, missing
@@ -157,7 +157,7 @@ class LocalStorage:
             return True
 
     def try_lock(self, key: str, note: bytes) -> FileLock | None:
-        """See :class:`nxdt_core.protocols.store.LockableStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         with self._explained(self._root):
             self._make_folder(self._root)
             path = self._root / f"{_LOCK}{key}"
@@ -169,7 +169,7 @@ class LocalStorage:
                 raise LockIsNoFile(where=str(path), reason="it is a directory, not a regular file") from error
 
     def lock_note(self, key: str) -> bytes:
-        """See :class:`nxdt_core.protocols.store.LockableStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         with self._explained(self._root), suppress(FileNotFoundError):
             return _read_bytes(self._root / f"{_LOCK}{key}")
         return b""

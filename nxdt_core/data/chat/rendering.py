@@ -22,7 +22,7 @@ from nxdt_core.errors.chats import (
 )
 from nxdt_core.errors.data import DataLibraryMissing
 from nxdt_core.errors.evaluation import ChatTemplateMissing
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = [
     "Messages",
@@ -205,7 +205,7 @@ def _in_either_form(
     return found
 
 
-def runner_of(keys: ChatKeys, tokenizer: ChatTokenizer) -> TemplateRunner | None:
+def runner_of(keys: ChatKeys, tokenizer: Tokenizer) -> TemplateRunner | None:
     """Runs the template that the configuration names, else the tokenizer's; None where there is none.
 
     Raises:
@@ -234,12 +234,11 @@ def prompt_ids(
         ChatTemplateMissing: there is no template.
         NxdtError: as of :func:`runner_of` and :meth:`TemplateRunner.run`.
     """
-    chat = tokenizer if isinstance(tokenizer, ChatTokenizer) else None
-    runner = runner_of(keys, chat) if chat else None
-    if chat is None or runner is None:
+    runner = runner_of(keys, tokenizer)
+    if runner is None:
         raise ChatTemplateMissing(place=place)
     text, _ = runner.run(messages, place=place, prompts=True, tools=tools)
-    ids: list[int] = chat.locate([text])[0].ids.tolist()
+    ids: list[int] = tokenizer.locate([text])[0].ids.tolist()
     return ids
 
 
@@ -247,17 +246,16 @@ def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end what a model writes: the tokenizer's end of text and, where it is another one, what
     ends the assistant's turn by the chat template. A template that cannot be read or run here adds none."""
     found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    if isinstance(tokenizer, ChatTokenizer):
-        try:
-            runner = runner_of(keys, tokenizer)
-            end = None if runner is None else end_of_turn(runner, tokenizer)
-        except NxdtError:
-            end = None
-        found += [] if end is None else [end]
+    try:
+        runner = runner_of(keys, tokenizer)
+        end = None if runner is None else end_of_turn(runner, tokenizer)
+    except NxdtError:
+        end = None
+    found += [] if end is None else [end]
     return tuple(dict.fromkeys(found))
 
 
-def end_of_turn(runner: TemplateRunner, tokenizer: ChatTokenizer) -> int | None:
+def end_of_turn(runner: TemplateRunner, tokenizer: Tokenizer) -> int | None:
     """Return the token that follows an answer, ignoring space; None where a text follows, or it cannot be seen.
 
     Raises:
@@ -295,7 +293,7 @@ class ReservedTokens:
         allowed: whether texts may spell them all the same.
     """
 
-    def __init__(self, tokenizer: ChatTokenizer, *, allowed: bool) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, allowed: bool) -> None:
         reserved = () if allowed else tokenizer.reserved_tokens()
         self._pattern = re.compile("|".join(map(re.escape, reserved))) if reserved else None
 

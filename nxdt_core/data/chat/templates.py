@@ -9,7 +9,7 @@ from datetime import date
 from functools import cached_property
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -17,7 +17,7 @@ from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.paths import RecordFiles, decode, read_bytes
 from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = [
     "ChatKeys",
@@ -110,7 +110,7 @@ def template_names() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
 
 
-def find_template(keys: ChatKeys, tokenizer: ChatTokenizer) -> ChatTemplate | None:
+def find_template(keys: ChatKeys, tokenizer: Tokenizer) -> ChatTemplate | None:
     """Return the template that the configuration names, else the tokenizer's; None where it has none, either.
 
     Raises:
@@ -123,7 +123,7 @@ def find_template(keys: ChatKeys, tokenizer: ChatTokenizer) -> ChatTemplate | No
     return None if text is None else ChatTemplate(text, "of the tokenizer")
 
 
-def named_template(keys: ChatKeys, tokenizer: Tokenizer | ChatTokenizer | None = None) -> ChatTemplate | None:
+def named_template(keys: ChatKeys, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:
     """Return the template that the configuration names; ``plain`` with the tokens that a text begins with.
 
     Raises:
@@ -137,10 +137,10 @@ def named_template(keys: ChatKeys, tokenizer: Tokenizer | ChatTokenizer | None =
     if is_template(keys.chat_template):
         return ChatTemplate(keys.chat_template, "data.chat_template")
     template = shipped_template(keys.chat_template)
-    if template.origin == _AS_TEXT and isinstance(tokenizer, ChatTokenizer):
+    if template.origin == _AS_TEXT and tokenizer is not None:
         from nxdt_core.data.tokens import leading_ids  # imports numpy
 
-        begin = tokenizer.spell(leading_ids(cast(Tokenizer, tokenizer), add_bos=keys.add_bos))
+        begin = tokenizer.spell(leading_ids(tokenizer, add_bos=keys.add_bos))
         return replace(template, text=f"{{{{- {begin!r} }}}}\n{template.text}")
     return template
 

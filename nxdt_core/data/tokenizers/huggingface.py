@@ -23,7 +23,7 @@ from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig, MegatronTokenizerConfig
 from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, import_library, read_file
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
-from nxdt_core.protocols.tokenizer import LocatedIds
+from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
 __all__ = [
     "FILE",
@@ -322,7 +322,7 @@ def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -
     return files
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(Tokenizer):
     """Wraps ``tokenizers.Tokenizer``; truncation and padding that its file asks for are switched off.
 
     Raises:

@@ -20,7 +20,7 @@ from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
 from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, holds_ranks, import_library, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece
-from nxdt_core.protocols.tokenizer import LocatedIds
+from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
 __all__ = ["SentencePieceTokenizer", "cut", "located", "pretrained_files"]
 
@@ -143,7 +143,7 @@ def _places(processor: Any, pieces: Any, at: int) -> list[tuple[int, int]]:
     return places
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(Tokenizer):
     """Wraps ``sentencepiece.SentencePieceProcessor``; tokens may be appended to its vocabulary.
 
     Raises:

@@ -15,7 +15,7 @@ from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import TiktokenTokenizerConfig
 from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, import_library, located, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile
-from nxdt_core.protocols.tokenizer import LocatedIds
+from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
 __all__ = ["LLAMA_3_PATTERN", "LLAMA_3_SPECIAL_TOKENS", "TiktokenTokenizer"]
 
@@ -49,7 +49,7 @@ _SPACES = re.compile(r"\s{10000}")
 """The library's regular expressions give up on a run of some hundred thousand spaces."""
 
 
-class TiktokenTokenizer:
+class TiktokenTokenizer(Tokenizer):
     """Wraps ``tiktoken.Encoding``. A text that spells out a special token has that token, as in transformers.
 
     Raises:

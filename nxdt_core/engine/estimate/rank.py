@@ -39,7 +39,6 @@ from nxdt_core.models.loss import RowKernels
 from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.objective import TaughtObjective, traits_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
@@ -119,7 +118,7 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
 def _noted_cache(module: nn.Module, plan: ParallelPlan, work: Workload) -> Iterator[dict[int, int]]:
     """Yield what becomes, while ``module`` runs a micro-batch, the bytes of a cache for the answers to one, by
     attention core; none where the model writes no answers or keeps no keys."""
-    rows = work.micro_batch_size * traits_of(work.objective).answers
+    rows = work.micro_batch_size * work.objective.traits.answers
     slots = attention_slots([module], plan) if rows else []
     noted: dict[int, int] = {}
 
@@ -142,7 +141,7 @@ def _measure_teacher(
     work: Workload, storage: StorageLayout, mesh: ParallelMesh, precision: PrecisionPolicy
 ) -> MeasuredTeacher:
     """Lay out this rank's stages of the second model, and run a micro-batch forward through each."""
-    if work.teacher is None or not isinstance(work.objective, TaughtObjective):
+    if work.teacher is None:
         return MeasuredTeacher()
     laid = lay_out(work.teacher, mesh, work.options.of_frozen(), precision)
     hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
@@ -177,8 +176,7 @@ def _given(work: Workload, batch: Batch, number: int, hidden_size: int) -> Stage
 
 def _step(work: Workload, batch: Batch) -> StepContext:
     of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
-    head_loss = getattr(work.objective, "head_loss", None)
-    return StepContext(labels=batch.labels, head_loss=head_loss, vocabulary_loss=of_rows)
+    return StepContext(labels=batch.labels, head_loss=work.objective.head_loss, vocabulary_loss=of_rows)
 
 
 def _trace(

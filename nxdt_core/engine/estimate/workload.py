@@ -19,7 +19,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.estimate import RunParts
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.objective import Objective, traits_of
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 
@@ -61,7 +61,7 @@ class Workload:
 
     @property
     def _rows_per_sample(self) -> int:
-        traits = traits_of(self.objective)
+        traits = self.objective.traits
         return traits.loss_rows or traits.rows_per_sample
 
     def batch(self) -> Batch:
@@ -71,7 +71,7 @@ class Workload:
             shape = self.rows, self.seq_length // self.sizes.cp
             return torch.empty(shape, dtype=torch.int64, device="meta")
 
-        traits = traits_of(self.objective)
+        traits = self.objective.traits
         placed = self.sizes.cp > 1 or self.sizes.pp > 1 or self.packed
         return Batch(
             input_ids=tokens(),

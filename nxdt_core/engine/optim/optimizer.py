@@ -19,6 +19,7 @@ from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
+from nxdt_core.protocols.parallel_model import ParallelOptimizer
 from nxdt_core.protocols.piece import Piece
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
@@ -28,7 +29,7 @@ _OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
 """Torch's optimizers whose updates are not made element by element."""
 
 
-class TorchOptimizer:
+class TorchOptimizer(ParallelOptimizer):
     """A stock optimizer over this rank's shards; see :class:`nxdt_core.protocols.parallel_model.ParallelOptimizer`.
 
     The stock optimizer sees plain tensors that share the shards' memory: its fused and foreach kernels then run once

@@ -9,13 +9,13 @@ from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import HyperPodOptions
 from nxdt_core.launch.launchers.kubernetes import manifests
 from nxdt_core.launch.launchers.slurm import SCRIPT, batch_script
-from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
+from nxdt_core.protocols.launcher import Job, Launcher, RankEnvironment, Submission
 
 _HEALTHY = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
 """Label of nodes that HyperPod has checked."""
 
 
-class HyperPodLauncher:
+class HyperPodLauncher(Launcher):
     """Slurm with ``--auto-resume``, or a PyTorchJob that HyperPod resumes."""
 
     def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:

@@ -14,7 +14,7 @@ import yaml
 
 from nxdt_core.errors.launch import LauncherNeedsOption
 from nxdt_core.launch.launchers.config import KubernetesOptions, header, program
-from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
+from nxdt_core.protocols.launcher import Job, Launcher, Submission
 
 MANIFEST = "job.yaml"
 _CONFIG_PATH = "/etc/nxdt"
@@ -26,12 +26,8 @@ _MISTAKE, _STOPPED = 2, 143
 _Object = dict[str, Any]
 
 
-class KubernetesLauncher:
+class KubernetesLauncher(Launcher):
     """``kubectl``."""
-
-    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
-        """Return None: pods have the variables of a node, or those that torchrun sets."""
-        return None
 
     def submission(self, job: Job, options: KubernetesOptions) -> Submission:
         """Return the manifests of a job, in one file."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import shlex
 import socket
 from collections.abc import Mapping
-from typing import Any
 
 from nxdt_core.distributed.environment import join_mpi, join_torchrun
-from nxdt_core.errors.launch import CannotSubmit
 from nxdt_core.launch.launchers.config import LocalOptions, exports, header, program
-from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
+from nxdt_core.protocols.launcher import Job, Launcher, RankEnvironment, Submission
 
 _SCRIPT = "job.sh"
 _NODES = """\
@@ -31,12 +29,8 @@ exit "$status"
 """
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """This machine alone: processes that something else has started are not looked at."""
-
-    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
-        """Return None: ``nxdt train`` starts the processes itself."""
-        return None
 
     def submission(self, job: Job, options: LocalOptions) -> Submission:
         """Return a script that starts a launcher for each node, and another where one is killed."""
@@ -55,25 +49,17 @@ class LocalLauncher:
         return Submission(files={_SCRIPT: "\n".join(lines) + "\n"}, command=("bash", _SCRIPT))
 
 
-class EnvironmentLauncher:
+class EnvironmentLauncher(Launcher):
     """``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``."""
 
     def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place that the usual variables say."""
         return join_torchrun(environment, socket.gethostname())
 
-    def submission(self, job: Job, options: Any) -> Submission:
-        """Raise CannotSubmit: torchrun is started by hand or by a scheduler."""
-        raise CannotSubmit(launcher="environment")
 
-
-class MPILauncher:
+class MPILauncher(Launcher):
     """Variables of ``mpirun``."""
 
     def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
         """Return the place that MPI's variables say."""
         return join_mpi(environment, socket.gethostname())
-
-    def submission(self, job: Job, options: Any) -> Submission:
-        """Raise CannotSubmit: ``mpirun`` is called by hand or in a job of a scheduler."""
-        raise CannotSubmit(launcher="mpi")

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 from nxdt_core.distributed.environment import join_slurm
 from nxdt_core.launch.launchers.config import SlurmOptions, exports, header, program
-from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
+from nxdt_core.protocols.launcher import Job, Launcher, RankEnvironment, Submission
 
 SCRIPT = "job.sbatch"
 _BEGIN = """\
@@ -44,7 +44,7 @@ exit "$status"
 """
 
 
-class SlurmLauncher:
+class SlurmLauncher(Launcher):
     """``sbatch`` and ``srun``."""
 
     def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:

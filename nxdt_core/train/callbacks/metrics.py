@@ -14,7 +14,6 @@ import torch
 from nxdt_core.callback import Callback, Run
 from nxdt_core.distributed.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.models.token_flops import TokenFlops
-from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train.callbacks.console import Console
@@ -168,7 +167,7 @@ class MetricsWriter(Callback):
 
     def on_validation_end(self, run: Run) -> None:
         """Write the loss of the whole validation and of each set; its time is not the training's."""
-        unit = traits_of(run.session.objective).unit
+        unit = run.session.objective.traits.unit
         if run.validation:
             row, named = {"step": run.step, **run.validation}, scalars(run.validation, unit)
             if run.rank == 0:

@@ -15,7 +15,6 @@ from nxdt_core.config.secrets import shown_words
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.console import human
 from nxdt_core.train.session import TrainSession
@@ -78,7 +77,7 @@ def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
     model = [config.selected("model").component.record.name, *_parameters(config)]
     if config.components["adapter"] is not None:
         model.append(f"adapter {config.selected('adapter').component.record.name}")
-    traits = traits_of(build.objective(config))
+    traits = build.objective(config).traits
     tokens = data.global_batch_size * traits.rows_per_sample * data.seq_length
     batch = traits.batch(data.global_batch_size, data.seq_length)
     last, optimizer, origin = run.trainer.max_steps, config.selected("optimizer"), config.origins["model.optim.lr"]

@@ -18,7 +18,6 @@ from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.hf.directory import ReadShard, read_from, write_hf, write_shards
 from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf.gguf import GgufDtype, write_gguf
-from nxdt_core.checkpoint.hf.key_map import exchange_of
 from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.checkpoint.read.status import list_checkpoints, newest_first, nothing_at
 from nxdt_core.checkpoint.storage import explained_os_errors
@@ -29,7 +28,7 @@ from nxdt_core.errors.checkpoints import CheckpointNotFound
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.protocols.tokenizer import HFTokenizer, Tokenizer
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE, average_index
 from nxdt_core.train.weights.saved_config import SavedRun, locate, named_config, own_run, saved_run
@@ -233,7 +232,7 @@ def plan_export(
 
 def tokenizer_files(saved: SavedRun, tokenizer: Tokenizer | None) -> tuple[Mapping[str, bytes], tuple[str, ...]]:
     """Return the files of a run's tokenizer and chat template for transformers, or none and a note on the reason."""
-    files: Mapping[str, bytes] = tokenizer.hf_files() if isinstance(tokenizer, HFTokenizer) else {}
+    files: Mapping[str, bytes] = {} if tokenizer is None else tokenizer.hf_files()
     if not files:
         named = saved.config.components["tokenizer"]
         whose = "the run names none" if named is None else f"transformers has none like {named.component.record.name!r}"
@@ -263,7 +262,7 @@ class HFForm:
     """
 
     def __init__(self, config: ResolvedConfig, storage: CheckpointStore, ranks: RankAgreement, *, every: int) -> None:
-        exchange_of(build.model_builder(config))
+        build.model_builder(config).hf_key_map()  # raises where it has none
         self._run = own_run(config)
         self._storage = storage
         self._rank, self._world_size = ranks.rank, ranks.world_size

@@ -14,6 +14,7 @@ from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint, recognise
 from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
+from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.placement import piece_of
@@ -23,9 +24,9 @@ from nxdt_core.errors.checkpoints import AdapterOfAnotherBase, CheckpointNotFoun
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import AdapterBaseUnknown
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.adapter import OpensAdapters, SavedAdapter
+from nxdt_core.protocols.adapter import Adapter, SavedAdapter
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import TaughtObjective
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.piece import Box
 from nxdt_core.train import build
@@ -82,7 +83,7 @@ def find_weights(
     return _committed(uri, own, keys, base)
 
 
-def teacher_of(objective: TaughtObjective, config: ResolvedConfig, engine: ParallelEngine) -> ParallelModel:
+def teacher_of(objective: Objective, config: ResolvedConfig, engine: ParallelEngine) -> ParallelModel:
     """Return the teacher of an objective in the layout and the precision of the run of ``config``, forward only.
     Collective.
 
@@ -122,7 +123,7 @@ def _as_of_teacher() -> Iterator[None]:
         raise
 
 
-def teacher_run(objective: TaughtObjective, config: ResolvedConfig) -> ResolvedConfig:
+def teacher_run(objective: Objective, config: ResolvedConfig) -> ResolvedConfig:
     """Return the run of an objective's teacher on one process; where ``teacher_config`` describes it, without its
     weights.
 
@@ -137,8 +138,9 @@ def teacher_run(objective: TaughtObjective, config: ResolvedConfig) -> ResolvedC
     return run
 
 
-def _teacher(objective: TaughtObjective, config: ResolvedConfig) -> FoundWeights:
+def _teacher(objective: Objective, config: ResolvedConfig) -> FoundWeights:
     trusted, described = config.run.checkpoint.sign.trusted, objective.teacher_config
+    assert objective.teacher is not None  # as of every objective whose teacher is asked for
     try:
         return find_weights(objective.teacher, config=described, trusted=trusted)
     except CheckpointNotFound as error:
@@ -224,8 +226,7 @@ def _adapted(below: FoundWeights, adapter: SavedAdapter) -> FoundWeights:
 def _adapter_at(path: Path, kernel: Kernel) -> SavedAdapter | None:
     if not path.is_dir() or any(path.glob("step-*")):
         return None
-    targets = (component.load_target() for component in kernel.registry.all("adapter"))
-    opened = (target.saved_at(path) for target in targets if isinstance(target, OpensAdapters))
+    opened = (class_of(component, Adapter).saved_at(path) for component in kernel.registry.all("adapter"))
     return next((found for found in opened if found is not None), None)
 
 

@@ -23,7 +23,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.format import CheckpointReader, TakesBase
+from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.piece import Listing, TensorKey
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
@@ -141,7 +141,7 @@ class _Foreign:
         kernel = Kernel.start() if run is None else run.kernel
         fill_rows = run is not None and bool(build.added_tokens(run))
         self.format, self.reader = open_checkpoint(Path(self.path), kernel, format, fill_rows=fill_rows)
-        if run is not None and isinstance(self.reader, TakesBase):
+        if run is not None:
             self.reader.base = run.run.checkpoint.resume_from
         self.run = described_run(self.path, self.format, self.reader, overrides) if run is None else run
 

@@ -67,7 +67,7 @@ class LogProbs:
         return self.values[end - self.counts[index] : end]
 
 
-class DatasetWithReference:
+class DatasetWithReference(MapDataset):
     """A dataset whose samples have ``reference_log_probs``.
 
     Args:

@@ -84,7 +84,7 @@ class AdapterContract(ComponentContract, TriesLayouts):
 
     def test_it_has_the_members_of_the_protocol(self, adapter: Adapter) -> None:
         """Every method, and ``saves_base``."""
-        assert isinstance(adapter, Adapter), "it lacks members of nxdt_core.protocols.adapter.Adapter"
+        assert isinstance(adapter, Adapter), "inherit from nxdt_core.protocols.adapter.Adapter"
         assert isinstance(adapter.saves_base, bool), f"its saves_base is {adapter.saves_base!r}; return True or False"
 
     def test_the_base_keeps_its_names_and_shapes(self, adapter: Adapter, builder: ModelBuilder) -> None:

@@ -24,7 +24,7 @@ from what was read before, from threads, or from how many ranks share a batch.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import islice
@@ -101,8 +101,10 @@ class DatasetContract:
     # Samples
 
     def test_it_has_the_members_of_a_protocol(self, make: Callable[[], Dataset]) -> None:
-        """The dataset is a map or an iterable dataset, with all members of that protocol."""
-        assert isinstance(make(), (MapDataset, IterableDataset))
+        """The dataset inherits from MapDataset or from IterableDataset."""
+        assert isinstance(make(), (MapDataset, IterableDataset)), (
+            "inherit from MapDataset or IterableDataset of nxdt_core.protocols.dataset"
+        )
 
     def test_samples_are_arrays_of_one_shape(self, samples: list[Sample]) -> None:
         """int64, weights float32, every field as long as the tokens, in all samples."""
@@ -234,13 +236,9 @@ class MirroredBytes(ByteTokenizer):
         """Return 255 less each byte of the text."""
         return [255 - byte for byte in super().encode(text)]
 
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the ids of each text."""
-        return [self.encode(text) for text in texts]
-
-    def encode_to_array(self, text: str) -> NDArray[np.uint8]:
-        """Return the ids as an array."""
-        return 255 - super().encode_to_array(text)
+    def encode_to_arrays(self, texts: Sequence[str]) -> Iterator[NDArray[np.uint8]]:
+        """Yield the ids of each text as an array."""
+        return (255 - ids for ids in super().encode_to_arrays(texts))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of the ids."""

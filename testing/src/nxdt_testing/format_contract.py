@@ -62,8 +62,8 @@ class FormatContract:
 
     def test_it_has_the_members_of_the_protocol(self, format: CheckpointFormat, reader: CheckpointReader) -> None:
         """Check the members of the format, and those of its reader."""
-        assert isinstance(format, CheckpointFormat)
-        assert isinstance(reader, CheckpointReader)
+        assert isinstance(format, CheckpointFormat), "inherit from nxdt_core.protocols.format.CheckpointFormat"
+        assert isinstance(reader, CheckpointReader), "inherit from nxdt_core.protocols.format.CheckpointReader"
         assert reader.step >= 0
         assert reader.consumed_samples >= 0
 

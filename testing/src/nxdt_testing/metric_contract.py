@@ -40,7 +40,7 @@ class MetricContract(ComponentContract):
 
     def test_it_is_a_metric(self, factory: Callable[[], Metric]) -> None:
         """It is made without arguments, and has the method of the protocol."""
-        assert isinstance(factory(), Metric), "the target must return an object with the method compute"
+        assert isinstance(factory(), Metric), "inherit from nxdt_core.protocols.evaluation.Metric"
 
     @pytest.mark.parametrize("answers", _ANSWERS)
     def test_it_returns_finite_numbers_by_name(self, factory: Callable[[], Metric], answers: str) -> None:

@@ -58,10 +58,8 @@ class MigrationContract(ComponentContract):
         return factory().migrate(source, tmp_path / "ours.yaml", Kernel.start())
 
     def test_it_is_a_migration(self, factory: Callable[[], Migration]) -> None:
-        """It is made without arguments, and has the methods of the protocol."""
-        assert isinstance(factory(), Migration), (
-            "the target must return an object with the methods recognise, explain, environment_note and migrate"
-        )
+        """It is made without arguments, and inherits from the base class."""
+        assert isinstance(factory(), Migration), "inherit from nxdt_core.protocols.migration.Migration"
 
     def test_its_module_imports_nothing_heavy(self, factory: Callable[[], Migration]) -> None:
         """`nxdt train` asks every installed migration before torch is imported."""

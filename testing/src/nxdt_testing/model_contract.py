@@ -71,7 +71,7 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
 
     def test_it_has_the_members_of_the_protocol(self, builder: ModelBuilder) -> None:
         """Every method, and bounds that make sense."""
-        assert isinstance(builder, ModelBuilder)
+        assert isinstance(builder, ModelBuilder), "inherit from nxdt_core.protocols.model.ModelBuilder"
         assert builder.vocab_size > 0
         assert builder.max_sequence_length is None or builder.max_sequence_length > 0
 

@@ -27,7 +27,7 @@ import torch
 
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits, traits_of
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_testing.contract import ComponentContract
 from nxdt_testing.runs.documents import documents, in_rows
@@ -56,11 +56,11 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
     @pytest.fixture
     def traits(self, objective: Objective) -> ObjectiveTraits:
         """Return what it says of itself."""
-        return traits_of(objective)
+        return objective.traits
 
     def test_it_has_the_members_of_the_protocol(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """Loss and weight have one shape: a scalar, or [terms]."""
-        assert isinstance(objective, Objective), "it lacks members of nxdt_core.protocols.objective.Objective"
+        assert isinstance(objective, Objective), "inherit from nxdt_core.protocols.objective.Objective"
         assert isinstance(traits, ObjectiveTraits), f"its traits are a {type(traits).__name__}; use ObjectiveTraits"
         batch, logits = _batch(traits)
         output = _output(objective, logits, batch)

@@ -48,7 +48,7 @@ _CONTRACTS: Mapping[str, tuple[type, Callable[[Any], Mapping[str, Any]]]] = {
     "precision": (PrecisionContract, lambda record: {"requires": record.requires}),
     "objective": (ObjectiveContract, lambda record: {}),
     "adapter": (AdapterContract, lambda record: {"name": record.name}),
-    "launcher": (LauncherContract, lambda record: {"name": record.name, "capabilities": record.capabilities}),
+    "launcher": (LauncherContract, lambda record: {"name": record.name}),
     "metric": (MetricContract, lambda record: {}),
     "device": (DeviceContract, lambda record: {"name": record.name}),
 }

@@ -57,7 +57,7 @@ class StoreContract(StoreWriters):
 
     def test_it_has_the_members_of_the_protocol(self, storage: CheckpointStore) -> None:
         """The store has every method of the protocol and ``uri``."""
-        assert isinstance(storage, CheckpointStore)
+        assert isinstance(storage, CheckpointStore), "inherit from nxdt_core.protocols.store.CheckpointStore"
         assert isinstance(storage.uri, str)
         assert storage.uri
 

@@ -28,7 +28,7 @@ from nxdt_core.errors.models import (
     WeightsDoNotFit,
     WeightsUnusable,
 )
-from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 
 KEY_MAP = (
@@ -64,7 +64,7 @@ class Toy(nn.Module):
         self.head.weight = self.embed.weight
 
 
-class ToyBuilder:
+class ToyBuilder(ModelBuilder):
     hf_architectures = ("Toy",)
     hf_ignored = ("h.*.table", "head.w")
     vocab_size, max_sequence_length = 7, None

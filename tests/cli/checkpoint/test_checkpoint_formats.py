@@ -22,9 +22,10 @@ ENTRY = dedent("""
 """)
 FORMAT = dedent("""
     import torch
+    from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
     from nxdt_core.protocols.piece import Box, ShardInfo
 
-    class Reader:
+    class Reader(CheckpointReader):
         step = consumed_samples = 0
 
         def model_config(self):
@@ -43,7 +44,7 @@ FORMAT = dedent("""
             named = dict(model.named_parameters())
             yield from (torch.full_like(named[name].detach(), 0.5) for _, name in places)
 
-    class Format:
+    class Format(CheckpointFormat):
         def recognises(self, path):
             return (path / "{file}").exists()
 

@@ -15,9 +15,9 @@ def nxdt_migrations():
     return [MigrationComponent(name="acme", target="acme_migration:Acme", program="Acme 2", summary="YAML")]
 """
 MIGRATION = dedent("""
-    from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, MigratedKey
+    from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, MigratedKey, Migration
 
-    class Acme:
+    class Acme(Migration):
         def recognise(self, config):
             return "acme" if "acme" in config else ""
 

@@ -165,10 +165,10 @@ def test_ranks_that_another_launcher_started_name_the_plan_in_the_first_step(wor
 Z_LOSS = """
 from nxdt_core.api import Component, hookimpl
 from nxdt_core.models.loss import cross_entropies, log_partition
-from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 
 
-class ZLoss:
+class ZLoss(Objective):
     def __init__(self, config):
         pass
 

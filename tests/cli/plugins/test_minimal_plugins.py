@@ -9,7 +9,7 @@ MODEL = """
 import torch
 from nxdt_core.api import ModelComponent, hookimpl
 from nxdt_core.config.section import Section
-from nxdt_core.protocols.model import PlainBuilder
+from nxdt_core.protocols.model import ModelBuilder
 
 
 class BigramConfig(Section):
@@ -28,7 +28,7 @@ class Bigram(torch.nn.Module):
         return self.head(self.norm(self.embed(input_ids)))
 
 
-class BigramBuilder(PlainBuilder):
+class BigramBuilder(ModelBuilder):
     def build(self):
         return Bigram(self.config)
 
@@ -61,9 +61,10 @@ DATASET = """
 import numpy as np
 from nxdt_core.api import Component, hookimpl
 from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataset import DatasetSplits, MapDataset
 
 
-class Counting:
+class Counting(DatasetSplits, MapDataset):
     def __init__(self, config, context):
         self.length = context.seq_length
 
@@ -92,7 +93,7 @@ DATASET_KEYS = ("data={name: counting, seq_length: 32, global_batch_size: 4, mic
 
 @pytest.mark.parametrize(
     ("source", "lines", "names", "keys"),
-    [(MODEL, 40, 6, MODEL_KEYS), (OPTIMIZER, 20, 3, OPTIMIZER_KEYS), (DATASET, 25, 3, DATASET_KEYS)],
+    [(MODEL, 40, 6, MODEL_KEYS), (OPTIMIZER, 20, 3, OPTIMIZER_KEYS), (DATASET, 25, 5, DATASET_KEYS)],
     ids=["model", "optimizer", "dataset"],
 )
 def test_a_smallest_plugin_trains(nxdt, work, source, lines, names, keys):

@@ -11,8 +11,6 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.protocols.objective import traits_of
-from nxdt_core.protocols.parallel_model import prepare
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
@@ -69,7 +67,7 @@ def follow(
     optimizer = initialize_parallel_optimizer(config, engine, model_)
     loss, schedule, state, place = build.objective(config), build.schedule(config), TrainState(), engine.rank_info
     dataset = build.dataset(config, build.tokenizer(config)).split("train")
-    reference = traits_of(loss).reference
+    reference = loss.traits.reference
     if reference == "before":
         before = compute_log_probs(dataset, config=config, engine=engine, model=model_)
         dataset = DatasetWithReference(dataset, before, model="first")
@@ -90,11 +88,11 @@ def follow(
     batches = iter(GlobalBatchLoader(dataset, shuffle=True, **cut))
     for _ in range(STEPS):
         taken = with_base(next(batches), model_) if reference == "step" else next(batches)
-        prepared, taken = prepare(loss, taken, model_)
+        prepared, taken = loss.prepare(taken, model_)
         step = train_step(model_, optimizer, taken, prepared, schedule, state, apply=look_and_apply)
         found.append({"loss": step.loss.loss, "norm": step.grad_norm, **step.loss.metrics})
     for taken in GlobalBatchLoader(dataset, shuffle=False, repeat=False, **cut):
-        prepared, taken = prepare(loss, with_base(taken, model_) if reference == "step" else taken, model_)
+        prepared, taken = loss.prepare(with_base(taken, model_) if reference == "step" else taken, model_)
         judged = model_.run_eval(taken, prepared)
         found.append({"loss": judged.loss, "weight": judged.weight, **judged.metrics})
     assert state.consumed_samples == STEPS * data.global_batch_size

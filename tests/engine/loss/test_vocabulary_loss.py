@@ -13,7 +13,7 @@ from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models import loss as loss_module
 from nxdt_core.models.loss import cross_entropy_sum, log_partition, log_probs
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext
 
 VOCAB, ROWS = 12, (3, 5)
@@ -114,7 +114,7 @@ def test_log_partition_and_log_probs_are_those_of_whole_logits(ranks) -> None:
             torch.testing.assert_close(grad, again.grad.chunk(2, -1)[rank])
 
 
-class ReadsLogits:
+class ReadsLogits(Objective):
     """Computes with logits itself: next to a plain tensor, or alone."""
 
     def __init__(self, alone: bool) -> None:

@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.models.updates import Update, UpdatedLinear
+from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.plan import InitRule
 
 RANK, SCALE = 2, 2.0
@@ -45,7 +46,7 @@ class LowRank(Update):
 
 
 @mutant
-class Right:
+class Right(Adapter):
     """A low-rank update of two projections of each attention."""
 
     saves_base = True
@@ -92,8 +93,12 @@ class Right:
 
 
 @mutant
-class HasNoEnd(Right):
-    finish = None
+class InheritsNothing:
+    def __init__(self, *arguments):
+        self.right = Right(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.right, name)
 
 
 class Renamed(nn.Module):

@@ -15,6 +15,7 @@ import pytest
 from nxdt_testing.dataset_contract import DatasetContract
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
 LENGTH, COUNT = 8, 30
 MUTANTS: list[type] = []
@@ -26,7 +27,7 @@ def mutant(cls: type) -> type:
 
 
 @mutant
-class ByIndex:
+class ByIndex(MapDataset):
     """Right: two documents of four tokens a sample."""
 
     def __init__(self, start: int = 0) -> None:
@@ -51,7 +52,7 @@ class ByIndex:
 
 
 @mutant
-class InOrder:
+class InOrder(IterableDataset):
     """Right: the same samples as a stream without end."""
 
     def __init__(self, start: int = 0) -> None:
@@ -83,8 +84,9 @@ class Changed(ByIndex):
 
 
 @mutant
-class HasNoFingerprint(ByIndex):
-    fingerprint = None
+class InheritsNothing:
+    __init__, __len__, __getitem__ = ByIndex.__init__, ByIndex.__len__, ByIndex.__getitem__
+    fingerprint = ByIndex.fingerprint
 
 
 @mutant

@@ -11,6 +11,7 @@ from nxdt_testing.engine_contract import EngineContract
 from nxdt_core.api import EngineComponent, hookimpl
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.step_context import StepContext
 
 _SOURCE = str(Path(__file__).parents[3] / "examples/one_process_engine/src")
@@ -66,7 +67,7 @@ class ForgetsAuxiliaryLosses(Wrong):
 class DividesAllTermsByOneWeight(Wrong):
     class model(SoloModel):
         def run_eval(self, micro_batches, objective):
-            class Flat:
+            class Flat(Objective):
                 weight = staticmethod(objective.weight)
 
                 def __call__(self, logits, batch):

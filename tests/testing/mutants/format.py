@@ -13,6 +13,7 @@ import pytest
 import torch
 from nxdt_testing.format_contract import FormatContract
 
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from tests.testing.mutants.small_model import SmallBuilder
 
@@ -24,7 +25,7 @@ def mutant(cls: type) -> type:
     return cls
 
 
-class Reader:
+class Reader(CheckpointReader):
     step, consumed_samples = 3, 12
 
     def __init__(self, path: Path) -> None:
@@ -49,7 +50,7 @@ class Reader:
 
 
 @mutant
-class Acme:
+class Acme(CheckpointFormat):
     """Right: one file of weights and first moments."""
 
     reader: type = Reader

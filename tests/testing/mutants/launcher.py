@@ -15,8 +15,7 @@ from nxdt_testing.launcher_contract import LauncherContract
 
 from nxdt_core.config.section import Section
 from nxdt_core.distributed.environment import read_variable, require
-from nxdt_core.errors.launch import CannotSubmit
-from nxdt_core.protocols.launcher import RankEnvironment, Submission
+from nxdt_core.protocols.launcher import Launcher, RankEnvironment, Submission
 
 MUTANTS = []
 
@@ -31,7 +30,7 @@ class Options(Section):
 
 
 @mutant
-class Right:
+class Right(Launcher):
     def join(self, environment):
         if "MY_TASK" not in environment:
             return None
@@ -60,10 +59,7 @@ class ImportsNumpy(Right):
     __module__ = "tests.testing.mutants.imports_numpy"
 
 
-@mutant
-class HasNoSubmission:
-    capabilities = frozenset({"join"})
-    join = Right.join
+InheritsNothing = mutant(type("InheritsNothing", (), {**vars(Right), "submits": Right.submits}))
 
 
 @mutant
@@ -135,24 +131,8 @@ class CountsItsCalls(Right):
 
 
 @mutant
-class SubmitsUndeclared(Right):
-    capabilities = frozenset({"join"})
-
-
-@mutant
-class RaisesAnotherError(Right):
-    capabilities = frozenset({"join"})
-
-    def submission(self, job, options):
-        raise NotImplementedError
-
-
-@mutant
-class RightAndOnlyJoins(Right):
-    capabilities = frozenset({"join"})
-
-    def submission(self, job, options):
-        raise CannotSubmit(launcher="mine")
+class RightAndOnlyJoins(Launcher):
+    join = Right.join
 
 
 @mutant
@@ -229,7 +209,6 @@ class IsNotAskedByItsJobs(Right):
 def under_contract(made):
     class Contract(LauncherContract):
         name = "mine"
-        capabilities = getattr(made, "capabilities", LauncherContract.capabilities)
 
         @pytest.fixture
         def factory(self):

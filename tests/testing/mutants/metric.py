@@ -9,6 +9,8 @@ import pytest
 import torch
 from nxdt_testing.metric_contract import MetricContract
 
+from nxdt_core.protocols.evaluation import Metric
+
 MUTANTS = []
 
 
@@ -22,7 +24,7 @@ def share(wanted, given):
 
 
 @mutant
-class Right:
+class Right(Metric):
     def compute(self, wanted, given):
         return {"share": share(wanted, given), "length": sum(map(len, given)) / len(given)}
 
@@ -34,45 +36,45 @@ class IsCalled:
 
 
 @mutant
-class ReturnsATensor:
+class ReturnsATensor(Metric):
     def compute(self, wanted, given):
         return {"share": torch.tensor(share(wanted, given))}
 
 
 @mutant
-class ReturnsOneNumber:
+class ReturnsOneNumber(Metric):
     def compute(self, wanted, given):
         return share(wanted, given)
 
 
 @mutant
-class DividesByItsMatches:
+class DividesByItsMatches(Metric):
     def compute(self, wanted, given):
         right = sum(map(str.__eq__, wanted, given))
         return {"length": sum(map(len, given)) / right}
 
 
 @mutant
-class IsNotANumberWithoutMatches:
+class IsNotANumberWithoutMatches(Metric):
     def compute(self, wanted, given):
         return {"share": share(wanted, given) or float("nan")}
 
 
 @mutant
-class TakesTheFirstWord:
+class TakesTheFirstWord(Metric):
     def compute(self, wanted, given):
         return {"share": share([each.split()[0] for each in wanted], [each.split()[0] for each in given])}
 
 
 @mutant
-class NamesMatchesAlone:
+class NamesMatchesAlone(Metric):
     def compute(self, wanted, given):
         found = {"share": share(wanted, given)}
         return found | ({"right": 1.0} if found["share"] == 1 else {})
 
 
 @mutant
-class SumsOverCalls:
+class SumsOverCalls(Metric):
     def __init__(self):
         self.right = self.asked = 0
 
@@ -83,7 +85,7 @@ class SumsOverCalls:
 
 
 @mutant
-class StripsInPlace:
+class StripsInPlace(Metric):
     def compute(self, wanted, given):
         given[:] = [each.split(" ")[-1] for each in given]
         return {"share": share(wanted, given)}

@@ -14,7 +14,7 @@ from nxdt_testing.migration_contract import MigrationContract
 
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.configuration import MigrationUnknown
-from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, MigratedKey
+from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, MigratedKey, Migration
 
 MUTANTS = []
 KEYS = {"steps": "trainer.max_steps", "optimizer.lr": "model.optim.lr"}
@@ -27,7 +27,7 @@ def mutant(cls):
 
 
 @mutant
-class Right:
+class Right(Migration):
     def recognise(self, config):
         return "mine_version" if "mine_version" in config else ""
 
@@ -77,8 +77,12 @@ class Right:
 
 
 @mutant
-class HasNoNote(Right):
-    environment_note = None
+class InheritsNothing:
+    def __init__(self, *arguments):
+        self.right = Right(*arguments)
+
+    def __getattr__(self, name):
+        return getattr(self.right, name)
 
 
 @mutant

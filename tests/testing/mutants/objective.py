@@ -13,7 +13,7 @@ from torch.nn import functional
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 
 MUTANTS = []
 
@@ -24,7 +24,7 @@ def mutant(cls):
 
 
 @mutant
-class Right:
+class Right(Objective):
     """The mean over documents of the mean loss of a document's tokens."""
 
     traits = ObjectiveTraits(unit="documents")
@@ -70,9 +70,7 @@ class Right:
         return {"nll": loss.detach()}
 
 
-@mutant
-class HasNoWeight(Right):
-    weight = None
+InheritsNothing = mutant(type("InheritsNothing", (), {**vars(Right), "head_loss": None, "weight": Right.weight}))
 
 
 @mutant

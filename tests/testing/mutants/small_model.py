@@ -11,7 +11,7 @@ from torch import nn
 from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan
 
 HEADS, WIDTH, ROWS, PLACES = 2, 16, 32, 64
@@ -90,7 +90,7 @@ class SmallConfig(BaseSection):
         return {"eps": hf["eps"]}
 
 
-class SmallBuilder:
+class SmallBuilder(ModelBuilder):
     model: type[nn.Module] = Small
     config_type: type = SmallConfig
     mutant = "SmallBuilder"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from nxdt_testing.task_contract import TaskContract
 
+from nxdt_core.protocols.evaluation import TaskSuite
 from nxdt_core.train.generate import Sampling
 
 MUTANTS = []
@@ -23,7 +24,7 @@ def mutant(cls):
 
 
 @mutant
-class Right:
+class Right(TaskSuite):
     def __init__(self, tasks, path):
         unknown = [task for task in tasks if task not in TASKS]
         if unknown:

@@ -10,6 +10,7 @@ from nxdt_core.train import train
 PLUGIN = """
 import sys
 from nxdt_core.api import Callback, Component, hookimpl
+from nxdt_core.protocols.dataset import DatasetSplits, MapDataset
 
 class Panic(BaseException):
     "As the panics of pyo3, which are no Exception."
@@ -17,7 +18,7 @@ class Panic(BaseException):
 def leaving(*arguments):
     exit()
 
-class Samples:
+class Samples(DatasetSplits, MapDataset):
     def __init__(self, config, context): ...
 
     def split(self, name):

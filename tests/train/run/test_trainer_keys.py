@@ -86,8 +86,9 @@ def test_what_contradicts_itself_is_refused(small_run, overrides, message):
 STREAM = """
 from nxdt_core.api import Component, hookimpl
 from nxdt_core.protocols.batch import Sample
+from nxdt_core.protocols.dataset import DatasetSplits, IterableDataset
 
-class Stream:
+class Stream(IterableDataset):
     def __iter__(self):
         while True:
             yield Sample(input_ids=list(range(32)), labels=list(range(32)))
@@ -97,7 +98,7 @@ class Stream:
     def fingerprint(self):
         return "stream"
 
-class Streams:
+class Streams(DatasetSplits):
     def __init__(self, config, context): ...
     def split(self, name):
         return Stream() if name == "train" else None

@@ -10,18 +10,18 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.engine import RankInfo
+from nxdt_core.protocols.engine import ParallelEngine, RankInfo
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
-from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.ranks import OneRank
 from nxdt_core.protocols.step_context import StepContext
 
 
-class SoloModel:
+class SoloModel(ParallelModel):
     """A module on one device. Its record declares no adapters, so none has added parameters."""
 
     replicas, added, data_ranks = None, frozenset[str](), 1
@@ -113,7 +113,7 @@ class SoloModel:
         return [self.module]
 
 
-class SoloOptimizer:
+class SoloOptimizer(ParallelOptimizer):
     """A torch optimizer whose state has the names of the parameters."""
 
     def __init__(self, model: SoloModel, inner: torch.optim.Optimizer) -> None:
@@ -160,7 +160,7 @@ class SoloOptimizer:
             self.inner.state[self._named[name]][key] = value.clone()
 
 
-class SoloEngine:
+class SoloEngine(ParallelEngine):
     """The target of the record."""
 
     rank_info = RankInfo(mesh=MeshSizes().as_dict())

@@ -4,6 +4,7 @@ import torch
 from torch.nn import functional
 
 from acme_nxdt.alibi_config import AlibiConfig
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan
 
 
@@ -110,7 +111,7 @@ class Alibi(torch.nn.Module):
         return self.lm_head(self.norm(hidden))
 
 
-class AlibiBuilder:
+class AlibiBuilder(ModelBuilder):
     """Builds :class:`Alibi` and says how it may be sharded and initialised."""
 
     max_sequence_length = None

@@ -6,10 +6,10 @@ import numpy as np
 
 from acme_nxdt.config import SumsConfig
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, SplitName
 
 
-class SumsDataset:
+class SumsDataset(MapDataset):
     """``count`` samples of ``seq_length`` tokens."""
 
     def __init__(self, count: int, first: int, context: DataContext) -> None:
@@ -38,7 +38,7 @@ class SumsDataset:
         return hashlib.sha256(repr(facts).encode()).hexdigest()[:16]
 
 
-class Sums:
+class Sums(DatasetSplits):
     """The component: one dataset a split, of different sums."""
 
     def __init__(self, config: SumsConfig, context: DataContext) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from acme_nxdt.config import BigramConfig
-from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 
@@ -27,7 +27,7 @@ class Bigram(torch.nn.Module):
         return self.lm_head(self.embed_tokens(input_ids))
 
 
-class BigramBuilder:
+class BigramBuilder(ModelBuilder):
     """Builds :class:`Bigram` and says how it may be sharded and initialised."""
 
     max_sequence_length = None

@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from nxdt_core.errors.checkpoints import BadStorageKey
-from nxdt_core.protocols.store import ObjectInfo
+from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
 
 _TABLE = "CREATE TABLE IF NOT EXISTS objects (key TEXT PRIMARY KEY, data BLOB NOT NULL, modified REAL NOT NULL)"
 _LONGEST = 2**31 - 1
 
 
-class SQLiteStore:
+class SQLiteStore(CheckpointStore):
     """``sqlite://PATH``: a row an object, at most 1 GB each (SQLite's own limit)."""
 
     def __init__(self, uri: str, config: None = None) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Iterable, Sequence
 
+from nxdt_core.protocols.tokenizer import Tokenizer
+
 _SYMBOLS = "0123456789+=\n"
 
 
-class DigitTokenizer:
+class DigitTokenizer(Tokenizer):
     """One id a character; characters that it does not know are left out."""
 
     vocab_size = len(_SYMBOLS) + 1

@@ -31,7 +31,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import BadStorageUri
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.protocols.store import ArchivingStorage, LockableStorage
+from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.saving import save_checkpoint
 
 
@@ -50,8 +50,7 @@ def save(storage: FsxStorage, step: int) -> Manifest:
 def test_the_scheme_is_served_and_addresses_lead_back(tmp_path: Path) -> None:
     storage = open_storage(f"fsx://{tmp_path}/a%20b/")
     assert isinstance(storage, FsxStorage)
-    assert isinstance(storage, LockableStorage)
-    assert isinstance(storage, ArchivingStorage)
+    assert isinstance(storage, CheckpointStore)
     assert storage.uri == f"fsx://{tmp_path}/a%20b"
     save(storage, 3)
     again, step = locate(f"{storage.uri}/step-00000003")

@@ -135,9 +135,9 @@ class Counting(ByteTokenizer):
         super().__init__()
         self.texts = []
 
-    def encode_to_array(self, text):
-        self.texts.append(text)
-        return super().encode_to_array(text)
+    def encode_to_arrays(self, texts):
+        self.texts += texts
+        return super().encode_to_arrays(texts)
 
 
 def test_tokens_of_texts_are_kept_for_the_next_run_of_the_same_data(loader, saved, tmp_path, verses, contents):

@@ -32,7 +32,7 @@ from nxdt_core.errors.chats import (
 )
 from nxdt_core.errors.data import DataFileNotFound, DataNeedsTokenizer, MixtureInSequence
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, ReportingDataset
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset
 
 BYTES = ByteTokenizer()
 
@@ -61,7 +61,6 @@ def learnt(tokenizer, dataset):
 def test_the_pieces_are_what_they_are_called(load, chats_file):
     dataset = load(chats_file, seq_length=512)
     assert isinstance(dataset, MapDataset)
-    assert isinstance(dataset, ReportingDataset)
     assert issubclass(ChatData, DatasetSplits)
 
 

@@ -32,7 +32,6 @@ class TestRay(LauncherContract):
     """All tests are inherited."""
 
     name = "ray"
-    capabilities = frozenset({"submit"})
 
     @pytest.fixture
     def factory(self):

@@ -15,13 +15,12 @@ from nxdt_core.config.huggingface import older_rope
 from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.models.patterns import matches
 from nxdt_core.models.random.init import initialize
-from nxdt_core.protocols.model import HFExchange, ModelBuilder
+from nxdt_core.protocols.model import ModelBuilder
 
 
 def test_it_is_a_builder_and_exchanges_with_hugging_face(builder):
     made = builder("qwen3")
     assert isinstance(made, ModelBuilder)
-    assert isinstance(made, HFExchange)
 
 
 def test_keys_that_transformers_4_calls_otherwise_have_both_names(builder):

@@ -32,12 +32,10 @@ from tests.sampling import slow
 
 REWARD = """
 from nxdt_core.api import Component, hookimpl
+from nxdt_plugin_grpo.rewards import Reward
 
 
-class Short:
-    def __init__(self, config=None):
-        pass
-
+class Short(Reward):
     def __call__(self, answers, records):
         return {body}
 
@@ -320,6 +318,7 @@ def test_a_record_without_a_prompt_is_refused_with_its_place(small, tmp_path):
 TEXT = ("data.train_files=[package://nxdt_plugin_text/data/kjv.txt]", "data.validation_files=[]")
 OTHERS = """
 from nxdt_core.api import Component, hookimpl
+from nxdt_plugin_grpo.rewards import Reward
 
 
 @hookimpl

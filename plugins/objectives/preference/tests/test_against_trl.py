@@ -15,7 +15,6 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys, named_template
 from nxdt_core.data.sources import collate
 from nxdt_core.protocols.dataset import MapDataset
-from nxdt_core.protocols.objective import traits_of
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights.reference import DatasetWithReference, compute_log_probs
@@ -117,7 +116,7 @@ def ours(models: dict[str, Path], file: Path, packing: bool, objective: dict[str
     session = TrainSession(config, engine=engine, model=initialize_parallel_model(config, engine))
     dataset = pairs_of(config)
     assert len(dataset) == (2 if packing else len(PAIRS))
-    if traits_of(session.objective).reference:
+    if session.objective.traits.reference:
         session.load_foreign(models["reference"])
         log_probs = compute_log_probs(dataset, config=config, engine=engine, model=session.model)
         dataset = DatasetWithReference(dataset, log_probs, model="reference")

@@ -28,10 +28,10 @@ LOSS = '''
 import torch
 
 from nxdt_core.models.loss import cross_entropies
-from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 
 
-class Hinge:
+class Hinge(Objective):
     """SLiC's hinge between the two answers' log-probabilities, against nothing."""
 
     traits = ObjectiveTraits(unit="pairs", rows_per_sample=2)

@@ -6,7 +6,7 @@ config="nxdt_testing.runs.moe_config:MoEModelConfig", …)``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,9 +22,9 @@ from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.norm import RMSNorm
-from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.adapter import Adapter
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan
-from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_testing.runs.moe_config import MoEModelConfig
 
 __all__ = ["ADDED", "MoEBuilder", "ScaleAdapter"]
@@ -35,7 +35,7 @@ ADDED = "norm.scale"
 """Name of the parameter that the adapter adds."""
 
 
-class MoEBuilder:
+class MoEBuilder(ModelBuilder):
     """A :class:`~nxdt_core.protocols.model.ModelBuilder`."""
 
     def __init__(self, config: MoEModelConfig) -> None:
@@ -121,13 +121,8 @@ class _Scaled(RMSNorm):
         return super().forward(hidden) * self.scale
 
 
-class ScaleAdapter:
+class ScaleAdapter(Adapter):
     """A :class:`nxdt_core.protocols.adapter.Adapter` that freezes a model and trains one scale of its output."""
-
-    saves_base = True
-
-    def __init__(self, config: Any = None) -> None:
-        del config  # it has no options
 
     def apply(self, module: nn.Module, plan: ParallelPlan) -> ParallelPlan:
         """Freeze ``module`` and add the scale."""
@@ -142,12 +137,3 @@ class ScaleAdapter:
     def init_rules(self) -> Sequence[InitRule]:
         """Initialise the scale to one."""
         return (InitRule(pattern=ADDED, distribution="constant", mean=1.0),)
-
-    def begin(self, model: ParallelModel, config: Any, ranks: RankAgreement) -> None:
-        """Set nothing."""
-
-    def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
-        """Accept every checkpoint."""
-
-    def finish(self, checkpoint: str | None, config: Any, ranks: RankAgreement) -> None:
-        """Leave nothing."""

@@ -16,7 +16,7 @@ import numpy as np
 from nxdt_core import callback
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataset import DataContext, MapDataset, SplitName
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, SplitName
 from nxdt_core.train.run.train import train
 from nxdt_testing.runs.run import run_config
 
@@ -83,7 +83,7 @@ def losses(run_dir: Path) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows}
 
 
-class Tokens:
+class Tokens(DatasetSplits):
     """A :class:`~nxdt_core.protocols.dataset.DatasetSplits` of sequences that repeat."""
 
     def __init__(self, config: object, context: DataContext) -> None:
@@ -94,7 +94,7 @@ class Tokens:
         return None if name == "test" else _Repeating(self._length, 0 if name == "train" else _COUNT)
 
 
-class _Repeating:
+class _Repeating(MapDataset):
     def __init__(self, length: int, first: int) -> None:
         self._length, self._first = length, first
 

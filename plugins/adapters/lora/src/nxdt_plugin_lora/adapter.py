@@ -13,8 +13,7 @@ from torch import nn
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import is_dtensor, piece_of
 from nxdt_core.models.updates import Update
-from nxdt_core.protocols.adapter import SavedAdapter
-from nxdt_core.protocols.objective import traits_of
+from nxdt_core.protocols.adapter import Adapter, SavedAdapter
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
@@ -58,7 +57,7 @@ def check_reference(model: ParallelModel, config: ResolvedConfig, ranks: RankAgr
     Raises:
         BaseIsNoReference: it does, and they are not.
     """
-    if traits_of(build.objective(config)).reference == "step" and changes_base(model, ranks):
+    if build.objective(config).traits.reference == "step" and changes_base(model, ranks):
         raise BaseIsNoReference(objective=config.run.objective.name)
 
 
@@ -77,7 +76,7 @@ def changes_base(model: ParallelModel, ranks: RankAgreement) -> bool:
 _log = logging.getLogger(__name__)
 
 
-class LoraAdapter:
+class LoraAdapter(Adapter):
     """An :class:`~nxdt_core.protocols.adapter.Adapter`, which opens directories of peft."""
 
     def __init__(self, config: LoraConfig) -> None:

@@ -137,7 +137,7 @@ class FsxStorage(LocalStorage):
         self.uri = f"fsx://{quote(str(self._root))}"
 
     def try_lock(self, key: str, note: bytes) -> FileLock | None:
-        """See :class:`nxdt_core.protocols.store.LockableStorage`. It begins each run that saves."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`. It begins each run that saves."""
         self._report_missing()
         return super().try_lock(key, note)
 
@@ -155,7 +155,7 @@ class FsxStorage(LocalStorage):
             _log.warning("%s", ArchivingFailed(where=f"{self.uri}/{prefix}", reason=error.reason, command=command))
 
     def archive_state(self, prefix: str) -> str:
-        """See :class:`nxdt_core.protocols.store.ArchivingStorage`."""
+        """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         files = self._files(prefix)
         if self._lfs is None or not files:
             return ""

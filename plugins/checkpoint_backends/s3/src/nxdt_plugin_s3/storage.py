@@ -21,7 +21,7 @@ from typing import Any, BinaryIO, cast
 
 from botocore.exceptions import ClientError
 
-from nxdt_core.protocols.store import ObjectInfo
+from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
 from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_plugin_s3.connection import Connection
@@ -67,7 +67,7 @@ _MOST_DELETIONS = 1000
 """Of one request, https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
 
 
-class S3Storage:
+class S3Storage(CheckpointStore):
     """Objects of a bucket: ``s3://bucket/prefix``. Nothing is asked of the server before the first use.
 
     Raises :class:`StorageError` subclasses with codes ``NXDT-S100`` on, which name what to do.

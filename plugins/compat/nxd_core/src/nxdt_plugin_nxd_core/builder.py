@@ -15,6 +15,7 @@ from typing import Any, final
 import torch
 from torch import nn
 
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan, PipelinePlan
 from nxdt_plugin_nxd_core.calls import Call, loss_in
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, StageModuleMisplaced
@@ -191,7 +192,7 @@ def _place_stubs(module: nn.Module, pipeline: PipelinePlan, layers: StageLayers)
             module.set_submodule(path, stub)
 
 
-class ModuleBuilder:
+class ModuleBuilder(ModelBuilder):
     """A :class:`nxdt_core.protocols.model.ModelBuilder` of a module that exists.
 
     The component's section gives nothing to build: the module and its plan come from

@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import ObjectiveOutput
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd_core.errors import BatchDoesNotDivide, LossNotFound, OutputNotTensors
 
@@ -83,7 +83,7 @@ def split(call: Call, micro_batches: int) -> list[CallBatch]:
     return [CallBatch.of(call.map(part(number))) for number in range(micro_batches)]
 
 
-class ModelLoss:
+class ModelLoss(Objective):
     """The objective of a model that computes its loss itself: the mean over micro-batches of all data parallel
     ranks."""
 

@@ -15,7 +15,7 @@ from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.files.records import count_records
 from nxdt_core.data.mixture import mixed
 from nxdt_core.data.tokens import TokenStream, tokenize
-from nxdt_core.protocols.dataset import DataContext, IterableDataset, MapDataset, Split, SplitName
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.directories import Saved, open_saved
@@ -70,7 +70,7 @@ class Named:
     text_key: str
 
 
-class HfData:
+class HfData(DatasetSplits):
     """Samples of saved datasets.
 
     Raises:

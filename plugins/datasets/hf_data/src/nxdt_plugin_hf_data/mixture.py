@@ -13,7 +13,7 @@ from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import IterableDataset
 
 
-class Interleave:
+class Interleave(IterableDataset):
     """Endless streams by weight: the next sample is of the one that is furthest behind its share.
 
     Args:
@@ -49,7 +49,7 @@ class Interleave:
         return digest("interleave", *(stream.fingerprint() for stream in self._streams), self._shares)
 
 
-class Blocks:
+class Blocks(IterableDataset):
     """A stream read ahead by blocks, each of which is taken in a random order.
 
     The position is that of the stream before the block, and the number of samples taken from the block. A resume reads

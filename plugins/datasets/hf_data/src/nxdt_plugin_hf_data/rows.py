@@ -21,7 +21,7 @@ from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.errors import MisfitRows, PaddedDocuments, RowTooLong, TokenOutOfVocabulary
 
 
-class CheckedDataset:
+class CheckedDataset(MapDataset):
     """The samples of ``dataset``, each looked at when it is read; those at both ends and some between at once.
 
     Args:
@@ -87,7 +87,7 @@ def check_columns(columns: TokenColumns, limit: int | None, place: Callable[[], 
         check_ids(columns.labels.values[:][columns.learnt(0, len(columns.input_ids))], limit, place)
 
 
-class RowDataset:
+class RowDataset(MapDataset):
     """A map-style dataset over rows of at most ``seq_length`` + 1 tokens.
 
     Args:

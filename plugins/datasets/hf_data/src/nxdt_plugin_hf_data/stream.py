@@ -25,7 +25,7 @@ from nxdt_core.data.tokens import encode_documents
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataFileUnreadable, TooFewTokens
 from nxdt_core.protocols.batch import Sample
-from nxdt_core.protocols.dataset import SplitName
+from nxdt_core.protocols.dataset import IterableDataset, SplitName
 from nxdt_plugin_hf_data.columns import TokenColumns, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.errors import (
     ColumnsDiffer,
@@ -82,7 +82,7 @@ class Row:
     """Of each token, as :meth:`TokenColumns.documents` numbers them."""
 
 
-class FileStream:
+class FileStream(IterableDataset):
     """An iterable dataset over a :class:`FileSource`.
 
     Args:

@@ -35,7 +35,7 @@ class SampleSettings:
     """Description of whose vocabulary it is."""
 
 
-class IndexedDataset:
+class IndexedDataset(MapDataset):
     """A map-style dataset; sample i is sample i of Megatron-Core's ``GPTDataset`` for the same indices.
 
     Args:
@@ -133,7 +133,7 @@ _SLOTS = 1 << 20
 """Places of the pattern that a blend repeats: shares are kept to a millionth."""
 
 
-class BlendedDataset:
+class BlendedDataset(MapDataset):
     """Samples of several sets such that every stretch of the order has them in the wanted shares.
 
     A set's places in the pattern are evenly spaced, so that at every point its count is within two samples of its
@@ -187,7 +187,7 @@ class BlendedDataset:
         return turn * _SLOTS + int(slot)
 
 
-class ChainedDataset:
+class ChainedDataset(MapDataset):
     """Each sample of each set once, one set behind the other."""
 
     def __init__(self, datasets: Sequence[MapDataset]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.packing import Packing
-from nxdt_core.protocols.dataset import DataContext, Split, SplitName
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, IndexedDataset, SampleSettings, in_shares
@@ -18,7 +18,7 @@ from nxdt_plugin_megatron_data.indices import are_indices, build_indices, cached
 from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
 
 
-class MegatronData:
+class MegatronData(DatasetSplits):
     """Samples of Megatron's files.
 
     Raises:

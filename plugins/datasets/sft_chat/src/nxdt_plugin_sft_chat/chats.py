@@ -18,7 +18,7 @@ from nxdt_core.data.files.records import BadRecords, Place, Record, UnusedFields
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.errors.base import one_of
 from nxdt_core.protocols.dataset import DataReport, TokenCount
-from nxdt_core.protocols.tokenizer import ChatTokenizer, LocatedIds
+from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 from nxdt_plugin_sft_chat.config import ChatConfig, Truncation
 from nxdt_plugin_sft_chat.errors import ChatTooLong, NothingTrained
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
@@ -68,7 +68,7 @@ def trained_messages(conversation: Conversation, config: ChatConfig) -> list[int
 class Encoder:
     """Encodes conversations with one template and one tokenizer."""
 
-    def __init__(self, renderer: Renderer, tokenizer: ChatTokenizer, config: ChatConfig) -> None:
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, config: ChatConfig) -> None:
         self._renderer = renderer
         self._tokenizer = tokenizer
         self._config = config

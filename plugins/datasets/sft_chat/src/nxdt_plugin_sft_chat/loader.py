@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,11 +18,10 @@ from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.mixture import mixed
 from nxdt_core.data.packing import shuffled_bins
 from nxdt_core.data.tokens import padding_id
-from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing
+from nxdt_core.errors.chats import TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataContext, DataReport, MapDataset, SplitName
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.dataset import DataContext, DataReport, DatasetSplits, MapDataset, SplitName
 from nxdt_plugin_sft_chat.chats import Chats, Encoder, gather
 from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
@@ -33,7 +31,7 @@ _PADDING = -1
 """Document number of padding."""
 
 
-class ChatDataset:
+class ChatDataset(MapDataset):
     """A map-style dataset of samples [seq_length].
 
     Args:
@@ -108,7 +106,7 @@ _log = logging.getLogger(__name__)
 _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
-class ChatData:
+class ChatData(DatasetSplits):
     """Samples of conversations.
 
     Args:
@@ -125,15 +123,14 @@ class ChatData:
     def __init__(self, config: ChatConfig, context: DataContext, *, section: str = "data") -> None:
         if context.tokenizer is None:
             raise DataNeedsTokenizer(dataloader="sft-chat")
-        if not isinstance(context.tokenizer, ChatTokenizer):
-            raise NotAChatTokenizer(tokenizer=type(context.tokenizer).__name__)
-        chat_tokenizer: ChatTokenizer = context.tokenizer
+        chat_tokenizer = context.tokenizer
+        chat_tokenizer.locate([])  # raises where it cannot
         self._config = config
         self._context = context
         self._sources = {
             name: ChatData(config.of_source(name), context, section=f"data.sources.{name}") for name in config.sources
         }
-        self._tokenizer = cast(Tokenizer, context.tokenizer)
+        self._tokenizer = context.tokenizer
         if self._sources:  # each has its own template
             return
         runner = runner_of(config, chat_tokenizer)

@@ -12,7 +12,6 @@ from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.tokenizers.config import SentencePieceTokenizerConfig
 from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
-from nxdt_core.protocols.tokenizer import ChatTokenizer
 from tests.sampling import slow
 
 pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")
@@ -54,7 +53,6 @@ def by_the_authors(encoder, record):
 
 
 def test_conversations_have_the_ids_that_mistral_gives_them(ours, shipped, load, write):
-    assert isinstance(ours, ChatTokenizer)
     records = [record for record in shipped if "tools" not in record]
     dataset = load(write(*records), tokenizer=ours, chat_template="mistral", seq_length=2048)
     encoder = mistral.MistralTokenizer.v1().instruct_tokenizer

@@ -22,7 +22,7 @@ from nxdt_core.errors.data import (
     TooFewTokens,
 )
 from nxdt_core.protocols.batch import LARGEST
-from nxdt_core.protocols.dataset import DataContext, SplitName
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_text.config import TextConfig
 
@@ -90,7 +90,7 @@ def _text_of(path: Path, number: int, record: dict[str, Any], key: str) -> str:
     return value
 
 
-class TextData:
+class TextData(DatasetSplits):
     """Samples of text files.
 
     Raises:

@@ -14,7 +14,7 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.parameters import check_overrides, parameter_groups
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.engine import CompileAhead, RankInfo
+from nxdt_core.protocols.engine import CompileAhead, ParallelEngine, RankInfo
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
 
 
-class NxdEngine:
+class NxdEngine(ParallelEngine):
     """``parallel_engine.name=nxd``; see :class:`nxdt_core.protocols.engine.ParallelEngine`."""
 
     _started: ClassVar[int] = 0
@@ -43,6 +43,7 @@ class NxdEngine:
 
     device: torch.device
     rank_info: RankInfo
+    ranks: Ranks
 
     def __init__(self, config: ResolvedConfig) -> None:
         """Set the variables that a configuration asks for and import the library, which reads them.
@@ -120,6 +121,7 @@ class NxdEngine:
         seed: int,
         adapters: Sequence[Adapter] = (),
         materialise: bool = True,
+        frozen: bool = False,
     ) -> NxdModel:
         """Build this rank's part on the device; ``materialise=False`` leaves its values undefined for a load, but for
         those that adapters added.
@@ -178,8 +180,8 @@ class NxdEngine:
         )
         return NxdOptimizer(model, lambda shards: factory(shards, config), groups, lr=config.lr)
 
-    @staticmethod
-    def compile_ahead(config: ResolvedConfig) -> CompileAhead:
+    @classmethod
+    def compile_ahead(cls, config: ResolvedConfig) -> CompileAhead:
         """Return how neuron_parallel_compile fills the Neuron cache for the run of ``config``.
 
         Raises:
@@ -187,8 +189,8 @@ class NxdEngine:
         """
         return ahead_of(config)
 
-    @staticmethod
-    def check_product(config: ResolvedConfig, product: str) -> None:
+    @classmethod
+    def check_product(cls, config: ResolvedConfig, product: str) -> None:
         """See that the machines of a product run the layout of ``config``.
 
         Raises:
@@ -197,10 +199,6 @@ class NxdEngine:
         run = config.run
         sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
         check_layout(sizes, machine_of_product(product, run.trainer.devices))
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return rank 0's value on every rank."""
-        return self.ranks.broadcast_object(value)
 
     def shutdown(self) -> None:
         """Leave the process group; may be called twice."""

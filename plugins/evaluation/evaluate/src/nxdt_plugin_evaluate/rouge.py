@@ -6,6 +6,7 @@ import re
 import unicodedata
 from collections.abc import Mapping, Sequence
 
+from nxdt_core.protocols.evaluation import Metric
 from nxdt_plugin_evaluate.errors import EvaluationLibraryMissing
 
 _UNSPACED = re.compile(
@@ -41,7 +42,7 @@ class RougeWords:
 _KINDS = ("rouge1", "rouge2", "rougeL")
 
 
-class Rouge:
+class Rouge(Metric):
     """F1 of ``rouge1``, ``rouge2`` and ``rougeL`` (Lin 2004): a :class:`~nxdt_core.protocols.evaluation.Metric`.
 
     The library's own words are of ASCII letters and digits. Here they are of any script's, see

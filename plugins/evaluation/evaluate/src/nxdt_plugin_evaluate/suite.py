@@ -6,13 +6,14 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.protocols.evaluation import TaskSuite
 from nxdt_plugin_evaluate.errors import EvaluationLibraryMissing
 
 if TYPE_CHECKING:
     from nxdt_core.train.generate import LoadedModel
 
 
-class Harness:
+class Harness(TaskSuite):
     """Tasks of lm-evaluation-harness: a :class:`~nxdt_core.protocols.evaluation.TaskSuite`.
 
     Raises:

@@ -13,7 +13,6 @@ def nxdt_launchers() -> list[Component]:
             name="ray",
             target="nxdt_plugin_ray.launcher:RayLauncher",
             config="nxdt_plugin_ray.config:RayOptions",
-            capabilities=frozenset({"submit"}),
             summary="write a driver for Ray, with an actor per node in a placement group",
         )
     ]

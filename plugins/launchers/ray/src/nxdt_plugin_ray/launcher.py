@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
 
-from nxdt_core.protocols.launcher import Job, RankEnvironment, Submission
+from nxdt_core.protocols.launcher import Job, Launcher, Submission
 from nxdt_plugin_ray.config import RayOptions
 
 _DRIVER = '''\
@@ -24,12 +23,8 @@ if __name__ == "__main__":
 '''
 
 
-class RayLauncher:
+class RayLauncher(Launcher):
     """Nodes as actors of Ray. Each calls ``nxdt train``, which starts the processes of its devices."""
-
-    def join(self, environment: Mapping[str, str]) -> RankEnvironment | None:
-        """Return None: the actors set the variables of a node."""
-        return None
 
     def submission(self, job: Job, options: RayOptions) -> Submission:
         """Return a driver."""

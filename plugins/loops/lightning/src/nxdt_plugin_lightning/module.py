@@ -14,7 +14,7 @@ from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import Objective, traits_of
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
@@ -157,7 +157,7 @@ class NxdtModule(pl.LightningModule):
     def on_validation_epoch_start(self) -> None:
         """Validate the average where ``exp_manager.ema.evaluate_ema_weights_instead`` says so."""
         self._validated.enter_context(self.session.validated_weights())
-        self._validation = ValidationMetrics(traits_of(self.objective).unit) if self._logs_metrics else None
+        self._validation = ValidationMetrics(self.objective.traits.unit) if self._logs_metrics else None
 
     def on_validation_epoch_end(self) -> None:
         """Log what was found, and go back to the weights, before any callback's ``on_validation_end`` saves them."""
@@ -208,7 +208,7 @@ class NxdtModule(pl.LightningModule):
             return
         data: Any = getattr(self.trainer, "datamodule", None)
         row = figures.row(getattr(data, "test_sets" if stage == "test" else "validation_sets", (UNNAMED,)))
-        named = scalars(row, traits_of(self.objective).unit, stage)
+        named = scalars(row, self.objective.traits.unit, stage)
         self.log_dict({name: math.nan if value is None else value for name, value in named.items()}, batch_size=1)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from nxdt_core.config.tree import Origin, from_plain
-from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig
+from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration
 
 _NOTHING = "nothing"
 _PRECISION = "precision.type"
@@ -54,7 +54,7 @@ def environment_note(environment: Mapping[str, str]) -> str | None:
     return f"environment: nxdt does not read these variables of NxD Training; what has their effect here: {instead}"
 
 
-class _Program:
+class _Program(Migration):
     """A :class:`~nxdt_core.protocols.migration.Migration`. The three programs share their keys' names."""
 
     name: ClassVar[str]

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_builder import decoder_flops_per_token, residual_init_rules
-from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_plugin_gpt.config import GPTConfig
 from nxdt_plugin_gpt.hf import exchange
@@ -16,8 +16,8 @@ from nxdt_plugin_gpt.modeling import GPT
 _RESIDUAL_WRITERS = ("layers.*.attention.o_proj.weight", "layers.*.mlp.down_proj.weight")
 
 
-class GPTBuilder:
-    """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`."""
+class GPTBuilder(ModelBuilder):
+    """Builds Megatron's GPT, and its counterparts at Hugging Face."""
 
     hf_architectures: ClassVar[tuple[str, ...]] = tuple(exchange.FAMILIES)
     hf_ignored: ClassVar[tuple[str, ...]] = exchange.IGNORED

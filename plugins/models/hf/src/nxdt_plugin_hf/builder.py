@@ -17,7 +17,7 @@ from nxdt_core.config.huggingface import older_rope
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import BadModelConfig
-from nxdt_core.protocols.model import KeyMap
+from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_hf.architecture import Architecture, read_architecture
 from nxdt_plugin_hf.config import HFModelConfig
@@ -35,8 +35,8 @@ _facts: dict[tuple[type[Any], str], ModelFacts] = {}
 """By class and configuration."""
 
 
-class HFBuilder:
-    """A :class:`~nxdt_core.protocols.model.ModelBuilder` and :class:`~nxdt_core.protocols.model.HFExchange`.
+class HFBuilder(ModelBuilder):
+    """A :class:`~nxdt_core.protocols.model.ModelBuilder` of a model of transformers.
 
     Names of parameters are those of transformers, but for those of experts
     (:class:`nxdt_plugin_hf.mixtures.RoutedExperts`).

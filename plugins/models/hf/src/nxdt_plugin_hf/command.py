@@ -30,8 +30,8 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
     config = load(source, (*overrides, "model.name=hf"))
     tp = config.run.distributed_strategy.tensor_model_parallel_size
 
-    from nxdt_core.errors.launch import EngineWithoutEstimate
-    from nxdt_core.protocols.estimate import MeasuresShards
+    from nxdt_core.components import class_of
+    from nxdt_core.protocols.engine import ParallelEngine
     from nxdt_core.train import build  # imports torch: only a configuration that is right pays for it
     from nxdt_plugin_hf.builder import HFBuilder
     from nxdt_plugin_hf.measure import measure_sharding
@@ -39,11 +39,7 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)
-    selected = config.selected("engine").component
-    engine = selected.load_target()
-    if not isinstance(engine, MeasuresShards):
-        raise EngineWithoutEstimate(engine=selected.record.name, dist=selected.dist)
-    found = measure_sharding(builder, tp, engine)
+    found = measure_sharding(builder, tp, class_of(config.selected("engine").component, ParallelEngine))
 
     def patterns(names: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(map(pattern_of, names)))

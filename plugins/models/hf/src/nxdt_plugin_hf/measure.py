@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from nxdt_core.models.patterns import matches
-from nxdt_core.protocols.estimate import MeasuresShards
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_plugin_hf.builder import HFBuilder
 
@@ -41,7 +41,7 @@ class Sharding:
         return sum(held for _, held in self.elements.values()) / sum(whole for whole, _ in self.elements.values())
 
 
-def measure_sharding(builder: HFBuilder, tp: int, engine: MeasuresShards) -> Sharding:
+def measure_sharding(builder: HFBuilder, tp: int, engine: type[ParallelEngine]) -> Sharding:
     """Let ``engine`` apply the builder's plan as rank 0 of ``tp``, in a process that is in no process group.
 
     Raises:

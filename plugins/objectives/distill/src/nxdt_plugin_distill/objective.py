@@ -44,7 +44,7 @@ _SPECIAL = 0.01
 """Share of ids that may differ."""
 
 
-class Distill:
+class Distill(Objective):
     """(1 − ``kd_ratio``) · cross-entropy + ``kd_ratio`` · divergence from the teacher, a mean over the labels.
 
     Metrics: ``ce_loss`` and ``kd_loss``, the two terms before they are weighed, and ``top1_agreement``, the share of
@@ -53,6 +53,7 @@ class Distill:
 
     def __init__(self, config: DistillConfig) -> None:
         self._config = config
+        self.teacher, self.teacher_config = config.teacher, config.teacher_config
         self.traits = ObjectiveTraits(unit="labels", answers=int(config.on_policy > 0))
         self._measure = Measure(beta=config.beta, temperature=config.temperature)
         self._share = config.kd_ratio
@@ -64,10 +65,6 @@ class Distill:
         """Of the last hidden states that a head was applied to, for an estimate."""
         self._coming: Iterator[Teacher | ChunkedHead] | None = None
         """What the teacher says of the micro-batches of a pass, in their order."""
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        """Return the number of loss tokens, or the sum of ``loss_weights`` over them."""
-        return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab].
@@ -126,16 +123,6 @@ class Distill:
 
     # The teacher.
 
-    @property
-    def teacher(self) -> str:
-        """Return the address of the teacher."""
-        return self._config.teacher
-
-    @property
-    def teacher_config(self) -> str | None:
-        """Return what decides in place of the configuration there."""
-        return self._config.teacher_config
-
     def check_teacher(self, run: ResolvedConfig, config: ResolvedConfig) -> None:
         """Check that the model of ``run`` knows the tokens of that of ``config``, and choose those to compare: where
         vocabularies have different sizes, the tokens of both tokenizers.
@@ -163,7 +150,7 @@ class Distill:
         self._measure = replace(self._measure, tokens=tokens)
 
     def take_teacher(self, teacher: ParallelModel, *, pipelined: bool) -> None:
-        """Take the teacher; see :class:`~nxdt_core.protocols.objective.TaughtObjective`."""
+        """Take the teacher; see :class:`~nxdt_core.protocols.objective.Objective`."""
         self._model, self._pipelined = teacher, pipelined
 
     def kept_bytes(self, logits: torch.Tensor) -> int:
@@ -213,7 +200,7 @@ class Distill:
         return said
 
 
-class _Listening:
+class _Listening(Objective):
     """An objective without a loss, which keeps something of the logits as micro-batches pass by."""
 
     def __init__(self, kept: Any) -> None:
@@ -224,10 +211,6 @@ class _Listening:
         """Keep a head that computes some logits at a time."""
         self.heard.append(head)
         return head.hidden.new_zeros(len(head.hidden))
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        """Return the weight of the tokens: nothing is divided by it."""
-        return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab]."""

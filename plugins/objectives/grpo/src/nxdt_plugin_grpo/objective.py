@@ -22,7 +22,7 @@ from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_core.train.continuation import Writer
@@ -49,7 +49,7 @@ _BLANK = Prompt(place="", ids=(0,), record={})
 """Of a blank sample, at the end of a validation: other ranks wait for its passes."""
 
 
-class Grpo:
+class Grpo(Objective):
     """−min(r A, clip(r, 1 − ε, 1 + ε) A), and β times the divergence from the reference, over the tokens of answers.
 
     ``r`` is the ratio of a token's probability to that when it was drawn, ``A`` the advantage of its answer. The

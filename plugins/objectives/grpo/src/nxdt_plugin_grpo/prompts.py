@@ -15,8 +15,8 @@ from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.tokens import padding_id, text_ids
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataContext, SplitName
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, SplitName
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_grpo.config import PromptsConfig
 from nxdt_plugin_grpo.errors import PromptMissing, PromptTooLong
 
@@ -33,7 +33,7 @@ class Prompt:
     record: Mapping[str, Any]
 
 
-class PromptDataset:
+class PromptDataset(MapDataset):
     """A map-style dataset of samples [seq_length] without a loss, whose ``origin`` is a :class:`Prompt`."""
 
     def __init__(
@@ -80,7 +80,7 @@ class PromptDataset:
         return Prompt(place=str(place), ids=tuple(ids), record=record)
 
 
-class Prompts:
+class Prompts(DatasetSplits):
     """Prompts of the files of a run.
 
     Raises:
@@ -104,8 +104,7 @@ class Prompts:
         return None if chosen is None else self._dataset(*chosen)
 
     def _dataset(self, records: Records, source: str) -> PromptDataset:
-        chat = self._tokenizer if isinstance(self._tokenizer, ChatTokenizer) else None
-        runner = runner_of(self._config, chat) if chat else None
+        runner = runner_of(self._config, self._tokenizer)
         settings = (len(records), self._tokenizer.fingerprint(), runner and runner.settings, self._config.add_bos)
         return PromptDataset(
             records,

@@ -2,10 +2,7 @@
 
 A third party registers one as a component::
 
-    class Short:
-        def __init__(self, config=None):
-            pass
-
+    class Short(Reward):
         def __call__(self, answers, records):
             return [-len(answer) / 100 for answer in answers]
 
@@ -18,11 +15,13 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 from nxdt_core.api import ConfigFinding
+from nxdt_core.components import class_of
 from nxdt_core.config.read import read_part
 from nxdt_core.config.section import ChecksItself
 from nxdt_core.config.tree import Origin, from_plain
@@ -37,12 +36,13 @@ if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
 
 
-@runtime_checkable
-class Reward(Protocol):
+class Reward(ABC):
     """The target of the kind, called as ``Target(config)`` with the component's keys."""
 
-    def __init__(self, config: Any = None) -> None: ...
+    def __init__(self, config: Any = None) -> None:
+        self.config = config
 
+    @abstractmethod
     def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Sequence[float]:
         """Return a number for each of ``answers``, higher for better ones; weighted, it is from −1e30 to 1e30.
 
@@ -50,7 +50,6 @@ class Reward(Protocol):
             answers: texts that the model wrote, without the token that ends them.
             records: of each answer, the record of its prompt.
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,7 +118,7 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
             raise problem
     elif options:
         raise RewardMisnamed(number=number, reason=f"has keys that {name!r} does not take: {', '.join(options)}")
-    return Weighted(name=name, weight=float(weight), function=component.load_target()(config))
+    return Weighted(name=name, weight=float(weight), function=class_of(component, Reward)(config))
 
 
 def _own_problems(number: int, config: Any) -> list[NxdtError]:
@@ -127,7 +126,7 @@ def _own_problems(number: int, config: Any) -> list[NxdtError]:
     return [RewardMisnamed(number=number, reason=f"{key}: {message}") for key, message in found]
 
 
-class Match:
+class Match(Reward):
     """1 where what the pattern finds is the record's solution, else 0; numbers are compared as numbers."""
 
     def __init__(self, config: MatchConfig) -> None:
@@ -150,7 +149,7 @@ class Match:
         return one == other
 
 
-class Characters:
+class Characters(Reward):
     """The share of an answer's characters that the record allows; 0 of an empty one."""
 
     def __init__(self, config: CharactersConfig) -> None:

@@ -15,7 +15,7 @@ from nxdt_core.data.cache import are_offsets, digest, is_array
 from nxdt_core.data.files.records import BadRecords, UnusedFields
 from nxdt_core.data.tokens import compact_dtype
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataReport, TokenCount
+from nxdt_core.protocols.dataset import DataReport, MapDataset, TokenCount
 from nxdt_plugin_preference.objectives import PAIR, SCORES
 from nxdt_plugin_preference.rendering import Pair
 
@@ -159,7 +159,7 @@ def gather(
     )
 
 
-class PairDataset:
+class PairDataset(MapDataset):
     """A map-style dataset of samples [2, seq_length].
 
     ``labels`` are those of prompt and answer; ``loss_weights`` say which are the answer's, and the value

@@ -27,8 +27,8 @@ from nxdt_core.data.packing import shuffled_bins
 from nxdt_core.data.tokens import leading_ids, padding_id
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataNeedsTokenizer
-from nxdt_core.protocols.dataset import DataContext, SplitName
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, SplitName
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import PreferenceConfig, TruncationMode, UnpairedConfig
 from nxdt_plugin_preference.dataset import ALIKE, PairArrays, PairDataset, gather
 from nxdt_plugin_preference.errors import EmptySplit, LabelsAlike, NoRoomForAnswers, PairsCutAlike, PairTooLong
@@ -73,7 +73,7 @@ class TruncatedPairs:
 _log = logging.getLogger(__name__)
 
 
-class PreferenceData:
+class PreferenceData(DatasetSplits):
     """Pairs of answers.
 
     Raises:
@@ -185,7 +185,7 @@ class PreferenceData:
     def _template(self) -> object:
         """All that decides what messages become; None where no message could be rendered."""
         try:
-            runner = runner_of(self._config, self._tokenizer) if isinstance(self._tokenizer, ChatTokenizer) else None
+            runner = runner_of(self._config, self._tokenizer)
         except NxdtError:  # of which records of messages say more
             return None
         return runner and runner.settings

@@ -21,7 +21,7 @@ from torch.nn import functional
 
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import CpoConfig, DpoConfig, OrpoConfig, RewardLoss
 from nxdt_plugin_preference.errors import ReferenceMissing, RowsNotPaired
@@ -147,7 +147,7 @@ def sums_by_answer(values: torch.Tensor, batch: Batch, shards: SequenceShards) -
     return shards.total(partial).view(figures, batch.samples, batch.rows_per_sample, -1)
 
 
-class _PairObjective:
+class _PairObjective(Objective):
     """A mean over pairs of a loss of their log-probabilities, and with ``alpha`` the chosen answers' cross-entropy, a
     mean over tokens."""
 

@@ -15,8 +15,8 @@ from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.tokens import leading_ids, with_leading
-from nxdt_core.errors.chats import NotAChatTokenizer, TemplateMissing, TemplateRefuses
-from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
+from nxdt_core.errors.chats import TemplateMissing, TemplateRefuses
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import UnpairedConfig
 from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
 from nxdt_plugin_preference.records import Preference, Turns
@@ -97,13 +97,12 @@ class _Messages:
     """Tokenizes pairs of messages, of which the first has ``place``."""
 
     def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig, place: str) -> None:
-        if not isinstance(tokenizer, ChatTokenizer):
-            raise NotAChatTokenizer(tokenizer=type(tokenizer).__name__)
+        tokenizer.locate([])  # raises where it cannot
         runner = runner_of(keys, tokenizer)
         if runner is None:
             raise TemplateMissing(known=template_names(), place=place)
         end_of_turn(runner, tokenizer)
-        self._tokenizer: ChatTokenizer = tokenizer
+        self._tokenizer = tokenizer
         self._runner = runner
         self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
         self._keeps_space = keys.space_after_turns

@@ -6,13 +6,13 @@ import torch
 from torch.nn import functional
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import RewardConfig
 from nxdt_plugin_preference.objectives import PAIR, SCORES, Pairs, answer_mask, check_paired, sums_by_answer
 
 
-class Reward:
+class Reward(Objective):
     """−log σ(score of the chosen answer − score of the rejected one − margin), a mean over pairs.
 
     An answer's score is the head's at its last token, as in transformers' sequence classifiers (Ouyang et al. 2022,

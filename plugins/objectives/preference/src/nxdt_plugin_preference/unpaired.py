@@ -14,7 +14,7 @@ import torch
 
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
 from nxdt_plugin_preference.config import KtoConfig
@@ -22,7 +22,7 @@ from nxdt_plugin_preference.errors import LabelsNotRead, ReferenceMissing
 from nxdt_plugin_preference.objectives import PAIR, SCORES, answer_mask, sums_by_answer
 
 
-class Kto:
+class Kto(Objective):
     """1 − σ(β (log-ratio − KL)) of a desirable answer, 1 − σ(β (KL − log-ratio)) of another, a mean over answers.
 
     An answer's log-ratio is its log-probability less that under the reference. KL is the mean log-ratio of the global
@@ -100,7 +100,7 @@ class Kto:
         )
 
 
-class _MeanLogRatio:
+class _MeanLogRatio(Objective):
     """The mean log-ratio of answers, as a loss that is only evaluated."""
 
     traits = ObjectiveTraits(unit="answers")

@@ -21,7 +21,7 @@ from nxdt_core.models.loss import log_probs
 from nxdt_core.models.random.positions import rounding_key
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel_model import Replicas, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, Replicas, StepLoss
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -41,7 +41,7 @@ from nxdt_plugin_nxd.training.parameters import (
 from nxdt_plugin_nxd.training.pipeline import Pipeline
 
 
-class NxdModel:
+class NxdModel(ParallelModel):
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
     def __init__(
@@ -302,14 +302,11 @@ class NxdModel:
             comm.all_reduce("sum", copies, groups=parallel_state.get_kv_shared_group(as_list=as_list))
 
 
-class _LabelLogProbs:
+class _LabelLogProbs(Objective):
     """An objective that keeps the log-probabilities of labels and gives no loss."""
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        return batch.weight()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         self.kept.append(log_probs(logits, batch.labels, step))

@@ -11,6 +11,7 @@ from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.protocols.optimizer import ParameterGroup
+from nxdt_core.protocols.parallel_model import ParallelOptimizer
 from nxdt_core.protocols.piece import Piece
 from nxdt_plugin_nxd.neuron.lazy_device import end_of_step
 from nxdt_plugin_nxd.training.model import NxdModel, elements
@@ -22,7 +23,7 @@ _BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim
 Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
 
 
-class NxdOptimizer:
+class NxdOptimizer(ParallelOptimizer):
     """See :class:`nxdt_core.protocols.parallel_model.ParallelOptimizer`."""
 
     def __init__(self, model: NxdModel, build: Build, groups: Sequence[ParameterGroup], *, lr: float) -> None:

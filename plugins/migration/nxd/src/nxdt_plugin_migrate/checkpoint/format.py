@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxdt_core.protocols.format import CheckpointReader
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_plugin_migrate.checkpoint.layout import is_neuronx
 
 
-class NeuronxFormat:
+class NeuronxFormat(CheckpointFormat):
     """A :class:`~nxdt_core.protocols.format.CheckpointFormat`: what neuronx-distributed saves."""
 
     def recognises(self, path: Path) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
-from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
+from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.checkpoint.hf.source import read_optional_json
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel
@@ -58,12 +58,12 @@ _PADDING = 128
 """Rows of the vocabulary are padded to multiples of as many a rank (``model.make_vocab_size_divisible_by``)."""
 
 
-class NeuronxCheckpoint:
+class NeuronxCheckpoint(CheckpointReader):
     """A :class:`~nxdt_core.protocols.format.CheckpointReader`, of ``model_source: hf`` and ``megatron``.
 
     Weights are the fp32 master weights where these were saved. Without the optimizer's state, which includes them, it
     can be listed with ``weights_only`` alone. An adapter without the weights below is added to those at :attr:`base`
-    (:class:`~nxdt_core.protocols.format.TakesBase`).
+    (:class:`~nxdt_core.protocols.format.CheckpointReader`).
 
     Raises:
         NeuronxUnreadable: the directory is none, or has files of ranks that cannot be of one save.
@@ -81,7 +81,6 @@ class NeuronxCheckpoint:
         self.consumed_samples = int(samples[1]) if samples else 0
         self._reads: dict[TensorKey, Callable[[], torch.Tensor]] = {}
         self._adapted = self._alone = False
-        self.base: str | None = None
 
     def model_config(self) -> Mapping[str, Any] | None:
         """Return None: the model's configuration is a file elsewhere, which the run's configuration names."""
@@ -119,7 +118,7 @@ class NeuronxCheckpoint:
             found.clear()
         if self._alone:
             return self._over_base(builder, wanted, model)
-        self._check_names(wanted, model, exchange_of(builder).hf_ignored)
+        self._check_names(wanted, model, builder.hf_ignored)
         listing: dict[TensorKey, ShardInfo] = {}
         for source in wanted:
             listing["model", source.name] = self._offer(("model", source.name), source, model)
