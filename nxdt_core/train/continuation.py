@@ -20,6 +20,9 @@ __all__ = ["Writer", "completion"]
 
 _log = logging.getLogger(__name__)
 
+_ASKED = 16
+"""Passes after which ranks tell each other whether their answers have ended."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Writer:
@@ -86,36 +89,39 @@ class Writer:
         self,
         prompts: Sequence[Sequence[int]],
         stops: Collection[int],
+        sampling: Sampling,
         *,
-        longest: int,
         drawn: Sequence[tuple[int, ...]],
-        in_step: bool,
-        count: int = 1,
+        any_left: Callable[[bool], bool] | None = None,
     ) -> list[tuple[list[int], bool]]:
-        """Draw answers at temperature 1. Collective over the ranks that share the model.
+        """Draw answers. Collective over the ranks that share the model.
 
         Args:
             prompts: tokens, of each at least one.
             stops: tokens that end an answer and are part of it; the writer itself ends none.
-            longest: tokens of an answer at most.
+            sampling: how they are drawn, without the seed. Tokens of its stop texts are part of an answer.
             drawn: what the random numbers of each prompt depend on.
-            in_step: always take ``longest`` passes, since other ranks with other prompts take part in each.
-            count: answers to each prompt.
+            any_left: where ranks with other prompts take part in each pass: from whether an answer of this rank
+                continues to whether one of any rank does. Collective; all ranks then take equally many passes.
 
         Returns:
             The tokens of each answer, and whether it ended and was not cut off; those to one prompt are adjacent.
         """
-        answers: list[list[int]] = [[] for _ in range(count * len(prompts))]
+        answers: list[list[int]] = [[] for _ in range(sampling.samples * len(prompts))]
+        texts = [_Text(self.tokenizer, prompts[row // sampling.samples], sampling.stop) for row in range(len(answers))]
         ended, done = set[int](), set[int]()
         digests = (hashlib.blake2b(repr(each).encode(), digest_size=7).digest() for each in drawn)
         seeds = tuple(int.from_bytes(each, "little") for each in digests)
-        sampling = Sampling(max_new_tokens=longest, temperature=1.0, samples=count, seed=seeds)
-        for row, token in self.tokens(prompts, sampling, ended):
+        for number, (row, token) in enumerate(self.tokens(prompts, replace(sampling, seed=seeds), ended)):
+            if any_left and number % (_ASKED * len(answers)) == 0 and not any_left(len(done) < len(answers)):
+                ended.update(range(len(answers)))
             if row not in done:
                 answers[row].append(token)
-            if token in stops:
+                if sampling.stop:
+                    texts[row].add(token)
+            if token in stops or texts[row].ended:
                 done.add(row)
-                if not in_step:
+                if any_left is None:
                     ended.add(row)
         return [(answer, row in done) for row, answer in enumerate(answers)]
 
@@ -147,11 +153,13 @@ class Writer:
                 yield [text.certain for text in texts[number : number + count]]
 
 
-def completion(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """Return the text that ``ids`` add to that of ``prompt``, as :class:`Writer` gives it."""
-    text = _Text(tokenizer, prompt)
+def completion(tokenizer: Tokenizer, prompt: Sequence[int], ids: Sequence[int], stops: Sequence[str] = ()) -> str:
+    """Return the text that ``ids`` add to that of ``prompt``, as :class:`Writer` gives it, before the first stop."""
+    text = _Text(tokenizer, prompt, stops)
     for token in (*ids, None):
         text.add(token)
+        if text.ended:
+            break
     return text.certain
 
 

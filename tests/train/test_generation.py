@@ -198,7 +198,9 @@ def test_recorded_texts_end_where_they_end_on_the_host(gpt2, recording):
     device = recording(Recording(None))
     assert [continued(gpt2, PROMPTS, writer, **DRAWN) for writer in writers] == expected
     assert device.launches < len(writers) * 39, "nothing is launched after the block in which the last text ends"
-    assert gpt2.writer.answers(PROMPTS, {whole[0][3]}, longest=40, drawn=[(1,), (2,), (3,)], in_step=False)[0][1]
+    assert gpt2.writer.answers(
+        PROMPTS, {whole[0][3]}, Sampling(max_new_tokens=40, temperature=1.0), drawn=[(1,), (2,), (3,)]
+    )[0][1]
 
 
 def test_texts_that_are_written_in_turns_have_separate_caches_and_weights_may_change(gpt2, recording):

@@ -25,6 +25,7 @@ from nxdt_core.distributed.devices import CPU, PROFILES
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.train import TrainSession
+from nxdt_core.train.continuation import Writer
 from nxdt_core.train.plan import plan
 from nxdt_core.train.run.train import train
 from tests import processes
@@ -229,7 +230,7 @@ def test_a_reward_of_a_third_party_is_a_reward(small, short):
 def test_answers_of_one_reward_teach_nothing_whatever_their_mean_is_rounded_to(small, short):
     assert torch.full((6,), 0.9).std() > 0
     config = small(
-        short("[0.9] * 6"), "objective.rewards=[short]", "objective.num_generations=6", "trainer.max_steps=1"
+        short("[0.9] * len(answers)"), "objective.rewards=[short]", "objective.num_generations=6", "trainer.max_steps=1"
     )
     train(config)
     (row,) = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
@@ -239,7 +240,7 @@ def test_answers_of_one_reward_teach_nothing_whatever_their_mean_is_rounded_to(s
 @pytest.mark.parametrize(
     ("body", "said"),
     [
-        ("[1.0]", "returned 1 numbers for 4 answers"),
+        ("[1.0]", "returned 1 numbers for 16 answers"),
         ("[float('nan')] * len(answers)", "returned nan"),
         ("records[0]['nowhere']", "raised KeyError"),
         ("None", "raised TypeError"),
@@ -335,7 +336,7 @@ def test_data_without_prompts_is_refused_before_anything_is_built(small):
 
 def test_data_of_others_without_prompts_is_refused_before_an_answer_is_drawn(small, tmp_path, monkeypatch):
     (tmp_path / "others.py").write_text(OTHERS)
-    monkeypatch.setattr(objective, "answers_to", lambda *_, **__: pytest.fail("an answer is drawn"))
+    monkeypatch.setattr(Writer, "answers", lambda *_, **__: pytest.fail("an answer is drawn"))
     with raises(NoPrompts):
         train(
             small(f"plugins.local=[{tmp_path}/others.py]", "data.name=others", *TEXT, "trainer.val_check_interval=null")

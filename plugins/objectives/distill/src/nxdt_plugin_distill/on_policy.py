@@ -12,6 +12,7 @@ from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.train import build
 from nxdt_core.train.continuation import Writer
+from nxdt_core.train.sampling import Sampling
 from nxdt_plugin_distill.config import DistillConfig
 from nxdt_plugin_distill.errors import NoPrompts, PromptTooLong
 
@@ -38,6 +39,8 @@ def answered(session: TrainSession, micro_batches: Sequence[Batch], config: Dist
         raise NoPrompts(share=config.on_policy, reason="the data has no tokenizer")
     writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
     stops, longest = frozenset(stop_ids(build.chat_keys(session.config), tokenizer)), config.max_completion_length
+    sampling = Sampling(max_new_tokens=longest, temperature=1.0)
+    any_left = session.engine.ranks.any_rank if session.engine.rank_info.dp_size > 1 else None
     place = session.engine.rank_info.dp_rank * sum(len(batch.input_ids) for batch in micro_batches)
     found = []
     for batch in micro_batches:
@@ -46,8 +49,7 @@ def answered(session: TrainSession, micro_batches: Sequence[Batch], config: Dist
             if len(prompt) + longest > window:
                 raise PromptTooLong(tokens=len(prompt), most=longest, window=window)
         drawn = [(session.config.run.seed, session.state.step, place + row) for row in range(len(prompts))]
-        in_step = session.engine.rank_info.dp_size > 1
-        answers = writer.answers(prompts, stops, longest=longest, drawn=drawn, in_step=in_step)
+        answers = writer.answers(prompts, stops, sampling, drawn=drawn, any_left=any_left)
         found.append(_written(batch, prompts, [answer for answer, _ in answers]))
         place += len(prompts)
     return found

@@ -54,22 +54,24 @@ def nxdt_kinds() -> list[Kind]:
 
 @hookimpl
 def nxdt_components() -> Mapping[str, Iterable[Component]]:
-    """Offer two rewards that suffice for tasks with a known answer."""
-    config = "nxdt_plugin_grpo.config"
+    """Offer rewards for tasks with a known answer, and for the form of answers."""
+    summaries = {
+        "match": "1 where what a pattern finds in the answer is the record's solution, else 0",
+        "characters": "the share of an answer's characters that the record allows",
+        "format": "1 where the whole answer matches a pattern, else 0",
+        "length": "0 up to a number of tokens, and less for longer answers",
+        "overlong": "from 0 to -1 as an answer comes near to its greatest length (DAPO)",
+        "repetition": "a penalty of token sequences that occur again",
+    }
     return {
         "reward": [
             Component(
-                name="match",
-                target="nxdt_plugin_grpo.rewards:Match",
-                config=f"{config}:MatchConfig",
-                summary="1 where what a pattern finds in the answer is the record's solution, else 0",
-            ),
-            Component(
-                name="characters",
-                target="nxdt_plugin_grpo.rewards:Characters",
-                config=f"{config}:CharactersConfig",
-                summary="the share of an answer's characters that the record allows",
-            ),
+                name=name,
+                target=f"nxdt_plugin_grpo.rewards:{name.title()}",
+                config=f"nxdt_plugin_grpo.config:{name.title()}Config",
+                summary=summary,
+            )
+            for name, summary in summaries.items()
         ]
     }
 

@@ -26,11 +26,12 @@ from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveT
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_core.train.continuation import Writer
+from nxdt_core.train.sampling import Sampling
 from nxdt_plugin_grpo.config import GrpoConfig
 from nxdt_plugin_grpo.errors import NoPrompts, PromptTooLong
 from nxdt_plugin_grpo.prompts import Prompt
-from nxdt_plugin_grpo.rewards import Weighted, rewards_of
-from nxdt_plugin_grpo.rollout import Group, answers_to, places
+from nxdt_plugin_grpo.rewards import Weighted, rewards_of, score
+from nxdt_plugin_grpo.rollout import Group, places
 
 if TYPE_CHECKING:
     from nxdt_core.train.session import TrainSession
@@ -39,11 +40,9 @@ _STD_EPSILON = 1e-4
 """Added to standard deviations, as in TRL."""
 _OF_ANSWER = "answer/"
 """Prefix of values of whole answers."""
-_FIGURES = (
-    *("count", "reward", "reward_std", "frac_reward_zero_std"),
-    *("completions/mean_length", "completions/clipped_ratio"),
-)
-_COUNT = f"{_OF_ANSWER}{_FIGURES[0]}"
+_OF_ANSWERS = ("reward_std", "frac_reward_zero_std", "completions/mean_length", "completions/clipped_ratio", "unscored")
+"""Metrics that are means over all answers."""
+_COUNT = f"{_OF_ANSWER}count"
 
 _BLANK = Prompt(place="", ids=(0,), record={})
 """Of a blank sample, at the end of a validation: other ranks wait for its passes."""
@@ -57,8 +56,8 @@ class Grpo(Objective):
     (Schulman 2020, "Approximating KL divergence"; with r as in DeepSeek-V3.2, arXiv:2512.02556).
 
     Metrics: ``reward``, ``reward_std`` (of all answers), ``frac_reward_zero_std`` (groups without a difference),
-    ``rewards/<name>``, ``completions/mean_length``, ``completions/clipped_ratio`` (answers that were cut off),
-    ``clip_ratio`` (tokens without a gradient) and ``kl``.
+    ``rewards/<name>``, ``unscored`` (answers without a reward), ``completions/mean_length``,
+    ``completions/clipped_ratio`` (answers that were cut off), ``clip_ratio`` (tokens without a gradient) and ``kl``.
     """
 
     def __init__(self, config: GrpoConfig) -> None:
@@ -66,52 +65,79 @@ class Grpo(Objective):
         self._rewards: list[Weighted] | None = None
         high = config.epsilon if config.epsilon_high is None else config.epsilon_high
         self._bounds = 1 - config.epsilon, 1 + high
-        self._figures = (*_FIGURES, *(f"rewards/{name}" for name in config.reward_names))
+        of_rewards = [f"rewards/{name}" for name in config.reward_names]
+        self._counts = ("count", "scored", *(f"scored/{name}" for name in config.reward_names))
+        """What means are taken over: answers, those with a reward, and those that each function scores."""
+        self._means = {
+            **dict.fromkeys(_OF_ANSWERS, "count"),
+            "reward": "scored",
+            **dict(zip(of_rewards, self._counts[2:], strict=True)),
+        }
+        """Metrics of answers, and what each is a mean over."""
+        self._figures = (*self._counts, *self._means)
         """Names of the values of answers; of blank samples they are zero."""
+        self._of_tokens = config.loss_type in ("dapo", "cispo")
         self.traits = ObjectiveTraits(
             rows_per_sample=config.num_generations,
             answers=config.num_generations,
             samples=f"prompts x {config.num_generations} answers",
             values=("advantages", *(_OF_ANSWER + name for name in self._figures)),
-            unit="tokens of answers" if config.loss_type == "dapo" else "answers",
+            unit="tokens of answers" if self._of_tokens else "answers",
             reference="step" if config.beta else None,
         )
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Return what the loss is a mean over, and the number of answers: [2].
+        """Return what the loss is a mean over, and what the metrics are: the numbers of answers, of those with a
+        reward, and of those that each function scores.
 
         Raises:
             NoPrompts: the batch was not generated.
         """
         if _COUNT not in batch.values:
             raise NoPrompts()
-        answers = batch.values[_COUNT].sum()
-        return torch.stack([batch.weight() if self._config.loss_type == "dapo" else answers, answers])
+        counts = [batch.values[_OF_ANSWER + name].sum() for name in self._counts]
+        return torch.stack([batch.weight() if self._of_tokens else counts[0], *counts])
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` [answers, seq, vocab]."""
         config, trained = self._config, (batch.labels != IGNORE_INDEX).float()
+        if config.temperature != 1:
+            logits = logits / config.temperature
         log_probs = -cross_entropies(logits, batch.labels, step)
-        ratio = torch.exp(log_probs - batch.values.get("old_log_probs", log_probs.detach()))
+        log_ratio = log_probs - batch.values.get("old_log_probs", log_probs.detach())
+        if config.importance_sampling_level == "sequence":
+            of_row = torch.stack([(log_ratio * trained).sum(1), trained.sum(1)])
+            total, tokens = step.sequences.total(of_row)
+            log_ratio = (total / tokens.clamp(min=1))[:, None].expand_as(log_ratio)
+        ratio = torch.exp(log_ratio)
         advantages = batch.values["advantages"]
-        free, held = ratio * advantages, ratio.clamp(*self._bounds) * advantages
-        losses = -torch.minimum(free, held)
-        figures = {"clip_ratio": (held < free).float()}
+        if config.loss_type == "cispo":
+            held = ratio.detach().clamp(max=config.epsilon_high)
+            losses = -held * advantages * log_probs
+            figures = {"clip_ratio": ((held < ratio) & (advantages > 0)).float()}
+        else:
+            free, held = ratio * advantages, ratio.clamp(*self._bounds) * advantages
+            losses = -torch.minimum(free, held)
+            figures = {"clip_ratio": (held < free).float()}
         if config.beta and batch.reference_log_probs is not None:
             apart = batch.reference_log_probs - log_probs
             divergence = ratio * (torch.exp(apart) - apart - 1)
             losses = losses + config.beta * divergence
             figures["kl"] = divergence.detach()
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
-        loss, nothing = (losses * weights).sum(), torch.zeros((), device=losses.device, dtype=losses.dtype)
-        of_tokens = {name: torch.stack([(each * weights).sum(), nothing]) for name, each in figures.items()}
-        of_answers = {
-            name.removeprefix(_OF_ANSWER): torch.stack([nothing, each.sum().to(nothing)])
-            for name, each in batch.values.items()
-            if name.startswith(_OF_ANSWER) and name != _COUNT
-        }
+        names = ("loss", *self._counts)
+
+        def placed(value: torch.Tensor, over: str) -> torch.Tensor:
+            """Return a vector like that of :meth:`weight`, zero but for a sum that is divided by ``over``."""
+            return value.new_zeros(len(names)).index_put((value.new_tensor(names.index(over)).long(),), value)
+
         return ObjectiveOutput(
-            loss_sum=torch.stack([loss, nothing]), weight=self.weight(batch), metrics={**of_answers, **of_tokens}
+            loss_sum=placed((losses * weights).sum(), "loss"),
+            weight=self.weight(batch),
+            metrics={
+                **{n: placed(batch.values[_OF_ANSWER + n].sum().to(losses), over) for n, over in self._means.items()},
+                **{name: placed((each * weights).sum(), "loss") for name, each in figures.items()},
+            },
         )
 
     def generate(
@@ -159,31 +185,46 @@ class Grpo(Objective):
             raise NoPrompts()
         writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
         stops = frozenset(stop_ids(build.chat_keys(session.config), tokenizer))
+        sampling = Sampling(
+            max_new_tokens=longest,
+            temperature=config.temperature,
+            top_p=config.top_p,
+            top_k=config.top_k,
+            min_p=config.min_p,
+            repetition_penalty=config.repetition_penalty,
+            stop=config.stop,
+            samples=config.num_generations,
+        )
         own, rank_places = dict[int, Group](), places(session, micro_batches)
+        asked = dict[int, Prompt]()
         given = (origin for batch in micro_batches for origin in batch.origins or ())
         if not session.engine.ranks.any_rank(any(isinstance(each, Prompt) for each in given)):
             raise NoPrompts()  # one rank may have blank samples alone, and answers to them are drawn for nothing
         for batch in micro_batches:
-            origins = batch.origins or [None] * batch.samples
-            prompts = [each if isinstance(each, Prompt) else _BLANK for each in origins]
-            for asked in prompts:
-                if len(asked.ids) + longest > window:
-                    raise PromptTooLong(place=asked.place, tokens=len(asked.ids), most=longest, window=window)
+            prompts = [each if isinstance(each, Prompt) else _BLANK for each in batch.origins or [None] * batch.samples]
+            for prompt in prompts:
+                if len(prompt.ids) + longest > window:
+                    raise PromptTooLong(place=prompt.place, tokens=len(prompt.ids), most=longest, window=window)
             here = [next(rank_places) for _ in prompts]
-            groups = answers_to(
-                prompts,
-                writer,
+            drawn = writer.answers(
+                [prompt.ids for prompt in prompts],
                 stops,
-                count=config.num_generations,
-                longest=longest,
+                sampling,
                 drawn=[(session.config.run.seed, step, place) for place in here],
-                in_step=session.engine.rank_info.dp_size > 1,
+                any_left=session.engine.ranks.any_rank if session.engine.rank_info.dp_size > 1 else None,
             )
-            for place, asked, group in zip(here, prompts, groups, strict=True):
-                own[place] = Group() if asked is _BLANK else group
-                if asked is not _BLANK:
-                    texts = group.texts(tokenizer)
-                    group.rewards = {each.name: each.scores(texts, asked) for each in self._rewards or ()}
+            for number, (place, prompt) in enumerate(zip(here, prompts, strict=True)):
+                own[place] = Group()
+                if prompt is not _BLANK:
+                    answers, ended = zip(*drawn[number * sampling.samples :][: sampling.samples], strict=True)
+                    own[place] = Group(prompt=list(prompt.ids), answers=[*answers], ended=[*ended])
+                    asked[place] = prompt
+        if asked:
+            texts = [text for place in asked for text in own[place].texts(tokenizer, stops, config.stop)]
+            of_answers = [asked[place] for place in asked for _ in own[place].answers]
+            for name, scores in score(self._rewards or (), texts, of_answers).items():
+                for number, place in enumerate(asked):
+                    own[place].rewards[name] = scores[number * sampling.samples :][: sampling.samples]
         return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
 
     def _batches(
@@ -192,6 +233,7 @@ class Grpo(Objective):
         """Return this rank's micro-batches of answers."""
         totals = {place: self._totals(group) for place, group in groups.items()}
         every = torch.cat([totals[place] for place in sorted(groups)])
+        every = every[~every.isnan()]
         spread = float(every.std()) if len(every) > 1 else 0.0
         own, length = places(session, micro_batches), self._length(session, groups)
         found = []
@@ -200,7 +242,7 @@ class Grpo(Objective):
             rows = Rows(len(here), self._config.num_generations, length, self._figures)
             for number, place in enumerate(here):
                 self._fill(rows, number, groups[place], totals[place], spread)
-            found.append(rows.batch())
+            found.append(rows.batch(mean=self._config.loss_type == "bnpo"))
         return found
 
     def _length(self, session: TrainSession, groups: Mapping[int, Group]) -> int:
@@ -212,32 +254,39 @@ class Grpo(Objective):
         return min(-(-needed // step) * step, window)
 
     def _totals(self, group: Group) -> torch.Tensor:
-        """Return the reward of each answer."""
-        weights = [(each.weight, group.rewards[each.name]) for each in self._rewards or () if group.answers]
-        total = torch.zeros(len(group.answers), device=HOST, dtype=torch.float64)
-        for weight, scores in weights:
-            total += weight * torch.tensor(scores, device=HOST, dtype=total.dtype)
+        """Return the reward of each answer, NaN of one that no function scores."""
+        total = torch.full((len(group.answers),), math.nan, device=HOST, dtype=torch.float64)
+        for each in self._rewards or () if group.answers else ():
+            scores = torch.tensor(
+                [math.nan if score is None else score for score in group.rewards[each.name]], dtype=total.dtype
+            )
+            scored = ~scores.isnan()
+            total[scored] = total[scored].nan_to_num() + each.weight * scores[scored]
         return total
 
     def _fill(self, rows: Rows, number: int, group: Group, totals: torch.Tensor, spread: float) -> None:
         """Write the answers of a group, the ``number``-th of a micro-batch."""
-        config = self._config
-        alike = bool((totals == totals[:1]).all())  # the mean of equal numbers is rounded, and they differ from it
-        mean, deviation = (totals[:1], 0.0) if alike else (totals.mean(), float(totals.std()))
+        config, scored = self._config, totals[~totals.isnan()]
+        alike = bool((scored == scored[:1]).all())  # the mean of equal numbers is rounded, and they differ from it
+        mean, deviation = (scored[:1], 0.0) if alike else (scored.mean(), float(scored.std()))
         scales = {"group": deviation + _STD_EPSILON, "batch": spread + _STD_EPSILON, "none": 1.0}
-        advantages = (totals - mean) / scales[config.scale_rewards]
+        advantages = ((totals - mean) / scales[config.scale_rewards] if len(scored) else totals).nan_to_num(0.0)
         for place, answer in enumerate(group.answers):
-            share = {"dapo": 1.0, "grpo": 1 / len(answer), "dr_grpo": 1 / config.max_completion_length}
-            figures: tuple[float, ...] = (
-                1,
-                float(totals[place]),
-                spread,
-                alike,
-                len(answer),
-                not group.ended[place],
-            )
-            scores = (values[place] for values in group.rewards.values())
-            of_answer = dict(zip(self._figures, (*figures, *scores), strict=True))
+            share = {"grpo": 1 / len(answer), "dr_grpo": 1 / config.max_completion_length}.get(config.loss_type, 1.0)
+            unscored, cut = bool(totals[place].isnan()), not group.ended[place]
+            scores = {name: values[place] for name, values in group.rewards.items()}
+            of_answer = {
+                "count": 1.0,
+                "scored": not unscored,
+                "unscored": unscored,
+                "reward": 0.0 if unscored else float(totals[place]),
+                "reward_std": spread,
+                "frac_reward_zero_std": alike,
+                "completions/mean_length": len(answer),
+                "completions/clipped_ratio": cut,
+                **{f"scored/{name}": score is not None for name, score in scores.items()},
+                **{f"rewards/{name}": score or 0.0 for name, score in scores.items()},
+            }
             of_tokens: dict[str, float | list[float]] = {"advantages": float(advantages[place])}
             if group.old_log_probs:
                 of_tokens["old_log_probs"] = group.old_log_probs[place]
@@ -245,7 +294,7 @@ class Grpo(Objective):
                 number * config.num_generations + place,
                 group.prompt,
                 answer,
-                share[config.loss_type],
+                0.0 if cut and config.mask_truncated_completions else share,
                 of_tokens,
                 of_answer,
             )
@@ -300,10 +349,12 @@ class Rows:
         for name, value in of_answer.items():
             self._values[_OF_ANSWER + name][row, first] = value
 
-    def batch(self) -> Batch:
-        """Return what was written."""
+    def batch(self, *, mean: bool = False) -> Batch:
+        """Return what was written; with ``mean``, tokens together weigh as much as there are answers."""
         values = dict(self._values)
         weights = values.pop("weights")
+        if mean:
+            weights = weights * (values[_COUNT].sum() / weights.sum().clamp(min=1))
         return Batch(
             input_ids=self._ids,
             labels=self._labels,

@@ -1,4 +1,4 @@
-"""The kind ``reward``: functions that score answers; two of them, and those of a run.
+"""The kind ``reward``: functions that score answers; some of them, and those of a run.
 
 A third party registers one as a component::
 
@@ -13,11 +13,18 @@ A third party registers one as a component::
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
+from threading import Thread
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.api import ConfigFinding
@@ -28,12 +35,39 @@ from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
 from nxdt_core.protocols.batch import LARGEST
-from nxdt_plugin_grpo.config import NUMBER, CharactersConfig, MatchConfig
+from nxdt_plugin_grpo.config import (
+    NUMBER,
+    CharactersConfig,
+    FormatConfig,
+    LengthConfig,
+    MatchConfig,
+    OverlongConfig,
+    RepetitionConfig,
+)
 from nxdt_plugin_grpo.errors import RewardFailed, RewardMisnamed
 from nxdt_plugin_grpo.prompts import Prompt
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
+
+
+_log = logging.getLogger(__name__)
+
+
+class Answer(str):
+    """The text of an answer, without what ends it."""
+
+    __slots__ = ("ids",)
+
+    ids: Sequence[int]
+    """Its tokens, with those that end it."""
+
+    @classmethod
+    def of(cls, text: str, ids: Sequence[int]) -> Answer:
+        """Return a text with its tokens."""
+        made = cls(text)
+        made.ids = ids
+        return made
 
 
 class Reward(ABC):
@@ -43,11 +77,16 @@ class Reward(ABC):
         self.config = config
 
     @abstractmethod
-    def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> Sequence[float]:
+    def __call__(
+        self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]
+    ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]:
         """Return a number for each of ``answers``, higher for better ones; weighted, it is from −1e30 to 1e30.
 
+        None is no score: the answer is left out of the mean of its group, and if no other reward scores it, it teaches
+        nothing. The method may be ``async``; such rewards wait at the same time.
+
         Args:
-            answers: texts that the model wrote, without the token that ends them.
+            answers: all that this process has in a step, those to one prompt adjacent.
             records: of each answer, the record of its prompt.
         """
 
@@ -58,28 +97,81 @@ class Weighted:
 
     name: str
     weight: float
+    timeout: float | None
+    """Seconds that a call may take."""
+    lenient: bool
+    """Whether answers have no score where the function fails."""
     function: Reward
 
-    def scores(self, answers: Sequence[str], prompt: Prompt) -> list[float]:
-        """Return the rewards of answers to one prompt, before they are weighted.
 
-        Raises:
-            RewardFailed: the function raises, or does not return as many such numbers.
-        """
+def score(
+    rewards: Sequence[Weighted], answers: Sequence[Answer], prompts: Sequence[Prompt]
+) -> dict[str, list[float | None]]:
+    """Return the scores of all answers by the name of each of ``rewards``, before they are weighted.
+
+    Functions that are ``async`` or have a time limit run in threads, at the same time. Then the others are called one
+    after another in this thread, because some use signals.
+
+    Args:
+        rewards: of the run.
+        answers: to all prompts.
+        prompts: of each answer.
+
+    Raises:
+        RewardFailed: a function raises, takes too long, or does not return as many such numbers.
+    """
+    records, started, running = [prompt.record for prompt in prompts], monotonic(), dict[str, Future[Any]]()
+    for each in rewards:
+        if each.timeout is not None or inspect.iscoroutinefunction(type(each.function).__call__):
+            running[each.name] = _in_thread(partial(_call, each.function, answers, records))
+    scores: dict[str, list[float | None]] = {}
+    for each in rewards:
+        future, place = running.get(each.name), prompts[0].place
         try:
-            found = [float(score) for score in self.function(answers, [prompt.record] * len(answers))]
+            if future is None:
+                given = _call(each.function, answers, records)
+            else:
+                given = future.result(each.timeout and max(0.0, started + each.timeout - monotonic()))
+            values = [None if value is None else float(value) for value in given]
+            if len(values) != len(answers):
+                said = f"returned {len(values)} numbers for {len(answers)} answers"
+                raise RewardFailed(reward=each.name, found=said, place=place)
+            most = LARGEST / max(1.0, abs(each.weight))
+            for value, prompt in zip(values, prompts, strict=True):
+                if value is not None and not abs(value) <= most:
+                    said = f"returned {value}, which is not a number from {-most:g} to {most:g}"
+                    raise RewardFailed(reward=each.name, found=said, place=prompt.place)
         except (Exception, SystemExit) as error:  # anybody's code
-            said = f"raised {type(error).__name__}: {error}"
-            raise RewardFailed(reward=self.name, found=said, place=prompt.place) from error
-        if len(found) != len(answers):
-            said = f"returned {len(found)} numbers for {len(answers)} answers"
-            raise RewardFailed(reward=self.name, found=said, place=prompt.place)
-        most = LARGEST / max(1.0, abs(self.weight))
-        wrong = next((score for score in found if not abs(score) <= most), None)
-        if wrong is not None:
-            said = f"returned {wrong}, which is not a number from {-most:g} to {most:g}"
-            raise RewardFailed(reward=self.name, found=said, place=prompt.place)
-        return found
+            failure = error
+            if not isinstance(error, NxdtError) or error.code != RewardFailed.code:
+                late = future is not None and not future.done()
+                said = f"took longer than {each.timeout:g} s" if late else f"raised {type(error).__name__}: {error}"
+                failure = RewardFailed(reward=each.name, found=said, place=place)
+            if not each.lenient:
+                raise failure from None if failure is error else error
+            _log.warning("%s", failure)
+            values = [None] * len(answers)
+        scores[each.name] = values
+    return scores
+
+
+def _call(function: Reward, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> Any:
+    result = function(answers, records)
+    return asyncio.run(result) if inspect.iscoroutine(result) else result
+
+
+def _in_thread(work: Callable[[], Any]) -> Future[Any]:
+    """Run ``work`` in a thread that no end of the program waits for."""
+    future = Future[Any]()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:
+            future.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    return future
 
 
 def rewards_of(entries: Sequence[str | Mapping[str, Any]], kernel: Kernel) -> list[Weighted]:
@@ -104,11 +196,16 @@ def reward_problems(entries: Sequence[str | Mapping[str, Any]], kernel: Kernel) 
 
 def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weighted:
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
-    name, weight = options.pop("name", None), options.pop("weight", 1.0)
+    name, weight, timeout = options.pop("name", None), options.pop("weight", 1.0), options.pop("timeout", None)
+    on_error = options.pop("on_error", "stop")
     if not isinstance(name, str):
         raise RewardMisnamed(number=number, reason="has no name")
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not math.isfinite(weight):
         raise RewardMisnamed(number=number, reason=f"has the weight {weight!r}, which is not a number")
+    if timeout is not None and (isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0):
+        raise RewardMisnamed(number=number, reason=f"has the timeout {timeout!r}, which is not a number above 0")
+    if on_error not in ("stop", "none"):
+        raise RewardMisnamed(number=number, reason=f"has the on_error {on_error!r}, which is neither stop nor none")
     component = kernel.registry.get("reward", name)
     cls, config = component.load_config(), None
     if cls is not None:
@@ -118,7 +215,8 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
             raise problem
     elif options:
         raise RewardMisnamed(number=number, reason=f"has keys that {name!r} does not take: {', '.join(options)}")
-    return Weighted(name=name, weight=float(weight), function=class_of(component, Reward)(config))
+    function = class_of(component, Reward)(config)
+    return Weighted(name=name, weight=float(weight), timeout=timeout, lenient=on_error == "none", function=function)
 
 
 def _own_problems(number: int, config: Any) -> list[NxdtError]:
@@ -162,3 +260,52 @@ class Characters(Reward):
             sum(each in good for each in answer) / len(answer) if answer else 0.0
             for answer, good in zip(answers, allowed, strict=True)
         ]
+
+
+class Format(Reward):
+    """1 where the whole answer matches the pattern, else 0."""
+
+    def __init__(self, config: FormatConfig) -> None:
+        self._pattern = re.compile(config.pattern, re.DOTALL)
+
+    def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Score each answer."""
+        return [float(self._pattern.fullmatch(answer) is not None) for answer in answers]
+
+
+class Length(Reward):
+    """0 up to ``target`` tokens, and one less for each ``scale`` tokens beyond them."""
+
+    def __init__(self, config: LengthConfig) -> None:
+        self._target, self._scale = config.target, config.scale
+
+    def __call__(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Score each answer."""
+        return [-max(0, len(answer.ids) - self._target) / self._scale for answer in answers]
+
+
+class Overlong(Reward):
+    """A penalty of length (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13)."""
+
+    def __init__(self, config: OverlongConfig) -> None:
+        self._longest, self._last = config.max_completion_len, config.soft_punish_cache
+
+    def __call__(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Score each answer."""
+        free = self._longest - self._last
+        return [-min(1.0, max(0, len(answer.ids) - free) / self._last) for answer in answers]
+
+
+class Repetition(Reward):
+    """``max_penalty`` times the share of token sequences that occurred before (Yeo et al. 2025, arXiv:2502.03373)."""
+
+    def __init__(self, config: RepetitionConfig) -> None:
+        self._size, self._penalty = config.ngram_size, config.max_penalty
+
+    def __call__(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Score each answer."""
+        found = []
+        for answer in answers:
+            sequences = [tuple(answer.ids[at : at + self._size]) for at in range(len(answer.ids) - self._size + 1)]
+            found.append(self._penalty * (1 - len({*sequences}) / len(sequences)) if sequences else 0.0)
+        return found
