@@ -21,7 +21,7 @@ __all__ = ["Writer", "completion"]
 _log = logging.getLogger(__name__)
 
 _ASKED = 16
-"""Passes after which ranks tell each other whether their answers have ended."""
+"""Passes after which ranks compare whether their answers have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

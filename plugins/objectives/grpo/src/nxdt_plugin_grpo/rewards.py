@@ -82,7 +82,7 @@ class Reward(ABC):
     ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]:
         """Return a number for each of ``answers``, higher for better ones; weighted, it is from −1e30 to 1e30.
 
-        None is no score: the answer is left out of the mean of its group, and if no other reward scores it, it teaches
+        None means not scored: the answer is left out of the mean of its group, and if no other reward scores it, it teaches
         nothing. The method may be ``async``; such rewards wait at the same time.
 
         Args:
