@@ -24,8 +24,6 @@ from nxdt_core.protocols.step_context import StepContext
 class SoloModel(ParallelModel):
     """A module on one device. Its record declares no adapters, so none has added parameters."""
 
-    replicas, added, data_ranks = None, frozenset[str](), 1
-
     def __init__(self, builder: ModelBuilder, precision: PrecisionPolicy, device: torch.device, seed: int) -> None:
         self.device, self.plan = device, builder.plan()
         with device:
@@ -121,9 +119,6 @@ class SoloOptimizer(ParallelOptimizer):
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._peaks = [group["lr"] for group in inner.param_groups]
 
-    def begin_step(self, step: int) -> None:
-        """Do nothing: this engine draws no random numbers by the step."""
-
     def set_lr_factor(self, factor: float) -> None:
         """Scale the learning rate of every group."""
         for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
@@ -170,9 +165,6 @@ class SoloEngine(ParallelEngine):
         self.device = torch.device("cpu") if wanted == "cpu" or found is None else found
         self.ranks = OneRank()
 
-    def start(self) -> None:
-        """There is no process group."""
-
     def initialize_model(
         self,
         builder: ModelBuilder,
@@ -181,6 +173,7 @@ class SoloEngine(ParallelEngine):
         seed: int,
         adapters: Any = (),
         materialise: Any = True,
+        frozen: Any = False,
     ) -> SoloModel:
         """Build the model on the device. No adapters come: the record does not declare them."""
         return SoloModel(builder, precision, self.device, seed)
@@ -197,10 +190,3 @@ class SoloEngine(ParallelEngine):
             params = [dict(trained)[name] for name in names]
             groups += [ParameterGroup(params=params, names=names, lr=config.lr, weight_decay=0.0 if spared else decay)]
         return SoloOptimizer(model, factory([group for group in groups if group["params"]], config))
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-    def shutdown(self) -> None:
-        """There is nothing to leave."""
