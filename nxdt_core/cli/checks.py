@@ -13,10 +13,10 @@ from nxdt_core.config.section import is_model, keys_of
 from nxdt_core.config.tree import to_plain
 from nxdt_core.errors.configuration import ValuesNotSet
 from nxdt_core.errors.models import VocabularyTooSmall
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.tokenizer import Tokenizer
 
 
 def check_layout(config: ResolvedConfig) -> None:

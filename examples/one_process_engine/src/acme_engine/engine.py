@@ -17,7 +17,7 @@ from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.protocols.ranks import OneRank
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 
 
@@ -163,7 +163,7 @@ class SoloEngine(ParallelEngine):
     def __init__(self, config: Any) -> None:
         wanted, found = config.run.trainer.accelerator, torch.accelerator.current_accelerator(check_available=True)
         self.device = torch.device("cpu") if wanted == "cpu" or found is None else found
-        self.ranks = OneRank()
+        self.ranks = RankAgreement()
 
     def initialize_model(
         self,
