@@ -188,7 +188,6 @@ def objective(config: ResolvedConfig) -> Objective:
     """Return the configured loss.
 
     Raises:
-        ConfigError: it compares with a reference, which the engine does not declare.
         HeadDoesNotFit: the model's head gives something else than it takes.
     """
     made = _construct(config, "objective", Objective)
