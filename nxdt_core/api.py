@@ -96,8 +96,8 @@ class Component:
     """Names from :data:`CAPABILITIES` for the component's kind that say what the implementation does. A configuration
     may not require a capability that its engine, model or optimizer does not declare."""
     requires: frozenset[str] = frozenset()
-    """Capabilities that the run's engine must always declare for this component. The section reports
-    those that depend on its values (:class:`nxdt_core.config.section.RequiresCapabilities`)."""
+    """Capabilities that the run's engine must declare for this component. Those of a precision follow from its policy
+    (:attr:`nxdt_core.protocols.precision.PrecisionPolicy.needs`)."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):

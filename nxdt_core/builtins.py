@@ -163,14 +163,12 @@ POLICIES = (
     Component(
         name="mixed_precision",
         target=f"{_PRECISIONS}:mixed_precision",
-        requires=frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype"}),
         summary="bfloat16 compute; float32 masters, sums of gradients and optimizer state",
         suggested_for=(*_BFLOAT16, "fp16", "float16", "16-mixed"),
     ),
     Component(
         name="mixed_precisionSR",
         target=f"{_PRECISIONS}:mixed_precision_sr",
-        requires=frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype", "stochastic_rounding"}),
         summary="mixed_precision, masters rounded stochastically to the bfloat16 that is computed with",
         aliases=("mixed_precision_SR",),
     ),
@@ -178,14 +176,12 @@ POLICIES = (
         name="bf16SR",
         target=f"{_PRECISIONS}:bf16_sr",
         config=f"{_PRECISIONS}:BF16SRConfig",
-        requires=frozenset({"dtype:bfloat16", "stochastic_rounding"}),
         summary="bfloat16 weights and gradients without masters, updates rounded stochastically",
         suggested_for=("bf16-true",),
     ),
     Component(
         name="autocast",
         target=f"{_PRECISIONS}:autocast",
-        requires=frozenset({"autocast"}),
         summary="float32 parameters, bfloat16 compute under torch.autocast",
         suggested_for=(*_BFLOAT16, "amp"),
     ),
@@ -256,7 +252,7 @@ _TORCH_ENGINE = frozenset(
         *("pp", "vpp", "pp:1f1b", "pp:interleaved", "pp:zbv"),
         *("cp", "cp:ring", "cp:gather"),
         *("ep", "token_shuffle"),
-        *("adapters", "reference", "frozen_model", "recompute", "compile", "param_groups"),
+        *("adapters", "frozen_model", "recompute", "compile", "param_groups"),
         *("dtype:float64", "dtype:bfloat16", "autocast", "master_weights"),
         *("gradient_dtype", "optimizer_dtype", "stochastic_rounding", "linear_product", "quantised_base"),
     }

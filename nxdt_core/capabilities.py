@@ -38,7 +38,6 @@ _ENGINE = {
     "token_shuffle": "mixes the tokens of data parallel ranks before experts",
     "adapters": "applies adapters to the model before it is laid out, and trains what they added",
     "quantised_base": "keeps the frozen weights of linear layers in 4 or 8 bits",
-    "reference": "computes the log-probabilities of labels, which preference objectives compare with",
     "frozen_model": "runs a second model, which does not train, next to the one that does",
     "recompute": "recomputes activations in backward",
     "compile": "compiles the model with torch.compile",

@@ -7,15 +7,16 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nxdt_core.components import class_of
 from nxdt_core.config.annotations import Written
 from nxdt_core.config.section import is_model, keys_of
 from nxdt_core.config.tree import to_plain
 from nxdt_core.errors.configuration import ValuesNotSet
 from nxdt_core.errors.models import VocabularyTooSmall
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.tokenizer import Tokenizer
 
 
 def check_layout(config: ResolvedConfig) -> None:
@@ -101,7 +102,7 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
         return []  # it is reported as a value to set
     if absent := [path for path in paths if not path.exists()]:
         return [f"data.tokenizer: {absent[0]} is not on this machine; its vocabulary is not compared with the model's"]
-    tokenizer: Tokenizer = selected.component.load_target()(selected.config)
+    tokenizer = class_of(selected.component, Tokenizer)(selected.config)
     rows = _rows(config.selected("model").config)
     if rows is not None and tokenizer.vocab_size > rows:
         added = bool(getattr(selected.config, "added_tokens", ()))

@@ -12,10 +12,11 @@ from nxdt_core.cli.generate import window_option
 from nxdt_core.cli.verb import Verb, say
 from nxdt_core.components import class_of
 from nxdt_core.engine.compile_cache import check_torch_folder
+from nxdt_core.protocols.evaluation import TaskSuite
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
-    from nxdt_core.protocols.evaluation import Metric, TaskSuite
+    from nxdt_core.protocols.evaluation import Metric
     from nxdt_core.train.generate import LoadedModel
 
 

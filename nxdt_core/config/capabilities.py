@@ -8,17 +8,18 @@ launcher has as many processes as they start: :func:`check_capabilities` then re
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 
 from nxdt_core.api import CAPABILITIES, AdapterComponent
 from nxdt_core.config.checks import CP, EP, PP, REPLICAS, TP, VPP, WORLD, Checked, mesh_sizes
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, Selected
-from nxdt_core.config.section import RequiresCapabilities
 from nxdt_core.config.tree import Node, Origin
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
 from nxdt_core.kernel.registry import Registry
+from nxdt_core.protocols.precision import PrecisionPolicy
 
-__all__ = ["Asked", "check_built", "check_capabilities", "find_undeclared"]
+__all__ = ["Asked", "check_capabilities", "find_undeclared"]
 
 _STRATEGY = "distributed_strategy"
 _SP, _PAD = f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.pad_heads"
@@ -77,24 +78,6 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
     tree = config.tree.set(WORLD[0], Node(world_size, started)).set(WORLD[1], Node(1, started))
     checked = Checked(dict(tree.leaves()), tree)
     if problems := tuple(find_undeclared(checked, config.components, config.kernel.registry)):
-        raise ConfigError(source=config.source, problems=problems)
-
-
-def check_built(config: ResolvedConfig, slot: str, found: str, needed: Iterable[str]) -> None:
-    """Check what a built component asks for, such as the policy that a precision's factory makes, against the engine of
-    the run.
-
-    Args:
-        config: the run.
-        slot: the kind of the component.
-        found: its name, for the message.
-        needed: capabilities of the engine.
-
-    Raises:
-        ConfigError: the engine does not declare one.
-    """
-    asked = [_chosen(slot, found, name) for name in sorted(needed)]
-    if problems := tuple(_missing(Checked({}, config.tree), config.components, asked, config.kernel.registry)):
         raise ConfigError(source=config.source, problems=problems)
 
 
@@ -161,25 +144,23 @@ def _of_the_step(checked: Checked) -> Iterator[Asked]:
 
 
 def _of_components(components: Components) -> Iterator[Asked]:
-    """What the records and the sections of the other components require."""
+    """What the records of the other components require, and the policy that a precision makes."""
     for slot in SLOTS:
         selected = components.get(slot.kind)
         if selected is None:
             continue
-        record, section = selected.component.record, selected.config
+        record = selected.component.record
         needed = set(record.requires)
         if isinstance(record, AdapterComponent):
             needed.add("adapters")
             for name in sorted(record.requires_of_model):
                 yield Asked((slot.key,), record.name, _instead(slot.kind), model=name)
-        if isinstance(section, RequiresCapabilities):
-            needed.update(section.requires_capabilities())
+        if slot.kind == "precision":
+            with suppress(Exception, SystemExit):  # what fails here fails again, with its traceback, in a run
+                policy: PrecisionPolicy = selected.component.load_target()(selected.config)
+                needed |= policy.needs
         for name in sorted(needed):
-            yield _chosen(slot.kind, record.name, name)
-
-
-def _chosen(slot: str, found: str, capability: str) -> Asked:
-    return Asked((_SELECTORS[slot],), found, _instead(slot), engine=capability)
+            yield Asked((slot.key,), record.name, _instead(slot.kind), engine=name)
 
 
 def _instead(slot: str) -> str:

@@ -42,7 +42,6 @@ __all__ = [
     "Key",
     "NamesHFKeys",
     "ReadsHFConfig",
-    "RequiresCapabilities",
     "Section",
     "is_model",
     "keys_of",
@@ -134,23 +133,11 @@ class ChecksItself(Protocol):
 
 
 @runtime_checkable
-class RequiresCapabilities(Protocol):
-    """What the component needs of the engine depends on the values of its section.
-
-    ``requires`` of its record is for what it needs always.
-    """
-
-    def requires_capabilities(self) -> Iterable[str]:
-        """Return engine capabilities of :data:`nxdt_core.api.CAPABILITIES`. Called once the types are right."""
-        ...
-
-
-@runtime_checkable
 class ReadsHFConfig(Protocol):
     """The section of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``).
 
     ``nxdt checkpoint import`` calls it, too. ``config_to_hf`` of the model's builder is its inverse
-    (:class:`nxdt_core.protocols.model.HFExchange`).
+    (:class:`nxdt_core.protocols.model.ModelBuilder`).
 
     Example::
 

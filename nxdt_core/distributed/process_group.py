@@ -26,6 +26,7 @@ from nxdt_core.distributed.torch_versions import forget_shardings
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import NotEnoughDevices
 from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.system.progress import PROGRESS
 
 __all__ = ["Ranks", "check_devices", "cores_of_process"]
@@ -43,7 +44,7 @@ _SUPERVISED_FACTOR = 4
 would blame the ranks that wait."""
 
 
-class Ranks:
+class Ranks(RankAgreement):
     """The processes of a run. Alone, there is no process group, and every operation returns its argument.
 
     Example::

@@ -188,14 +188,12 @@ NotStartedByLauncher = NxdtError.define(
 )
 
 
-class CannotSubmit(NxdtError):
-    """``nxdt launch`` with a launcher that only joins processes and submits no jobs."""
-
-    code = "NXDT-P112"
-    happened = "The launcher {launcher!r} joins processes that something else has started, and submits no jobs."
-    remedy = "Choose a launcher that `nxdt launch --help` lists, or start the processes yourself."
-    launcher: str
-
+CannotSubmit = NxdtError.define(
+    "NXDT-P112",
+    "``nxdt launch`` with a launcher that only joins processes and submits no jobs.",
+    "The launcher {launcher!r} joins processes that something else has started, and submits no jobs.",
+    "Choose a launcher that `nxdt launch --help` lists, or start the processes yourself.",
+)
 
 ClusterHasOtherDevices = NxdtError.define(
     "NXDT-P113",

@@ -1,5 +1,5 @@
-"""What a component of each kind must look like, one file per kind. Types only: nothing here imports torch.
+"""The base class of each kind of component, one file per kind; nothing here imports torch.
 
-A class need not inherit from these protocols; it must have their members. A plugin's target is what the
-registry imports, and each protocol's docstring says how the core calls it.
+A component's class inherits from the base class of its kind, which has defaults for what is optional
+(:func:`nxdt_core.components.class_of`). Optimizers, schedules and precisions are functions.
 """

@@ -22,7 +22,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from nxdt_core.errors.configuration import ConfigProblem
 from nxdt_core.errors.launch import EngineCannotCompileAhead, EngineWithoutEstimate
@@ -46,6 +46,9 @@ __all__ = [
     "RankInfo",
     "Settings",
 ]
+
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,7 @@ class ParallelEngine(ABC):
             decay_norms: whether norms take weight decay.
         """
 
-    def broadcast_object(self, value: Any) -> Any:
+    def broadcast_object(self, value: _T) -> _T:
         """Return rank 0's value on every rank (JSON-able)."""
         return self.ranks.broadcast_object(value)
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["DType", "LinearProduct", "PrecisionFactory", "PrecisionPolicy", "ScaledCast", "capabilities_of"]
+__all__ = ["DType", "LinearProduct", "PrecisionFactory", "PrecisionPolicy", "ScaledCast"]
 
 DType = Literal["float64", "float32", "bfloat16", "float16"]
 """Names of torch dtypes, so that policies can be read without torch."""
@@ -91,27 +91,30 @@ class PrecisionPolicy:
     the products of the linear layers that the model's plan names; None: torch, in the compute dtype. The product of
     the vocabulary head, of layers with tied weights and of experts stays torch's."""
 
+    @property
+    def needs(self) -> frozenset[str]:
+        """Return the capabilities of :data:`nxdt_core.api.CAPABILITIES` that an engine must declare to apply it.
 
-def capabilities_of(policy: PrecisionPolicy) -> frozenset[str]:
-    """Return the capabilities of :data:`nxdt_core.api.CAPABILITIES` that an engine must declare to apply ``policy``.
-
-    float32 parameters, gradients and state need none; nor do gradients and state of the parameters' own dtype.
-    """
-    updated = "float32" if policy.master_weights else policy.parameters
-    asked = {
-        f"dtype:{policy.parameters}": policy.parameters != "float32",
-        "autocast": policy.autocast is not None,
-        "master_weights": policy.master_weights,
-        "gradient_dtype": policy.gradients != policy.parameters,
-        "optimizer_dtype": policy.optimizer_state != updated,
-        "stochastic_rounding": policy.stochastic_rounding,
-        "linear_product": policy.linear_product is not None,
-    }
-    return frozenset(name for name, needed in asked.items() if needed)
+        float32 parameters, gradients and state need none; nor do gradients and state of the parameters' own dtype.
+        """
+        updated = "float32" if self.master_weights else self.parameters
+        asked = {
+            f"dtype:{self.parameters}": self.parameters != "float32",
+            "autocast": self.autocast is not None,
+            "master_weights": self.master_weights,
+            "gradient_dtype": self.gradients != self.parameters,
+            "optimizer_dtype": self.optimizer_state != updated,
+            "stochastic_rounding": self.stochastic_rounding,
+            "linear_product": self.linear_product is not None,
+        }
+        return frozenset(name for name, needed in asked.items() if needed)
 
 
 class PrecisionFactory(Protocol):
-    """The target of the kind: a callable; ``config`` is the section ``precision``."""
+    """The target of the kind: a callable; ``config`` is the section ``precision``.
+
+    It is called when a configuration is checked, so its module does not import torch.
+    """
 
     def __call__(self, config: Any) -> PrecisionPolicy:
         """Return the dtypes of a run from the section ``precision``."""

@@ -13,7 +13,7 @@ from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.capabilities import check_built, check_capabilities
+from nxdt_core.config.capabilities import check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.distributed.device_settings import register_profile_of
@@ -29,7 +29,7 @@ from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableData
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
+from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleFactory, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -188,7 +188,6 @@ def objective(config: ResolvedConfig) -> Objective:
     """Return the configured loss.
 
     Raises:
-        ConfigError: it compares with a reference, which the engine does not declare.
         HeadDoesNotFit: the model's head gives something else than it takes.
     """
     made = _construct(config, "objective", Objective)
@@ -199,8 +198,6 @@ def objective(config: ResolvedConfig) -> Objective:
             key, value = "name", "a model with the key score_head, such as llama"
         name = config.run.objective.name
         raise HeadDoesNotFit(objective=name, takes=takes, model=model.component.record.name, key=key, value=value)
-    if made.traits.reference is not None:
-        check_built(config, "objective", config.selected("objective").component.record.name, ("reference",))
     return made
 
 
@@ -213,7 +210,6 @@ def precision(config: ResolvedConfig) -> PrecisionPolicy:
     """
     selected = config.selected("precision")
     policy: PrecisionPolicy = selected.component.load_target()(selected.config)
-    check_built(config, "precision", policy.name, capabilities_of(policy))
     wanted = config.run.checkpoint.use_master_weights_in_ckpt
     if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
         raise NoMasterWeights(precision=policy.name, dtype=policy.parameters)

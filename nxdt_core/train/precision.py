@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from nxdt_core.config.section import Section
-from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
+from nxdt_core.protocols.precision import PrecisionPolicy
 
 Switch = Literal[False, True, 0, 1, "0", "1"]
 """NxD Training hands these to the environment, so its files write them as text."""
@@ -20,10 +20,6 @@ class BF16SRConfig(Section):
     optimizer_state: Literal["float32", "bfloat16"] = "float32"
     """Dtype of the optimizer's running means between steps; ``bfloat16`` halves their size and rounds them
     stochastically, too."""
-
-    def requires_capabilities(self) -> Iterable[str]:
-        """Yield the capabilities of the engine that the values ask for."""
-        return capabilities_of(self.policy())
 
     def policy(self) -> PrecisionPolicy:
         """Return the policy that the values stand for."""
@@ -62,10 +58,6 @@ class ManualConfig(Section):
     def rounds_stochastically(self) -> bool:
         """Whether that switch is on."""
         return self.neuron_rt_stochastic_rounding_en in _ON
-
-    def requires_capabilities(self) -> Iterable[str]:
-        """Yield the capabilities of the engine that the switches ask for."""
-        return capabilities_of(self.policy())
 
     def policy(self) -> PrecisionPolicy:
         """Return the policy that the switches stand for."""

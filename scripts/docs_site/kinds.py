@@ -6,7 +6,7 @@ where the page is read without that:
 * ``*The file [PATH](LINK).*``: a file of this repository;
 * ``*The file `PATH` of the new plugin.*``: a file that ``nxdt plugins new SHORT my-SHORT`` writes;
 * ``*The requirements: the tests of the kit by name.*``: what the kit of the kind tests;
-* ``*The source of the protocol, in `PATH`.*``: that of the kind.
+* ``*The source of the base class, in `PATH`.*``: that of the kind; ``protocol`` where the target is a function.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FOLDER = "kinds"
 """Folder of the pages below ``docs``."""
 _MARK = re.compile(
     r"^\*The (?:file \[(?P<ours>\S+)\]\(\S+\)|file `(?P<new>\S+)` of the new plugin"
-    r"|(?P<kit>requirements: the tests of the kit by name)|source of the protocol, in `\S+`)\.\*$",
+    r"|(?P<kit>requirements: the tests of the kit by name)|source of the (?:protocol|base class), in `\S+`)\.\*$",
     re.MULTILINE,
 )
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}

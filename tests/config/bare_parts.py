@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from nxdt_core.api import Component, EngineComponent, ModelComponent, hookimpl
 from nxdt_core.errors.configuration import ImpossibleCombination
-from nxdt_core.protocols.objective import Objective, ObjectiveTraits
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 
@@ -19,15 +18,6 @@ def raising(settings):
 
 def secretly_half(config):
     return PrecisionPolicy(name="secret", parameters="bfloat16", gradients="bfloat16", optimizer_state="bfloat16")
-
-
-class Comparing(Objective):
-    """An objective that compares with a reference, and whose record does not say so."""
-
-    traits = ObjectiveTraits(reference="before")
-
-    def __call__(self, logits, batch):
-        raise AssertionError("an objective was called that the run must not have")
 
 
 class Engine:
@@ -61,8 +51,3 @@ def nxdt_optimizers():
 @hookimpl
 def nxdt_precisions():
     return [Component(name="secret", target=f"{__name__}:secretly_half")]
-
-
-@hookimpl
-def nxdt_objectives():
-    return [Component(name="comparing", target=f"{__name__}:Comparing")]

@@ -14,7 +14,7 @@ from nxdt_core import config
 from nxdt_core.api import CAPABILITIES
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
+from nxdt_core.protocols.precision import PrecisionPolicy
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -47,7 +47,6 @@ SETTINGS = {
 ELSEWHERE = {
     "adapters": "tests/engine/layouts/test_lora_layouts.py",
     "quantised_base": "tests/engine/layouts/test_lora_layouts.py",
-    "reference": "tests/engine/layouts/test_preference_layouts.py",
     "frozen_model": "plugins/objectives/distill/tests/test_distill_layouts.py",
     "pad_heads": "tests/engine/tensor/test_padded_heads.py",
     "sp:regather": "tests/engine/tensor/test_gathered_again.py",
@@ -101,7 +100,7 @@ def test_an_engine_is_asked_for_nothing_that_it_does_not_declare(missing, capabi
 
 
 def test_every_capability_of_an_engine_is_asked_for_by_some_setting():
-    beyond = {"adapters", "reference", "frozen_model", "dtype:float64", "dtype:float16", "linear_product", "xla"}
+    beyond = {"adapters", "frozen_model", "dtype:float64", "dtype:float16", "linear_product", "xla"}
     assert CAPABILITIES["engine"].keys() == SETTINGS.keys() | beyond
 
 
@@ -181,15 +180,9 @@ def test_rules_that_fail_are_the_engines_fault(bare, good, engine, code, reason)
 # What is known only when something is built or started
 
 
-def test_what_a_factory_decides_is_checked_when_it_is_built(bare, good):
-    from nxdt_core.train import build
-
-    run = config.load(config_of(good), ["parallel_engine.name=bare", "precision.type=secret"], kernel=bare)
-    with pytest.raises(ConfigError, match="'dtype:bfloat16'"):
-        build.precision(run)
-    run = config.load(config_of(good), ["parallel_engine.name=bare", "objective.name=comparing"], kernel=bare)
-    with pytest.raises(ConfigError, match="'reference'"):
-        build.objective(run)
+def test_what_a_policy_needs_is_asked_of_the_engine(missing):
+    lacks = missing("parallel_engine.name=bare", "precision.type=secret")
+    assert ("engine", "bare", "dtype:bfloat16") in lacks
 
 
 def test_processes_that_somebody_else_starts_are_counted_before_the_engine_is_built(bare, good, monkeypatch):
@@ -272,19 +265,10 @@ def test_all_our_optimizers_train_shards(everything):
     assert found.keys() == {*NAMES, "adamw_8bit"}
 
 
-def test_records_of_precisions_require_what_their_policies_do(everything):
-    for component in everything.registry.all("precision"):
-        section = component.load_config()
-        policy = component.load_target()(None if section is None else section())
-        needed = set(component.record.requires)
-        needed |= set() if section is None else set(section().requires_capabilities())
-        assert needed == capabilities_of(policy), component.record.name
-
-
 def test_float32_needs_nothing_and_float64_its_dtype_alone():
-    assert capabilities_of(PrecisionPolicy(name="a")) == set()
+    assert PrecisionPolicy(name="a").needs == set()
     double = PrecisionPolicy(name="b", parameters="float64", gradients="float64", optimizer_state="float64")
-    assert capabilities_of(double) == {"dtype:float64"}
+    assert double.needs == {"dtype:float64"}
 
 
 def test_records_of_adapters_and_objectives_say_what_they_need(everything):
@@ -292,8 +276,7 @@ def test_records_of_adapters_and_objectives_say_what_they_need(everything):
     for component in registry.all("adapter"):
         assert component.record.requires_of_model == {component.record.name}
     found = {component.record.name: set(component.record.requires) for component in registry.all("objective")}
-    assert {name for name, needed in found.items() if needed} == found.keys() & {"distill", "dpo", "kto"}
-    assert all(found.get(name, {"reference"}) == {"reference"} for name in ("dpo", "kto"))
+    assert {name for name, needed in found.items() if needed} == found.keys() & {"distill"}
     assert found.get("distill", {"frozen_model"}) == {"frozen_model"}
 
 

@@ -24,7 +24,7 @@ from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
-from nxdt_core.protocols.ranks import OneRank
+from nxdt_core.protocols.ranks import RankAgreement
 
 DOCS = Path(__file__).parents[2] / "docs" / "kinds" / "engine.md"
 RULES = [InitRule(pattern="*", distribution="normal", std=0.02)]
@@ -132,7 +132,7 @@ def test_a_group_may_choose_parameters_of_another_rank() -> None:
 
 def test_a_group_that_chooses_nothing_is_refused_in_one_process() -> None:
     with raises(ParameterGroupEmpty):
-        check_overrides([ParamGroupConfig(params="no.**", lr=0.1)], ["a"], OneRank())
+        check_overrides([ParamGroupConfig(params="no.**", lr=0.1)], ["a"], RankAgreement())
     net = nn.Linear(2, 2)
     (group,) = parameter_groups(net.named_parameters(), ParallelPlan(), lr=0.1, weight_decay=0.0, decay_norms=False)
     assert group["names"] == ["weight", "bias"]

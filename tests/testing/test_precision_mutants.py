@@ -11,15 +11,13 @@ from tests.testing.outcomes import Outcomes, assert_fails_where_wrong, every_thi
 
 FILE = Path(__file__).parent / "mutants/precision.py"
 KNOWN, AGREE = "test_it_is_a_policy_of_known_dtypes", "test_its_dtypes_agree"
-NEEDED = "test_the_record_requires_what_the_policy_needs"
 TRAINS, SMALL = "test_it_trains_as_float32_does", "test_small_updates_are_not_lost"
 CAUGHT_BY = {
     "Right": set(),
     "ReturnsADtype": {KNOWN, AGREE, TRAINS, SMALL},
     "HasNoName": {KNOWN},
     "CountsItsCalls": {"test_the_same_section_gives_the_same_policy"},
-    "NeedsAutocastToo": {NEEDED},
-    "NeedsNoMasters": {NEEDED},
+    "ImportsNumpy": {"test_its_module_imports_nothing_heavy"},
     "KeepsMastersOfFloat32": {AGREE},
     "SumsInLess": {AGREE},
     "LosesSmallUpdates": {SMALL},

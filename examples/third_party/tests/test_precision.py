@@ -10,8 +10,6 @@ from nxdt_core.protocols.precision import PrecisionFactory
 class TestFP64(PrecisionContract):
     """All tests are inherited."""
 
-    requires = frozenset({"dtype:float64"})  # as the record declares
-
     @pytest.fixture
     def factory(self) -> PrecisionFactory:
         """The target of the record."""

@@ -194,10 +194,6 @@ class SentencePieceTokenizer(Tokenizer):
         text: str = self._processor.decode([i for i in ids if 0 <= i < self._own_size])
         return text
 
-    def chat_template(self) -> str | None:
-        """Return None: the file format has no chat template."""
-        return None
-
     def special_tokens(self) -> Mapping[str, str]:
         """Return the begin, end, padding and unknown token, where they exist."""
         ids = {**self._roles(), "unk_token": self._processor.unk_id()}

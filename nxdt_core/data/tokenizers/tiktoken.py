@@ -99,10 +99,6 @@ class TiktokenTokenizer(Tokenizer):
         text: str = self._encoding.decode([i for i in ids if 0 <= i < len(self._ranks)])
         return text
 
-    def chat_template(self) -> str | None:
-        """Return None: the file has ranks only."""
-        return None
-
     def special_tokens(self) -> Mapping[str, str]:
         """Return the begin, end and padding token, where they exist."""
         names = {id_: token for token, id_ in self._special.items()}

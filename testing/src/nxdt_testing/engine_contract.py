@@ -171,10 +171,8 @@ class EngineContract(EngineRuns):
         assert not logits.requires_grad
         assert torch.equal(logits, run.model.forward(ids))
 
-    def test_log_probs_are_those_of_the_labels(self, run: Run, batches: list[Batch], settings: Settings) -> None:
+    def test_log_probs_are_those_of_the_labels(self, run: Run, batches: list[Batch]) -> None:
         """0 at positions without a label; without a gradient."""
-        if "reference" not in settings.declared:
-            pytest.skip("the engine does not declare 'reference'")
         for batch, found in zip(batches, run.model.log_probs(batches), strict=True):
             logits, counts = run.model.forward(batch.input_ids).float().to(HOST), batch.labels != IGNORE_INDEX
             expected = -cross_entropies(logits, batch.labels) * counts

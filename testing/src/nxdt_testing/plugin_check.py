@@ -45,7 +45,7 @@ _QUIET = ("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importli
 _CONTRACTS: Mapping[str, tuple[type, Callable[[Any], Mapping[str, Any]]]] = {
     "optimizer": (OptimizerContract, lambda record: {"sharded": "sharded" in record.capabilities}),
     "schedule": (ScheduleContract, lambda record: {}),
-    "precision": (PrecisionContract, lambda record: {"requires": record.requires}),
+    "precision": (PrecisionContract, lambda record: {}),
     "objective": (ObjectiveContract, lambda record: {}),
     "adapter": (AdapterContract, lambda record: {"name": record.name}),
     "launcher": (LauncherContract, lambda record: {"name": record.name}),

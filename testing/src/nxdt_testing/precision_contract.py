@@ -5,8 +5,6 @@ Example, the whole test file of a plugin::
     from nxdt_testing.precision_contract import PrecisionContract
 
     class TestMyPrecision(PrecisionContract):
-        requires = frozenset({"dtype:bfloat16"})  # as its record declares
-
         @pytest.fixture
         def factory(self):
             return my_precision
@@ -24,9 +22,9 @@ from typing import Any, ClassVar, get_args
 import pytest
 import torch
 
-from nxdt_core.config.section import RequiresCapabilities
-from nxdt_core.protocols.precision import DType, PrecisionFactory, PrecisionPolicy, capabilities_of
+from nxdt_core.protocols.precision import DType, PrecisionFactory, PrecisionPolicy
 from nxdt_testing.contract import ComponentContract, difference
+from nxdt_testing.processes.side_effects import assert_light
 from nxdt_testing.runs.run import Run, global_batch, run_config, small_decoder
 
 __all__ = ["PrecisionContract"]
@@ -43,10 +41,8 @@ _SMALL_STEPS = 8
 
 
 class PrecisionContract(ComponentContract):
-    """The tests of a precision policy: subclass it, set :attr:`requires`, and override the fixture ``factory``."""
+    """The tests of a precision policy: subclass it and override the fixture ``factory``."""
 
-    requires: ClassVar[frozenset[str]]
-    """What its record declares in ``requires``."""
     keeps_small_updates: ClassVar[bool] = True
     """False for a policy that loses, on purpose, updates below the rounding of its parameters."""
 
@@ -74,16 +70,9 @@ class PrecisionContract(ComponentContract):
         ]
         assert not differing, f"called twice with one section, the factory gives another {', '.join(differing)}"
 
-    def test_the_record_requires_what_the_policy_needs(self, policy: PrecisionPolicy, section: Any) -> None:
-        """Compare what record and section require of the engine with what the policy needs: no less and no more."""
-        needed = capabilities_of(policy)
-        asked = self.requires
-        if isinstance(section, RequiresCapabilities):
-            asked = asked | frozenset(section.requires_capabilities())
-        missing = sorted(needed - asked)
-        assert not missing, f"the policy needs {', '.join(missing)} of the engine, which its record does not require"
-        idle = sorted(asked - needed)
-        assert not idle, f"the record requires {', '.join(idle)}, which the policy does not need: engines are refused"
+    def test_its_module_imports_nothing_heavy(self, factory: PrecisionFactory) -> None:
+        """`nxdt config check` calls the factory, and does not import torch."""
+        assert_light(factory.__module__)
 
     def test_its_dtypes_agree(self, policy: PrecisionPolicy) -> None:
         """Masters and rounding are of narrow parameters; nothing is summed in less than it is computed in."""

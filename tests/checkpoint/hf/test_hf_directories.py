@@ -382,5 +382,9 @@ def test_a_wrong_key_map_is_the_builders_error(tmp_path, state, entry, reason):
 
 
 def test_a_builder_without_a_key_map_is_refused(saved):
-    with raises(HFExchangeUnsupported, match="SimpleNamespace"):
-        load_hf(saved, SimpleNamespace())
+    class Plain(ModelBuilder):
+        def build(self):
+            raise AssertionError("a model was built whose parameters have no names there")
+
+    with raises(HFExchangeUnsupported, match="Plain"):
+        load_hf(saved, Plain(SimpleNamespace(vocab_size=8)))

@@ -16,6 +16,7 @@ from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors.checkpoints import StorageFull
 from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model
@@ -91,6 +92,10 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
 
 
 def test_a_model_without_a_counterpart_is_refused_at_the_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(export.build, "model_builder", lambda config: SimpleNamespace())
+    class Plain(ModelBuilder):
+        def build(self):
+            raise AssertionError("a model was built whose parameters have no names there")
+
+    monkeypatch.setattr(export.build, "model_builder", lambda config: Plain(SimpleNamespace(vocab_size=8)))
     with raises(HFExchangeUnsupported):
         HFForm(llama(), LocalStorage(str(tmp_path)), Ranks(RankEnvironment(host="here")), every=1)

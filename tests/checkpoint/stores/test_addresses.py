@@ -20,6 +20,7 @@ from nxdt_core.kernel import Kernel, PluginPolicy
 MEMORY_PLUGIN = """
 from nxdt_core.api import StoreComponent, hookimpl
 from nxdt_core.config.section import Section
+from tests.checkpoint.memory import MemoryStorage
 
 @hookimpl
 def nxdt_stores():
@@ -29,7 +30,7 @@ def nxdt_stores():
 class RamConfig(Section):
     size: int = 7
 
-class Ram:
+class Ram(MemoryStorage):
     def __init__(self, uri, config):
         self.uri, self.config = uri, config
 """

@@ -12,11 +12,11 @@ from nxdt_testing.precision_contract import PrecisionContract
 
 from nxdt_core.protocols.precision import PrecisionPolicy
 
-NEEDS = frozenset({"dtype:bfloat16", "master_weights", "gradient_dtype"})
 MUTANTS = []
 
 
 def mutant(factory):
+    factory.__module__ = PrecisionPolicy.__module__  # this one imports torch, with the contract
     MUTANTS.append(factory)
     return factory
 
@@ -51,13 +51,12 @@ def CountsItsCalls(section):
 
 
 @mutant
-def NeedsAutocastToo(section):
-    return policy(autocast="bfloat16")
+def ImportsNumpy(section):
+    """As if it were written in a module that does."""
+    return policy()
 
 
-@mutant
-def NeedsNoMasters(section):
-    return policy(master_weights=False, stochastic_rounding=True)
+ImportsNumpy.__module__ = "tests.testing.mutants.imports_numpy"
 
 
 @mutant
@@ -81,19 +80,8 @@ def UpdatesInFloat16(section):
     return policy(**half, master_weights=False)
 
 
-REQUIRES = {
-    "NeedsNoMasters": NEEDS | {"stochastic_rounding"},
-    "KeepsMastersOfFloat32": frozenset({"master_weights"}),
-    "SumsInLess": frozenset({"gradient_dtype"}),
-    "UpdatesInFloat16": frozenset({"dtype:float16"}),
-    "LosesSmallUpdates": NEEDS - {"master_weights"} | {"optimizer_dtype"},
-}
-
-
 def under_contract(made):
     class Contract(PrecisionContract):
-        requires = REQUIRES.get(made.__name__, NEEDS)
-
         @pytest.fixture
         def factory(self):
             return made

@@ -11,6 +11,6 @@ def nxdt_engines() -> list[EngineComponent]:
             name="solo",
             target="acme_engine.engine:SoloEngine",
             summary="one process on one device, in the dtype of the parameters",
-            capabilities=frozenset({"reference", "dtype:float64", "dtype:bfloat16"}),
+            capabilities=frozenset({"dtype:float64", "dtype:bfloat16"}),
         )
     ]

@@ -17,14 +17,12 @@ from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import OptimizerFactory, ParameterGroup
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.protocols.ranks import OneRank
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 
 
 class SoloModel(ParallelModel):
     """A module on one device. Its record declares no adapters, so none has added parameters."""
-
-    replicas, added, data_ranks = None, frozenset[str](), 1
 
     def __init__(self, builder: ModelBuilder, precision: PrecisionPolicy, device: torch.device, seed: int) -> None:
         self.device, self.plan = device, builder.plan()
@@ -121,9 +119,6 @@ class SoloOptimizer(ParallelOptimizer):
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._peaks = [group["lr"] for group in inner.param_groups]
 
-    def begin_step(self, step: int) -> None:
-        """Do nothing: this engine draws no random numbers by the step."""
-
     def set_lr_factor(self, factor: float) -> None:
         """Scale the learning rate of every group."""
         for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
@@ -168,10 +163,7 @@ class SoloEngine(ParallelEngine):
     def __init__(self, config: Any) -> None:
         wanted, found = config.run.trainer.accelerator, torch.accelerator.current_accelerator(check_available=True)
         self.device = torch.device("cpu") if wanted == "cpu" or found is None else found
-        self.ranks = OneRank()
-
-    def start(self) -> None:
-        """There is no process group."""
+        self.ranks = RankAgreement()
 
     def initialize_model(
         self,
@@ -181,6 +173,7 @@ class SoloEngine(ParallelEngine):
         seed: int,
         adapters: Any = (),
         materialise: Any = True,
+        frozen: Any = False,
     ) -> SoloModel:
         """Build the model on the device. No adapters come: the record does not declare them."""
         return SoloModel(builder, precision, self.device, seed)
@@ -197,10 +190,3 @@ class SoloEngine(ParallelEngine):
             params = [dict(trained)[name] for name in names]
             groups += [ParameterGroup(params=params, names=names, lr=config.lr, weight_decay=0.0 if spared else decay)]
         return SoloOptimizer(model, factory([group for group in groups if group["params"]], config))
-
-    def broadcast_object(self, value: Any) -> Any:
-        """Return the value."""
-        return value
-
-    def shutdown(self) -> None:
-        """There is nothing to leave."""

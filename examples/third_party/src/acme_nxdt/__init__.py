@@ -77,5 +77,4 @@ def nxdt_schedules() -> list[Component]:
 @hookimpl
 def nxdt_precisions() -> list[Component]:
     """Declare a precision policy."""
-    target, needs = "acme_nxdt.precision:fp64", frozenset({"dtype:float64"})
-    return [Component(name="fp64", target=target, requires=needs, summary="everything in float64")]
+    return [Component(name="fp64", target="acme_nxdt.precision:fp64", summary="everything in float64")]

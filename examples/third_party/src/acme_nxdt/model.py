@@ -30,12 +30,6 @@ class Bigram(torch.nn.Module):
 class BigramBuilder(ModelBuilder):
     """Builds :class:`Bigram` and says how it may be sharded and initialised."""
 
-    max_sequence_length = None
-
-    def __init__(self, config: BigramConfig) -> None:
-        self.config = config
-        self.vocab_size = config.vocab_size
-
     def build(self) -> torch.nn.Module:
         """Return the module; called on the meta device."""
         return Bigram(self.config)
@@ -57,7 +51,6 @@ class BigramBuilder(ModelBuilder):
     # Hugging Face directories: optional
 
     hf_architectures = ("BigramForCausalLM",)
-    hf_ignored = ()
 
     def config_to_hf(self) -> dict[str, Any]:
         """Return the ``config.json``: the inverse of ``BigramConfig.from_hf``."""

@@ -82,9 +82,6 @@ class SQLiteStore(CheckpointStore):
                 == 1
             )
 
-    def after_commit(self, prefix: str) -> None:
-        """Do nothing after a commit."""
-
 
 def _check(key: str) -> str:
     """The key itself, where it is a relative path of names."""

@@ -1,6 +1,6 @@
 """Characters of sums to ids."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from nxdt_core.protocols.tokenizer import Tokenizer
 
@@ -21,10 +21,6 @@ class DigitTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         """Ids of the characters."""
         return [self._ids[symbol] for symbol in text if symbol in self._ids]
-
-    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the same for many texts."""
-        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Characters of the ids; the end of text is left out."""

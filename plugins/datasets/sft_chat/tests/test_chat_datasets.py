@@ -33,6 +33,7 @@ from nxdt_core.errors.chats import (
 from nxdt_core.errors.data import DataFileNotFound, DataNeedsTokenizer, MixtureInSequence
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 BYTES = ByteTokenizer()
 
@@ -351,10 +352,10 @@ class WithoutTemplate(ByteTokenizer):
     vocab_size = 300
 
 
-class WithoutPlaces:
-    """What the protocol of tokenizers asks for, and no more."""
+class WithoutPlaces(ByteTokenizer):
+    """What every tokenizer has, and no more."""
 
-    vocab_size, bos_id, eos_id, pad_id = 259, None, None, None
+    locate = Tokenizer.locate
 
 
 def test_tokenizers_that_cannot_serve_are_refused(load, chats_file):

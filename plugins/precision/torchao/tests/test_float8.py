@@ -56,8 +56,6 @@ LAYOUTS = {
 
 
 class TestFloat8(PrecisionContract):
-    requires = frozenset({"linear_product"})
-
     @pytest.fixture
     def factory(self):
         return float8

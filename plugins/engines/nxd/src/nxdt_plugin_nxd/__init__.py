@@ -5,7 +5,7 @@ from nxdt_core.api import EngineComponent, hookimpl
 _CAPABILITIES = frozenset(
     {
         *("dp", "zero1", "tp", "sp", "ep", "pp", "pp:1f1b", "vpp", "pp:interleaved"),
-        *("adapters", "reference", "recompute", "param_groups", "xla"),
+        *("adapters", "recompute", "param_groups", "xla"),
         *("dtype:bfloat16", "autocast", "master_weights", "gradient_dtype", "stochastic_rounding"),
     }
 )

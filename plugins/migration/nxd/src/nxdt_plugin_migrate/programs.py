@@ -77,10 +77,6 @@ class _Program(Migration):
         found = why_unneeded(key)
         return None if found is None else KeyMeaning(unneeded=found[0], program=found[1])
 
-    def environment_note(self, environment: Mapping[str, str]) -> str | None:
-        """Return None: the note of NxD Training's variables is that of all."""
-        return None
-
     def migrate(self, source: Path, target: Path, kernel: Any) -> MigratedConfig:
         """Rewrite a file for nxdt; see :func:`nxdt_plugin_migrate.config.migrate.migrate`."""
         from nxdt_plugin_migrate.config.migrate import migrate

@@ -19,7 +19,6 @@ def nxdt_objectives() -> list[Component]:
             name="dpo",
             target="nxdt_plugin_preference.objectives:Dpo",
             config="nxdt_plugin_preference.config:DpoConfig",
-            requires=frozenset({"reference"}),
             summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), IPO, cDPO, robust DPO",
         ),
         Component(
@@ -32,7 +31,6 @@ def nxdt_objectives() -> list[Component]:
             name="kto",
             target="nxdt_plugin_preference.unpaired:Kto",
             config="nxdt_plugin_preference.config:KtoConfig",
-            requires=frozenset({"reference"}),
             summary="Kahneman-Tversky optimisation of unpaired answers (Ethayarajh et al. 2024, arXiv:2402.01306)",
         ),
         Component(

@@ -13,7 +13,6 @@ def nxdt_precisions() -> list[Component]:
             name="float8",
             target="nxdt_plugin_torchao.policy:float8",
             config="nxdt_plugin_torchao.config:Float8Config",
-            requires=frozenset({"linear_product"}),
             summary="float8 products in linear layers, the rest as mixed_precision or autocast",
         )
     ]

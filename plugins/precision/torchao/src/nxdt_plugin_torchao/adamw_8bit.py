@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.protocols.optimizer import ParameterGroup, as_torch, shards_of
+from nxdt_core.protocols.optimizer import PackedState, ParameterGroup, as_torch, shards_of
 from nxdt_plugin_torchao.blocks import RowBlocks, dequantised, quantised
 from nxdt_plugin_torchao.config import AdamW8bitConfig
 from nxdt_plugin_torchao.errors import No8bitStateHere
@@ -25,7 +25,7 @@ _AT_A_TIME = 2**24
 _DEVICES = ("cuda", "cpu", "meta")
 
 
-class AdamW8bit(torch.optim.Optimizer):
+class AdamW8bit(torch.optim.Optimizer, PackedState):
     """AdamW; matrices have codes and, under ``<name>_scale``, scaling factors as state, the rest has float32."""
 
     def __init__(self, groups: list[ParameterGroup], config: AdamW8bitConfig) -> None:

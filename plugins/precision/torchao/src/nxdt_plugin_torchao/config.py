@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from nxdt_core.config.section import Section
-from nxdt_core.protocols.precision import PrecisionPolicy, capabilities_of
+from nxdt_core.protocols.precision import PrecisionPolicy
 
 
 class Float8Config(Section):
@@ -37,10 +37,6 @@ class Float8Config(Section):
         """Yield (key, problem) for values that cannot work."""
         if self.all_gather == "float8" and self.scaling != "tensorwise":
             yield "all_gather", f"float8 needs scaling: tensorwise; use bfloat16 with {self.scaling}"
-
-    def requires_capabilities(self) -> Iterable[str]:
-        """Yield the capabilities of the engine that the values ask for."""
-        return capabilities_of(self.dtypes())
 
     def dtypes(self) -> PrecisionPolicy:
         """Return the policy without the products."""

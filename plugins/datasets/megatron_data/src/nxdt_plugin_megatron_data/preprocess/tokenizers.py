@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
+from nxdt_core.components import class_of
 from nxdt_core.config.read import read_part
 from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_overrides
 from nxdt_core.config.tree import Node, merge
@@ -32,7 +33,7 @@ class NamedTokenizer:
     def build(self) -> Tokenizer:
         """Make it."""
         component = Kernel.start().registry.get("tokenizer", self.component)
-        return cast(Tokenizer, component.load_target()(self.config))
+        return class_of(component, Tokenizer)(self.config)
 
 
 _SECTION = "data.tokenizer"

@@ -21,7 +21,7 @@ from nxdt_core.models.loss import log_probs
 from nxdt_core.models.random.positions import rounding_key
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.parallel_model import ParallelModel, Replicas, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, StepLoss
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -81,11 +81,6 @@ class NxdModel(ParallelModel):
         names = stage.named_parameters().keys()
         saved = {name: value for module in stage.modules for name, value in module.state_dict().items()}
         self._buffers = {name: value for name, value in saved.items() if name not in names}
-
-    @property
-    def replicas(self) -> Replicas | None:
-        """Return None: each rank reads what it holds of a checkpoint."""
-        return None
 
     @property
     def added(self) -> frozenset[str]:

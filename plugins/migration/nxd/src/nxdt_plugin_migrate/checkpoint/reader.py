@@ -12,7 +12,6 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -81,10 +80,6 @@ class NeuronxCheckpoint(CheckpointReader):
         self.consumed_samples = int(samples[1]) if samples else 0
         self._reads: dict[TensorKey, Callable[[], torch.Tensor]] = {}
         self._adapted = self._alone = False
-
-    def model_config(self) -> Mapping[str, Any] | None:
-        """Return None: the model's configuration is a file elsewhere, which the run's configuration names."""
-        return None
 
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
         """See :class:`~nxdt_core.protocols.format.CheckpointReader`.
