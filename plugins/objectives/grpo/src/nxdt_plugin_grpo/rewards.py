@@ -82,8 +82,8 @@ class Reward(ABC):
     ) -> Sequence[float | None] | Awaitable[Sequence[float | None]]:
         """Return a number for each of ``answers``, higher for better ones; weighted, it is from −1e30 to 1e30.
 
-        None means not scored: the answer is left out of the mean of its group, and if no other reward scores it, it teaches
-        nothing. The method may be ``async``; such rewards wait at the same time.
+        None means not scored: the answer is left out of the mean of its group. If no other reward scores it, it has no
+        effect. The method may be ``async``; such rewards wait at the same time.
 
         Args:
             answers: all that this process has in a step, those to one prompt adjacent.
