@@ -14,7 +14,7 @@ from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import EmbeddingNoise
 from nxdt_core.models.rotary import RotaryEmbedding
-from nxdt_core.models.step_border import takes_step
+from nxdt_core.models.step_border import let_take_step, takes_step
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["RotaryDecoder", "RotaryDecoderLayer"]
@@ -27,7 +27,8 @@ class RotaryDecoderLayer(nn.Module):
         config: sizes of attention, and the window.
         masks: shared by all layers of a model.
         feed_forward: maps [batch, seq, hidden] to the same shape, such as :class:`~nxdt_core.models.mlp.SwiGLU`; it is
-            called with ``step`` where its forward has that parameter.
+            called with ``step`` where its forward has that parameter, or else one of its parts, which then finds the
+            context at the border (:mod:`nxdt_core.models.step_border`).
         name: attribute of the feed-forward block, part of the names of its parameters.
     """
 
@@ -48,6 +49,8 @@ class RotaryDecoderLayer(nn.Module):
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.feed_forward_name = name
+        if any(takes_step(part) for part in feed_forward.modules()):
+            let_take_step(feed_forward)
         self.feed_forward_takes_step = takes_step(feed_forward)
         self.add_module(name, feed_forward)
 
@@ -61,8 +64,8 @@ class RotaryDecoderLayer(nn.Module):
         """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as ``RotaryEmbedding`` returns it."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids, step)
         feed_forward = getattr(self, self.feed_forward_name)  # read here: an engine may have replaced the module
-        given = (step,) if self.feed_forward_takes_step else ()
-        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden), *given)
+        given = {"step": step} if self.feed_forward_takes_step else {}
+        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden), **given)
         return hidden + transformed
 
 

@@ -186,7 +186,7 @@ def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
     def refusal(reason: str) -> NxdtError:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
 
-    kinds = [kind for kind in type(core).__mro__ if "computed" not in vars(kind)]  # without that of recomputation
+    kinds = type(core).__mro__
     said = next((depth for depth, kind in enumerate(kinds) if "semantics" in vars(kind)), None)
     if said is None:
         raise refusal("it does not say what it computes")
