@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import click
 from tqdm import tqdm
 
-from nxdt_core.train.run.log import VALUES
+from nxdt_core.train.run_directory.log import VALUES
 from nxdt_core.visible_text import colours_wanted, from_here, visible
 
 _log = logging.getLogger(__name__)

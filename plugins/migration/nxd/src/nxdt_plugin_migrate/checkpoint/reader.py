@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
+from nxdt_core.checkpoint.format.hf_source import read_optional_json
 from nxdt_core.checkpoint.hf.key_map import Source, exchange_of, sources
-from nxdt_core.checkpoint.hf.source import read_optional_json
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
