@@ -57,7 +57,8 @@ class CausalLM(nn.Module):
         given = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
         if isinstance(self.get_submodule(self.head_path), nn.Identity):  # without a head, the result is hidden states
             return cast(torch.Tensor, cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0])
-        return cast(torch.Tensor, type(self).forward(self, **given, use_cache=False).logits)
+        theirs: Any = type(self)
+        return cast(torch.Tensor, theirs.forward(self, **given, use_cache=False).logits)
 
     def _embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
         embedding = self.get_submodule(self.embedding_path)
