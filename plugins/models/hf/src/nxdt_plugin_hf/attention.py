@@ -13,9 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.models.attention import grouped_query
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.attention.grouped_query import AttentionSemantics
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
 from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.models.random.dropout import CausalAttentionWithDropout
 
@@ -111,7 +110,7 @@ def _attend(
     return value.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
 
 
-def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
+def core_for(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
     """Return the core that computes what ``call`` asks for; the plain one wherever that suffices.
 
     Args:
@@ -124,7 +123,7 @@ def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
         return CausalAttentionWithDropout(call.dropout, masks)
     scale = None if call.scale == call.key_width**-0.5 else call.scale
     semantics = AttentionSemantics(causal=True, scale=scale, window=call.window, softcap=call.softcap)
-    return grouped_query.attention_core(semantics, masks)
+    return attention_core(semantics, masks)
 
 
 class HeadValues(nn.Module):

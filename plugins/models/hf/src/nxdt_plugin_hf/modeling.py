@@ -17,7 +17,7 @@ from torch import nn
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
-from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues, attention_core
+from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues, core_for
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, router_balance
 
@@ -134,7 +134,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     masks = DocumentMasks()
     for path, call in calls.items():
         attention = model.get_submodule(path)
-        attention.add_module(CORE, attention_core(call, masks))
+        attention.add_module(CORE, core_for(call, masks))
         if call.sinks is not None:
             attention.add_module(call.sinks, HeadValues(attention._parameters.pop(call.sinks)))
     layers = next(iter(calls)).partition(".0.")[0]
