@@ -16,9 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdt_core.buckets import buckets
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.torch_versions import (
+from nxdt_core.distributed.torch_versions import (
     all_gather_single,
     begun_all_to_all,
     ended,
