@@ -66,6 +66,12 @@ def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torc
     return placed_like(local, tensor)
 
 
+def filled_up(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return ``tensor`` and, up to ``rows``, further rows that are the mean of its rows."""
+    mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
+    return torch.cat([tensor, mean.expand(rows - tensor.shape[0], *tensor.shape[1:])])
+
+
 def dtype_name(tensor: torch.Tensor) -> str:
     """Return the name of a dtype without ``torch.``, such as ``float32``."""
     return str(tensor.dtype).removeprefix("torch.")

@@ -11,7 +11,7 @@ from html import escape
 from typing import TypeAlias, final
 
 from nxdt_core.system.visible_text import visible
-from nxdt_core.train.run.metric_files import fits_axes
+from nxdt_core.train.run_directory.metric_files import fits_axes
 
 
 @final

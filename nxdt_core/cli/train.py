@@ -81,7 +81,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
-    from nxdt_core.train.run.metric_files import mark_failed
+    from nxdt_core.train.run_directory.metric_files import mark_failed
 
     try:
         outcome = launch(config, ["train", *options])

@@ -19,7 +19,7 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.recompute import defined_forward, forward_within
+from nxdt_core.engine.recompute import is_recomputed
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.autocast import compute_dtype
@@ -57,7 +57,8 @@ def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, stati
             # Not part.compile(): that would take the hooks in, and leaves recomputed layers uncompiled (torch 2.13).
             # What is recomputed is compiled, and not its recomputation: that would be one graph with the layer twice in
             # backward, in which torch 2.13 cannot save the meshes of DTensors.
-            forward, dynamic = forward_within(part), False if static_shapes else None
+            forward = "computed" if is_recomputed(part) else "forward"
+            dynamic = False if static_shapes else None
             compiled = _CompiledForward(path, part, getattr(part, forward), in_pieces, backend=backend, dynamic=dynamic)
             setattr(part, forward, compiled)
 
@@ -115,7 +116,7 @@ class _Documents:
     def __init__(self, layer: nn.Module) -> None:
         cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
         self._cores = [core for core in cores if hasattr(core, "made")]
-        names = [*inspect.signature(defined_forward(layer)).parameters][1:]  # without self
+        names = [*inspect.signature(type(layer).forward).parameters][1:]  # without self
         self._position = names.index(self._ARGUMENT) if self._ARGUMENT in names else None
 
     def made_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,6 +17,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -79,6 +80,10 @@ class DiscardedTensors:
         self._found: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Recipe, torch.dtype, int]]
         self._found = weakref.WeakKeyDictionary()
 
+    def __reduce__(self) -> tuple[type[DiscardedTensors], tuple[()]]:
+        """Return how to copy or unpickle it: empty, as it is between forward passes."""
+        return DiscardedTensors, ()
+
     def add(self, tensor: torch.Tensor, recipe: Recipe) -> None:
         """Discard ``tensor``, a new one, after forward."""
         recipe.remember_autocast(tensor)
@@ -130,10 +135,20 @@ def _unpacked(kept: torch.Tensor | _SavedRecipe) -> torch.Tensor:
     return kept.tensor() if isinstance(kept, _SavedRecipe) else kept
 
 
+def wrap_forward(module: nn.Module, forward: Callable[..., Any], *, inner: str) -> None:
+    """Let ``module`` run ``forward(module, ...)``, which finds what ran before in the attribute ``inner``.
+
+    The class of the module stays. ``torch.compile`` guards the function of a bound method, and the identity of any
+    other callable: layers that share ``forward`` share a graph. Pickle saves a bound method by its name, so ``forward``
+    must be called that; an unpickled module runs the forward of its class.
+    """
+    setattr(module, inner, module.forward)
+    module.forward = MethodType(forward, module)
+
+
 def discard_in(layer: nn.Module) -> None:
     """Let ``layer`` discard what its parts ask for; each part gets its :class:`DiscardedTensors` as an attribute."""
-    kind: Any = type(layer)
-    layer.__class__ = _discarding(kind)
+    wrap_forward(layer, _Discarding.forward, inner="discarding")
     dropped: Any = DiscardedTensors()
     for part in layer.modules():
         part.discarded_tensors = dropped
@@ -148,23 +163,13 @@ def discarded_in(part: nn.Module) -> DiscardedTensors | None:
     return dropped if dropped is not None and dropped.runs else None
 
 
-@functools.cache
-def _discarding(kind: Any) -> Any:
-    """Return ``kind`` with a forward that discards; a class, for the reason that
-    :func:`nxdt_core.engine.recompute.apply_recompute` has."""
-
-    class Discarding(kind):  # type: ignore[misc]
-        drops = True
-        discarded_tensors: DiscardedTensors
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-                return super().forward(*args, **kwargs)
-            with self.discarded_tensors.keeping():
-                return super().forward(*args, **kwargs)
-
-    Discarding.__name__, Discarding.__qualname__ = kind.__name__, kind.__qualname__
-    return Discarding
+class _Discarding:
+    @staticmethod
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return layer.discarding(*args, **kwargs)
+        with layer.discarded_tensors.keeping():
+            return layer.discarding(*args, **kwargs)
 
 
 def discarded_output(
@@ -299,29 +304,26 @@ def prefetch_block_input(part: nn.Module, partial: torch.Tensor) -> None:
         partial.register_hook(functools.partial(_begin, dropped.block))  # type: ignore[no-untyped-call]
 
 
-@functools.cache
-def with_block_entry(kind: Any) -> Any:
-    """Return the class ``kind`` of a tensor block with a forward that applies its attribute ``entry`` to what it gets.
+def enter_within(block: Any, entry: Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]) -> None:
+    """Let the forward of a tensor block apply ``entry`` to its arguments.
 
     Within the forward, and not in a hook in front of it: a block that is recomputed then keeps its part of the
     sequence, too.
     """
+    block.entry = entry
+    wrap_forward(block, _Entering.forward, inner="entered")
 
-    class Entering(kind):  # type: ignore[misc]
-        entry: Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]
-        enters = True
 
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            dropped = discarded_in(self)
-            if dropped is None:
-                return super().forward(*self.entry(self, args), **kwargs)
-            around, dropped.block = dropped.block, None
-            output = super().forward(*self.entry(self, args), **kwargs)
-            dropped.block = around
-            return output
-
-    Entering.__name__, Entering.__qualname__ = kind.__name__, kind.__qualname__
-    return Entering
+class _Entering:
+    @staticmethod
+    def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
+        dropped = discarded_in(block)
+        if dropped is None:
+            return block.entered(*block.entry(block, args), **kwargs)
+        around, dropped.block = dropped.block, None
+        output = block.entered(*block.entry(block, args), **kwargs)
+        dropped.block = around
+        return output
 
 
 class _GatheredAgain(Recipe):

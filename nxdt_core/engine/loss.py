@@ -29,8 +29,10 @@ from nxdt_core.models.loss import (
     IN_CHUNKS,
     RowKernels,
     TokenLosses,
+    cross_entropies,
     row_cross_entropies,
     row_weights,
+    softcapped,
     whole_vocabulary_cross_entropies,
 )
 from nxdt_core.models.patterns import matches_any
@@ -81,15 +83,22 @@ class _ChunkedForward:
         self._stage, self._head, self._tokens, self._kernels = stage, head, tokens, kernels
         self._logits: Callable[[torch.Tensor], torch.Tensor] = head.forward
 
-    def __call__(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
+    def __call__(
+        self, hidden: torch.Tensor, step: StepContext | None = None, softcap: float | None = None
+    ) -> torch.Tensor:
         """Losses, or logits where these are what is asked for, of ``hidden`` [batch, seq, hidden]."""
         step = step_of(step)
         labels = step.labels
         if labels is None:
-            return self._logits(hidden)
-        chunked, head = ChunkedHead(self._stage, self._head, hidden.flatten(0, -2), self._tokens), self._head
+            return softcapped(self._logits(hidden), softcap)
+        chunked = ChunkedHead(self._stage, self._head, hidden.flatten(0, -2), self._tokens, softcap=softcap)
         if step.head_loss is not None:
             return TokenLosses.wrap(step.head_loss(chunked, step).view(*labels.shape, -1), labels)
+        if softcap is not None:
+            targets = labels.flatten()
+            losses = chunked.measured(lambda logits, part: cross_entropies(logits, targets[part], step).unsqueeze(-1))
+            return TokenLosses.wrap(losses.view(labels.shape), labels)
+        head = self._head
         group = head.mesh.get_group() if isinstance(head, VocabParallelHead) else None
         inputs = chunked.inputs(hidden)
         losses = linear_cross_entropies(*inputs, labels, tokens=self._tokens, kernels=self._kernels, group=group)
@@ -99,10 +108,13 @@ class _ChunkedForward:
 class ChunkedHead:
     """A head and what it is applied to, for a loss that is computed from the logits of some tokens at a time."""
 
-    def __init__(self, stage: nn.Module, head: nn.Module, hidden: torch.Tensor, tokens: int) -> None:
-        """``stage`` has the ``head``; ``hidden`` [rows, hidden]; ``tokens`` are those of a chunk."""
+    def __init__(
+        self, stage: nn.Module, head: nn.Module, hidden: torch.Tensor, tokens: int, *, softcap: float | None = None
+    ) -> None:
+        """``stage`` has the ``head``; ``hidden`` [rows, hidden]; ``tokens`` are those of a chunk; ``softcap``: as of
+        :func:`nxdt_core.models.loss.head_output`."""
         self._stage, self._head, self._tokens, self._dtype = stage, head, tokens, compute_dtype(hidden)
-        self.hidden = hidden
+        self.hidden, self._softcap = hidden, softcap
 
     def logits(self, part: slice) -> torch.Tensor:
         """Return the logits of some rows, without gradients; also after the pass of the head's model. Collective."""
@@ -110,7 +122,7 @@ class ChunkedHead:
             if is_fsdp_module(each):
                 each.unshard()
         with torch.no_grad():
-            return self._as_sharded(functional.linear(*self.inputs(self.hidden[part])))
+            return self._capped(functional.linear(*self.inputs(self.hidden[part])))
 
     def measured(self, measure: Callable[[torch.Tensor, slice], torch.Tensor]) -> torch.Tensor:
         """Return what ``measure`` makes of the logits of all rows: [rows, terms]; differentiable once.
@@ -120,7 +132,7 @@ class ChunkedHead:
                 returns [rows, terms], equal on all ranks that share the vocabulary. Backward calls it again.
         """
         found: torch.Tensor = _Measured.apply(  # type: ignore[no-untyped-call]
-            *self.inputs(self.hidden), self._tokens, lambda local, part: measure(self._as_sharded(local), part)
+            *self.inputs(self.hidden), self._tokens, lambda local, part: measure(self._capped(local), part)
         )
         return found
 
@@ -130,7 +142,9 @@ class ChunkedHead:
         own = local_part(weight).to(self._dtype)  # type: ignore[arg-type]
         return hidden.to(self._dtype), own, None if bias is None else local_part(bias).to(self._dtype)  # type: ignore[arg-type]
 
-    def _as_sharded(self, local: torch.Tensor) -> torch.Tensor:
+    def _capped(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the logits, which ranks may share, from this rank's product."""
+        local = softcapped(local, self._softcap)
         if not isinstance(self._head, VocabParallelHead):
             return local
         return shard_over_mesh(local, self._head.mesh, -1)

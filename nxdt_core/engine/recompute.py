@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Any, Literal
 
@@ -11,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.engine.discarded import cast_discarded, discard_in, discarded_in, discarded_output
+from nxdt_core.engine.discarded import cast_discarded, discard_in, discarded_in, discarded_output, wrap_forward
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import HostValues
@@ -19,7 +18,7 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import at_border, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
-__all__ = ["apply_recompute", "defined_forward", "discard_in_layers", "forward_within", "parts_of_recomputed"]
+__all__ = ["apply_recompute", "discard_in_layers", "is_recomputed", "parts_of_recomputed"]
 
 
 def apply_recompute(
@@ -58,8 +57,8 @@ def apply_recompute(
         # Wrapped is the forward alone. Hooks then run once, outside: those of fully_shard, whose weights are gathered
         # again by the time backward asks, and those that enter a tensor block. (The hooks of
         # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
-        kind: Any = type(part)
-        part.__class__ = _recomputed(kind)
+        wrap_forward(part, _Recomputed.forward, inner="computed")
+        part.discards_output = False  # type: ignore[assignment]
     if granularity == "selective":
         _discard_outputs(module, plan, patterns)
 
@@ -67,14 +66,14 @@ def apply_recompute(
 def discard_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
     """Let the layers of ``module`` discard what their parts compute again, unless the layers are recomputed."""
     for layer in _matching(module, (plan.recompute_layer,)):
-        if not (_is_recomputed(layer) or hasattr(type(layer), "drops")):
+        if not (is_recomputed(layer) or hasattr(layer, "discarded_tensors")):
             discard_in(layer)
 
 
 def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
     """Yield what is inside a recomputed module, which is itself among them: all of it is computed again anyway."""
     for part in module.modules():
-        if _is_recomputed(part):
+        if is_recomputed(part):
             yield from part.modules()
 
 
@@ -82,7 +81,7 @@ def _discard_outputs(module: nn.Module, plan: ParallelPlan, patterns: Sequence[s
     """Mark the cheap modules among those that are recomputed, except those inside another one."""
     made_cheaply = set(_matching(module, plan.cheap))
     cheap = [part for part in _matching(module, patterns) if part in made_cheaply]
-    inside = {part for outer in module.modules() if _is_recomputed(outer) for part in outer.modules() if part != outer}
+    inside = {part for outer in module.modules() if is_recomputed(outer) for part in outer.modules() if part != outer}
     for part in cheap:
         if part not in inside:
             part.discards_output = True  # type: ignore[assignment]
@@ -112,48 +111,20 @@ def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]
 
 
-def _is_recomputed(module: nn.Module) -> bool:
-    return hasattr(type(module), "computed")
+def is_recomputed(module: nn.Module) -> bool:
+    """Return whether the forward of ``module`` runs its attribute ``computed`` twice."""
+    return "computed" in vars(module)
 
 
-@functools.cache
-def _recomputed(kind: Any) -> Any:
-    """Return ``kind`` with a forward that is recomputed.
-
-    A class, and not another ``forward`` of each module: ``torch.compile`` would tell layers apart by the identity of
-    those, and compile each for itself.
-    """
-
-    class Recomputed(kind):  # type: ignore[misc]
-        discards_output = False
-
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
-                return checkpoint(self.computed, *args, use_reentrant=False, **kwargs)
-            dropped = discarded_in(self) if self.discards_output and not kwargs else None
-            if dropped is not None:
-                return discarded_output(self, self.computed, args, dropped)
-            return checkpoint(self.computed, *args, use_reentrant=False, context_fn=_as_first, **kwargs)
-
-        def computed(self, *args: Any, **kwargs: Any) -> Any:
-            return super().forward(*args, **kwargs)
-
-    Recomputed.__name__, Recomputed.__qualname__ = kind.__name__, kind.__qualname__
-    return Recomputed
-
-
-def forward_within(module: nn.Module) -> str:
-    """Return the name of the method that computes what ``module`` gives: the one that is run twice where it is
-    recomputed."""
-    return "computed" if hasattr(type(module), "computed") else "forward"
-
-
-def defined_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the forward that the author of ``module`` has written."""
-    kind: Any = type(module)
-    written = next(each for each in kind.__mro__ if not {"computed", "drops"} & vars(each).keys())
-    forward: Callable[..., Any] = written.forward
-    return forward
+class _Recomputed:
+    @staticmethod
+    def forward(part: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
+            return checkpoint(part.computed, *args, use_reentrant=False, **kwargs)
+        dropped = discarded_in(part) if part.discards_output and not kwargs else None
+        if dropped is not None:
+            return discarded_output(part, part.computed, args, dropped)
+        return checkpoint(part.computed, *args, use_reentrant=False, context_fn=_as_first, **kwargs)
 
 
 def _as_first() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

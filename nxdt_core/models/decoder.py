@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
+from nxdt_core.models.attention.grouped_query import GroupedQueryAttention, attention_core
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import EmbeddingNoise
 from nxdt_core.models.rotary import RotaryEmbedding
-from nxdt_core.models.step_border import takes_step
+from nxdt_core.models.step_border import let_take_step, takes_step
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = ["RotaryDecoder", "RotaryDecoderLayer"]
@@ -24,10 +24,11 @@ class RotaryDecoderLayer(nn.Module):
     """Attention and a feed-forward block, each normalised before and added to the residual stream.
 
     Args:
-        config: sizes of attention, and the window.
+        config: sizes of attention, and what it computes.
         masks: shared by all layers of a model.
         feed_forward: maps [batch, seq, hidden] to the same shape, such as :class:`~nxdt_core.models.mlp.SwiGLU`; it is
-            called with ``step`` where its forward has that parameter.
+            called with ``step`` where its forward has that parameter, or else one of its parts, which then finds the
+            context at the border (:mod:`nxdt_core.models.step_border`).
         name: attribute of the feed-forward block, part of the names of its parameters.
     """
 
@@ -41,13 +42,15 @@ class RotaryDecoderLayer(nn.Module):
             heads=config.num_attention_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_size,
-            core=CausalAttention(masks, window=config.window),
+            core=attention_core(config.attention(), masks),
             qkv_bias=config.attention_bias or config.qkv_bias,
             output_bias=config.attention_bias,
             norm_eps=config.layernorm_epsilon if config.qk_norm else None,
         )
         self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.feed_forward_name = name
+        if any(takes_step(part) for part in feed_forward.modules()):
+            let_take_step(feed_forward)
         self.feed_forward_takes_step = takes_step(feed_forward)
         self.add_module(name, feed_forward)
 
@@ -61,8 +64,8 @@ class RotaryDecoderLayer(nn.Module):
         """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as ``RotaryEmbedding`` returns it."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids, step)
         feed_forward = getattr(self, self.feed_forward_name)  # read here: an engine may have replaced the module
-        given = (step,) if self.feed_forward_takes_step else ()
-        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden), *given)
+        given = {"step": step} if self.feed_forward_takes_step else {}
+        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden), **given)
         return hidden + transformed
 
 
@@ -92,6 +95,7 @@ class RotaryDecoder(nn.Module):
         self.layers = nn.ModuleDict({str(number): layer for number, layer in enumerate(layers)})
         self.norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.head_name = config.head_name
+        self.logits_softcap = None if config.score_head else config.logits_softcap
         rows = 1 if config.score_head else config.vocab_size
         self.add_module(self.head_name, nn.Linear(config.hidden_size, rows, bias=False))
         if config.tied:
@@ -120,4 +124,4 @@ class RotaryDecoder(nn.Module):
             hidden = self.embed_noise(hidden, step)
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, document_ids, step=step)
-        return head_output(getattr(self, self.head_name), self.norm(hidden), step)
+        return head_output(getattr(self, self.head_name), self.norm(hidden), step, softcap=self.logits_softcap)

@@ -186,7 +186,8 @@ class RotaryDecoderBuilder(ModelBuilder, Generic[Config]):
             NoHFForm: a key of the section makes the model compute what the architecture does not.
         """
         family = self.config.hf_family
-        said = {*family.values.names, *family.without_effect, "rope_theta", "rope_scaling", "score_head"}
+        said = {*family.values.names, *family.converted, *family.without_effect}
+        said |= {"rope_theta", "rope_scaling", "score_head"}
         for path, found, default in _values(self.config):
             wanted = True if path in family.always else default
             if not said & {path, path.partition(".")[0]} and found != wanted:

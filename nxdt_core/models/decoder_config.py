@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
 from nxdt_core.config.section import Section
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.models.rope_scaling import RopeScalingConfig
+
+if TYPE_CHECKING:
+    from nxdt_core.models.attention.grouped_query import AttentionSemantics
 
 __all__ = ["RotaryDecoderConfig"]
 
@@ -44,6 +47,15 @@ class RotaryDecoderConfig(Section):
     """Biases of queries, keys and values alone, as in Qwen2."""
     qk_norm: bool = False
     """RMSNorm of each head's queries and keys before they are rotated, as in Qwen3."""
+    attention_scale: NonNegativeFloat | None = None
+    """Factor of query · key in attention scores; ``null``: 1 / √(width of a head). Gemma 2 has
+    1 / √``query_pre_attn_scalar``."""
+    attention_softcap: NonNegativeFloat | None = None
+    """Cap ``c`` of attention scores, which become c · tanh(score / c); ``null``: none. Gemma 2 calls it
+    ``attn_logit_softcapping``. No fused kernel has it: the scores of whole sequences are in memory."""
+    logits_softcap: NonNegativeFloat | None = None
+    """Cap of the logits, which works in the same way; ``null``: none. Gemma 2 calls it ``final_logit_softcapping``. The
+    scores of a ``score_head`` have none."""
     vocab_size: PositiveInt
     """Rows of the embedding; at least the tokenizer's number of ids."""
     max_position_embeddings: PositiveInt = 4096
@@ -98,6 +110,13 @@ class RotaryDecoderConfig(Section):
         overrides it."""
         return None
 
+    def attention(self) -> AttentionSemantics:
+        """Return what the attention of a layer computes; imports torch."""
+        from nxdt_core.models.attention.grouped_query import AttentionSemantics
+
+        scale, softcap = self.attention_scale, self.attention_softcap
+        return AttentionSemantics(causal=True, scale=scale, window=self.window, softcap=softcap)
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of this section from a Hugging Face ``config.json`` (``model.model_config``)."""
@@ -117,8 +136,9 @@ class RotaryDecoderConfig(Section):
             yield "head_dim", f"must be even for the rotary embedding, not {self.head_size}"
         if heads % self.kv_heads:
             yield "num_kv_heads", f"must divide num_attention_heads ({heads})"
-        if self.rope_theta <= 0:
-            yield "rope_theta", "must be above 0"
+        for key in ("rope_theta", "attention_scale", "attention_softcap", "logits_softcap"):
+            if getattr(self, key) is not None and getattr(self, key) <= 0:
+                yield key, "must be above 0"
         if self.rope_scaling is not None:
             for key, problem in self.rope_scaling.check(pairs=self.head_size // 2, theta=self.rope_theta):
                 yield f"rope_scaling.{key}", problem

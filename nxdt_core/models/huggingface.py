@@ -120,6 +120,9 @@ class HFFamily:
     always: tuple[str, ...] = ()
     """Keys of ours that are true in all its models. Keys that neither they nor ``values`` name have the default of the
     class that declares them, or the model has no form in Hugging Face's library."""
+    converted: tuple[str, ...] = ()
+    """Keys of ours that ``from_hf`` of the section and ``config_to_hf`` of the builder convert, since no key of theirs
+    has the same value."""
     without_effect: tuple[str, ...] = WITHOUT_EFFECT
     """Keys of ours, dotted within sections, that what the model computes after training does not depend on."""
 

@@ -36,6 +36,7 @@ __all__ = [
     "row_cross_entropies",
     "row_weights",
     "smoothed_cross_entropies",
+    "softcapped",
     "whole_vocabulary_cross_entropies",
 ]
 
@@ -162,11 +163,24 @@ _HARMLESS = frozenset(
 """What pipelines, hooks and debuggers ask of an output without reading its values."""
 
 
-def head_output(head: nn.Module, hidden: torch.Tensor, step: StepContext | None) -> torch.Tensor:
+def head_output(
+    head: nn.Module, hidden: torch.Tensor, step: StepContext | None, *, softcap: float | None = None
+) -> torch.Tensor:
     """Return the logits of ``hidden`` [batch, seq, hidden]. A head that an engine lets compute losses takes ``step``,
-    too, and gives those of its labels if it has any (:class:`TokenLosses`)."""
-    output: torch.Tensor = head(hidden, step) if hasattr(head, "computes_losses") else head(hidden)
-    return output
+    too, and gives those of its labels if it has any (:class:`TokenLosses`).
+
+    ``softcap``: logits are ``softcap · tanh(logit / softcap)`` (Gemma 2, arXiv:2408.00118); None: as they are.
+    """
+    if hasattr(head, "computes_losses"):
+        output: torch.Tensor = head(hidden, step, softcap)
+        return output
+    output = head(hidden)
+    return output if isinstance(head, nn.Identity) else softcapped(output, softcap)  # hidden states have no cap
+
+
+def softcapped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Return ``softcap · tanh(logits / softcap)``; the logits as they are for None."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 class TokenLosses(torch.Tensor):

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -83,18 +84,17 @@ def let_take_step(module: nn.Module) -> None:
     """
     takes = takes_step(module)
     if not takes or any(isinstance(part, Update) for part in module.modules()):
-        kind: Any = type(module)
-        module.__class__ = _with_border(kind, takes)
+        module.forward = _AtBorder(module.forward, takes=takes)
 
 
-@functools.cache
-def _with_border(kind: Any, takes: bool) -> Any:
-    class WithBorder(kind):  # type: ignore[misc]
-        def forward(self, *args: Any, step: StepContext | None = None, **kwargs: Any) -> Any:
-            if takes:
-                kwargs["step"] = step
-            with at_border(step_of(step)):
-                return super().forward(*args, **kwargs)
+class _AtBorder:
+    """A forward with the parameter ``step``, around another one."""
 
-    WithBorder.__name__, WithBorder.__qualname__ = kind.__name__, kind.__qualname__
-    return WithBorder
+    def __init__(self, forward: Callable[..., Any], *, takes: bool) -> None:
+        self._forward, self._takes = forward, takes
+
+    def __call__(self, *args: Any, step: StepContext | None = None, **kwargs: Any) -> Any:
+        if self._takes:
+            kwargs["step"] = step
+        with at_border(step_of(step)):
+            return self._forward(*args, **kwargs)

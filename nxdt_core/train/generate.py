@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import Messages, prompt_ids, stop_ids
 from nxdt_core.data.chat.templates import ChatKeys

@@ -26,7 +26,7 @@ from typing import Any, Self
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest
 from nxdt_core.checkpoint.foreign import format_of, load_format_into
-from nxdt_core.checkpoint.hf.source import read_hf_source
+from nxdt_core.checkpoint.format.hf_source import read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config

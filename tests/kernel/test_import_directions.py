@@ -262,6 +262,19 @@ def test_no_modules_import_each_other(package):
     assert cycle_in(graph) == []
 
 
+def test_the_folders_of_a_package_import_in_one_direction():
+    folders = {f"nxdt_core.{path.parents[1].name}.{path.parent.name}" for path in CORE.glob("*/*/__init__.py")}
+    graph: dict[str, set[str]] = {folder: set() for folder in folders}
+    for module, imported in import_graph(CORE).items():
+        importer = ".".join(module.split(".")[:3])
+        if importer in folders:
+            graph[importer] |= {".".join(name.split(".")[:3]) for name in imported} & folders - {importer}
+    assert "nxdt_core.checkpoint.format" in graph["nxdt_core.checkpoint.read"]
+    for package in {folder.rpartition(".")[0] for folder in folders}:
+        inside = {folder for folder in folders if folder.startswith(f"{package}.")}
+        assert cycle_in({folder: graph[folder] & inside for folder in inside}) == [], package
+
+
 def test_a_cycle_is_found_in_functions_under_type_checking_and_through_a_package(tmp_path):
     package = tmp_path / "pkg"
     (package / "sub").mkdir(parents=True)

@@ -7,6 +7,9 @@ import torch
 from torch import nn
 
 from nxdt_core.engine.recompute import apply_recompute
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.decoder import RotaryDecoderLayer
+from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.step_border import at_border, called_with_step, let_take_step, step_of, takes_step
 from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan
@@ -92,6 +95,14 @@ def test_a_parameter_of_that_name_is_it_whatever_its_annotation_is():
 
     found = [takes_step(each) for each in (aliased, untyped, without, Native(), Foreign())]
     assert found == [True, True, False, True, False]
+
+
+def test_a_part_of_a_feed_forward_block_finds_it_where_the_block_does_not_take_it():
+    config = RotaryDecoderConfig(num_layers=1, hidden_size=8, num_attention_heads=2, ffn_hidden_size=8, vocab_size=8)
+    part = Native()
+    layer = RotaryDecoderLayer(config, DocumentMasks(), nn.Sequential(part))
+    layer(torch.zeros(1, 3, 8), (torch.ones(1, 3, 1, 2), torch.ones(1, 3, 1, 2)), step=STEP)
+    assert (part.argument, part.border) == (None, STEP)
 
 
 def test_an_objective_gets_it_either_way():

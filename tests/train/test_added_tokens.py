@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf.source import CONFIG, read_json
+from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
 from nxdt_core.cli import main
 from nxdt_core.config.sources import resolve_path
 from tests import processes

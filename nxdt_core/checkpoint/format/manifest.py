@@ -15,9 +15,9 @@ from typing import Any, Literal, get_args
 
 from nxdt_core.checkpoint.format import file_names
 from nxdt_core.checkpoint.format.digests import FAST, STRONG, Algorithm, digest
+from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.format.state_tree import decode_state, decode_tree, encode_tree
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, check_places, decode_index, encode_index
-from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew
 
 __all__ = [
@@ -74,7 +74,7 @@ class CheckpointFacts:
     """Elements of the weights by the model's own count, a tied one once; 0: not known."""
     hf: Mapping[str, Any] = field(default_factory=dict)
     """What the Hugging Face directory that the weights came from says of using the model
-    (:meth:`nxdt_core.checkpoint.hf.source.HFSource.facts`); empty where they came from elsewhere."""
+    (:meth:`nxdt_core.checkpoint.format.hf_source.HFSource.facts`); empty where they came from elsewhere."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from nxdt_core.checkpoint.hf.source import CONFIG
+from nxdt_core.checkpoint.format.hf_source import CONFIG
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 
 

@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, HFSource
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.hf.export import HFPlan, HFShard
-from nxdt_core.checkpoint.hf.source import CONFIG, GENERATION_CONFIG, HFSource
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
 from nxdt_core.models.rope_scaling import RopeScalingConfig

@@ -14,12 +14,13 @@ from itertools import accumulate
 
 import torch
 
+from nxdt_core.checkpoint.pieces import filled_up
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors.models import KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.piece import Box
 
-__all__ = ["HFTensor", "Source", "filled_up", "room_for", "sources"]
+__all__ = ["HFTensor", "Source", "room_for", "sources"]
 
 
 class _Copy:
@@ -120,12 +121,6 @@ class _Pad(_Copy):
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return filled_up(tensors[0], self.shape[0])
-
-
-def filled_up(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return ``tensor`` and, up to ``rows``, further rows that are the mean of its rows."""
-    mean = tensor.mean(0, keepdim=True, dtype=torch.float32).to(tensor.dtype)
-    return torch.cat([tensor, mean.expand(rows - tensor.shape[0], *tensor.shape[1:])])
 
 
 class _Interleave(_Copy):

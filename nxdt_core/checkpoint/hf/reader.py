@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from nxdt_core.api import ModelComponent
+from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.checkpoint.hf.mxfp4 import BLOCKS, SCALES, PackedMatrices
-from nxdt_core.checkpoint.hf.source import CONFIG, read_json
 from nxdt_core.config.huggingface import architectures_of, unusable, weights_in
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled

@@ -18,8 +18,7 @@ from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shards import TensorSpec, grouped
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.key_map import filled_up
-from nxdt_core.checkpoint.pieces import empty_like, storable_piece
+from nxdt_core.checkpoint.pieces import empty_like, filled_up, storable_piece
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.distributed.placement import piece_of

@@ -22,15 +22,12 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 __all__ = [
     "ChatKeys",
     "ChatTemplate",
-    "UnusedMode",
     "find_template",
     "is_template",
     "named_template",
     "shipped_template",
     "template_names",
 ]
-
-UnusedMode = Literal["refuse", "report"]
 
 
 class ChatKeys(RecordFiles):
@@ -45,7 +42,7 @@ class ChatKeys(RecordFiles):
     """Variables for the template in addition to the messages, such as ``enable_thinking: false``."""
     template_date: str = "2024-07-26"
     """Date for templates that ask for today's, so that a run that is resumed tomorrow sees the same tokens."""
-    unused_fields: UnusedMode = "report"
+    unused_fields: Literal["refuse", "report"] = "report"
     """What to do with fields of records that neither their format nor the chat template uses: ``report`` counts them
     at the start of a run and in ``nxdt data preview``; ``refuse`` stops at the first one, with its place."""
     add_bos: bool = False

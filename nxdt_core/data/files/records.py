@@ -11,10 +11,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from nxdt_core.data.cache import digest
-from nxdt_core.data.chat.templates import UnusedMode
 from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import (
@@ -220,7 +219,7 @@ class UnusedFields:
         mode: ``refuse`` raises an error at the first such record.
     """
 
-    def __init__(self, mode: UnusedMode) -> None:
+    def __init__(self, mode: Literal["refuse", "report"]) -> None:
         self._mode = mode
         self._counts: Counter[str] = Counter()
 

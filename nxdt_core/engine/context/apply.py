@@ -107,9 +107,8 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     document_cache(group)
     for path, core in cores:
         semantics = core_semantics(path, core)
-        if semantics.dropout or semantics.softcap is not None:
-            reason = "it has dropout" if semantics.dropout else "it caps its scores"
-            raise AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
+        if semantics.dropout:
+            raise AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason="it has dropout")
         parent, _, name = path.rpartition(".")
         sharded = ContextParallelAttention(group, method=method, semantics=semantics)
         setattr(module.get_submodule(parent), name, sharded)
@@ -159,6 +158,7 @@ class ContextParallelAttention(nn.Module):
             document_ids,
             sinks,
             scale=query.shape[-1] ** -0.5 if scale is None else scale,
+            softcap=self.semantics.softcap,
             window=window,
             method=self.method,
             group_name=self.group_name,
@@ -186,7 +186,7 @@ def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
     def refusal(reason: str) -> NxdtError:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
 
-    kinds = [kind for kind in type(core).__mro__ if "computed" not in vars(kind)]  # without that of recomputation
+    kinds = type(core).__mro__
     said = next((depth for depth, kind in enumerate(kinds) if "semantics" in vars(kind)), None)
     if said is None:
         raise refusal("it does not say what it computes")
@@ -207,6 +207,7 @@ def context_parallel_attention(
     sinks: torch.Tensor | None = None,
     *,
     scale: float,
+    softcap: float | None,
     window: int | None,
     method: ContextMethod,
     group_name: str,
@@ -220,6 +221,7 @@ def context_parallel_attention(
         document_ids: int64 [batch, seq / ranks]; None where each row of the batch is one document.
         sinks: [heads], scores that take part in the softmax and have no value.
         scale: factor of query · key.
+        softcap: scores are ``softcap · tanh(score / softcap)``; None: as they are.
         window: how many tokens one sees, itself included; None for all before it.
         method: how keys and values travel.
         group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.document_cache` knows it.
@@ -227,7 +229,7 @@ def context_parallel_attention(
     Returns:
         As ``query``, as wide as ``value``.
     """
-    arguments = (query, key, value, document_ids, sinks, scale, window, method, group_name)
+    arguments = (query, key, value, document_ids, sinks, scale, softcap, window, method, group_name)
     output: torch.Tensor
     if torch.compiler.is_compiling():
         output, _ = _attention(*arguments)
@@ -237,11 +239,18 @@ def context_parallel_attention(
 
 
 def _context_sequence(
-    document_ids: torch.Tensor | None, sinks: torch.Tensor | None, scale: float, window: int | None, group_name: str
+    document_ids: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    scale: float,
+    softcap: float | None,
+    window: int | None,
+    group_name: str,
 ) -> ContextSequence:
     documents = document_cache_of(group_name)
     chunks = None if document_ids is None else documents(document_ids)
-    return ContextSequence(scale=scale, group=documents.group, documents=chunks, window=window, sinks=sinks)
+    return ContextSequence(
+        scale=scale, softcap=softcap, group=documents.group, documents=chunks, window=window, sinks=sinks
+    )
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -254,11 +263,12 @@ class _ContextAttention(torch.autograd.Function):
         document_ids: torch.Tensor | None,
         sinks: torch.Tensor | None,
         scale: float,
+        softcap: float | None,
         window: int | None,
         method: str,
         group_name: str,
     ) -> torch.Tensor:
-        ctx.method, ctx.sequence = method, _context_sequence(document_ids, sinks, scale, window, group_name)
+        ctx.method, ctx.sequence = method, _context_sequence(document_ids, sinks, scale, softcap, window, group_name)
         output, lse = _METHODS[method][0](query, key, value, ctx.sequence)
         ctx.save_for_backward(query, key, value, output, lse, sinks)
         return output
@@ -269,7 +279,7 @@ class _ContextAttention(torch.autograd.Function):
         query, key, value, output, lse, sinks = ctx.saved_tensors
         gradients = _METHODS[ctx.method][1](grad, query, key, value, output, lse, ctx.sequence)
         of_sinks = None if sinks is None else sink_gradients(grad, output, lse, sinks)
-        return *gradients, None, of_sinks, None, None, None, None
+        return *gradients, None, of_sinks, None, None, None, None, None
 
 
 @torch.library.custom_op("nxdt::context_parallel_attention", mutates_args=())
@@ -280,12 +290,14 @@ def _attention(
     document_ids: torch.Tensor | None,
     sinks: torch.Tensor | None,
     scale: float,
+    softcap: float | None,
     window: int | None,
     method: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
-    return _METHODS[method][0](query, key, value, _context_sequence(document_ids, sinks, scale, window, group_name))
+    sequence = _context_sequence(document_ids, sinks, scale, softcap, window, group_name)
+    return _METHODS[method][0](query, key, value, sequence)
 
 
 @_attention.register_fake
@@ -306,13 +318,14 @@ def _gradients(
     document_ids: torch.Tensor | None,
     sinks: torch.Tensor | None,
     scale: float,
+    softcap: float | None,
     window: int | None,
     method: str,
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
     them."""
-    sequence = _context_sequence(document_ids, sinks, scale, window, group_name)
+    sequence = _context_sequence(document_ids, sinks, scale, softcap, window, group_name)
     of_query, of_key, of_value = _METHODS[method][1](grad, query, key, value, output, lse, sequence)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
@@ -332,7 +345,7 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.T
 def _differentiated(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
     _, _, _, output, lse, _, sinks = ctx.saved_tensors
     of_sinks = None if sinks is None else sink_gradients(grad, output, lse, sinks)
-    return *_gradients(grad, *ctx.saved_tensors, *ctx.settings), None, of_sinks, None, None, None, None
+    return *_gradients(grad, *ctx.saved_tensors, *ctx.settings), None, of_sinks, None, None, None, None, None
 
 
 _attention.register_autograd(_differentiated, setup_context=_keep)

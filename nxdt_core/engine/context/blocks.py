@@ -130,6 +130,8 @@ class ContextSequence:
 
     scale: float
     """Of the scores."""
+    softcap: float | None
+    """Scores are ``softcap · tanh(score / softcap)``; None: as they are."""
     group: dist.ProcessGroup
     """The context parallel ranks."""
     documents: DocumentChunks | None

@@ -43,13 +43,13 @@ def ring_forward(
         query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
         key: [batch, kv_heads, seq / ranks, head_dim].
         value: as ``key``.
-        sequence: scale, ranks, documents, window and sinks.
+        sequence: scale, cap, ranks, documents, window and sinks.
 
     Returns:
         Output, as ``query`` and as wide as ``value``, and log-sum-exp. No rank ever holds more than two shards of keys
         and values.
     """
-    group, merged = sequence.group, MergedAttention(query, value, sequence.scale)
+    group, merged = sequence.group, MergedAttention(query, value, sequence.scale, sequence.softcap)
     for source, keys, values in _ring_shards(key, value, group):
         for block in _blocks(sequence, source, key):
             merged.add(block, keys, values)
@@ -67,7 +67,7 @@ def ring_backward(
 ) -> Gradients:
     """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
     group = sequence.group
-    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale)
+    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
     own, travelling = _zero_gradients(key, value), None
     for source, keys, values in _ring_shards(key, value, group):
         total = own if source == group.rank() else _zero_gradients(key, value)
@@ -143,7 +143,7 @@ def gathered_forward(
     """Compute :func:`~nxdt_core.engine.context.exchange.ring_forward` by one all-gather."""
     layout = _layout(sequence, key)
     gathering = _PendingKeyValues(key, value, sequence.group)
-    merged = MergedAttention(query, value, sequence.scale)
+    merged = MergedAttention(query, value, sequence.scale, sequence.softcap)
     for block in local_blocks(*layout):
         merged.add(block, key, value)
     keys, values = gathering.whole()
@@ -164,7 +164,7 @@ def gathered_backward(
     """Compute :func:`~nxdt_core.engine.context.exchange.ring_backward` by one all-gather and one reduce-scatter."""
     layout, group = _layout(sequence, key), sequence.group
     gathering = _PendingKeyValues(key, value, group)
-    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale)
+    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
     dtype = accumulation_dtype(key.dtype)
     grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
     for block in local_blocks(*layout):

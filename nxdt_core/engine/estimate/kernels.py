@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.engine.discarded import cast_discarded
-from nxdt_core.engine.recompute import apply_recompute, parts_of_recomputed, routes_tokens
+from nxdt_core.engine.recompute import apply_recompute, is_recomputed, parts_of_recomputed, routes_tokens
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
@@ -181,7 +181,7 @@ def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bo
     recomputed = set(parts_of_recomputed(module))
     functions, norms = [], []
     for path, part in _in_layers(module, plan):
-        if hasattr(type(part), "computed"):
+        if is_recomputed(part):
             continue
         if getattr(part, "product", functional.linear) is not functional.linear:
             part.product = _CastingProduct.apply  # type: ignore[assignment]

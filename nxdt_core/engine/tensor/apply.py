@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nxdt_core.distributed.collectives import gather_whole, reduce_from_group
 from nxdt_core.distributed.placement import shard_over_mesh, sharded_over
-from nxdt_core.engine.discarded import with_block_entry
+from nxdt_core.engine.discarded import enter_within
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
 from nxdt_core.engine.tensor.layers import (
@@ -109,10 +108,9 @@ def apply_tensor_parallel(
             # A block that is one matrix, such as the head, has nothing to hide a gather behind.
             again = sequence_parallel and gathers_again and block not in styles
             entry = BlockEntry(group, sequence_parallel=sequence_parallel, routes=routes, again=again)
-            part: Any = module.get_submodule(block)
+            part = module.get_submodule(block)
             if again:
-                kind: Any = type(part)
-                part.entry, part.__class__ = entry, with_block_entry(kind)
+                enter_within(part, entry)
             else:
                 part.register_forward_pre_hook(entry)
 

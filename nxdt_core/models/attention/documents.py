@@ -209,6 +209,10 @@ class DocumentMasks:
         self._masks: MutableMapping[torch.Tensor, tuple[int, dict[object, Any]]] = WeakTensorKeyDictionary()
         self._window: tuple[object, torch.Tensor] | None = None
 
+    def __reduce__(self) -> tuple[type[DocumentMasks], tuple[()]]:
+        """Return how to copy or unpickle it: without what it has cached."""
+        return DocumentMasks, ()
+
     def __call__(self, document_ids: torch.Tensor, dtype: torch.dtype, step: StepContext | None = None) -> torch.Tensor:
         """The mask of ``document_ids`` [batch, seq], as :func:`document_mask` makes it."""
         return self._of_batch(document_ids, self.MASK, dtype, step, lambda: document_mask(document_ids, dtype))

@@ -8,7 +8,7 @@ of what causal attention to all tokens takes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,15 @@ from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.rotary import rotate
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["AttentionSemantics", "CausalAttention", "GroupedQueryAttention", "block_rows", "windowed_attention"]
+__all__ = [
+    "AttentionSemantics",
+    "CappedAttention",
+    "CausalAttention",
+    "GroupedQueryAttention",
+    "attention_core",
+    "block_rows",
+    "windowed_attention",
+]
 
 _LEAST_ROWS = 128
 """Below, calls cost more than the hidden scores that they save."""
@@ -83,22 +91,25 @@ class AttentionSemantics:
 
 
 class CausalAttention(nn.Module):
-    """The attention core: softmax(q kᵀ / sqrt(head_dim)) v over earlier tokens of the same document, or the last few.
+    """The attention core: softmax(scale q kᵀ) v over earlier tokens of the same document, or the last few.
 
     A slot: context parallelism puts a module with the same call in its place, and recomputation (``CoreAttention``)
     wraps it. It has no parameters.
     """
 
-    def __init__(self, masks: DocumentMasks | None = None, *, window: int | None = None) -> None:
+    def __init__(
+        self, masks: DocumentMasks | None = None, *, window: int | None = None, scale: float | None = None
+    ) -> None:
         """
         Args:
             masks: shared by the cores of a model, so that a batch's mask is built for the first layer only.
             window: each token sees itself and the ``window - 1`` before it (``sliding_window`` of Hugging Face); None:
                 all before it.
+            scale: factor of query · key; None for 1 / sqrt(head_dim).
         """
         super().__init__()
         self.masks = masks if masks is not None else DocumentMasks()
-        self.window = window
+        self.window, self.scale = window, scale
         self.blocks: BlockAttention | None = None
         """A slot: how to attend to packed documents by blocks; None: under a mask."""
         self.shared_heads: frozenset[torch.dtype] | None = None
@@ -106,7 +117,7 @@ class CausalAttention(nn.Module):
 
     def semantics(self) -> AttentionSemantics:
         """Return what ``forward`` computes; a subclass that overrides one of the two overrides the other as well."""
-        return AttentionSemantics(causal=True, window=self.window)
+        return AttentionSemantics(causal=True, scale=self.scale, window=self.window)
 
     def forward(
         self,
@@ -129,6 +140,8 @@ class CausalAttention(nn.Module):
         Returns:
             [batch, heads, seq, head_dim]
         """
+        if self.scale is not None:
+            query = query * (self.scale * query.shape[-1] ** 0.5)
         if document_ids is not None and self.blocks is not None and self.blocks.takes(query, value):
             return self.blocks(query, key, value, self.masks.blocks(document_ids, self.window, step))
         window = None if self.window is None or self.window >= query.shape[2] else self.window
@@ -166,6 +179,64 @@ class CausalAttention(nn.Module):
         return masks.MASK, masks(document_ids, dtype)
 
 
+class CappedAttention(CausalAttention):
+    """The core with scores ``cap · tanh(score / cap)`` (Gemma 2, arXiv:2408.00118), composed, since fused kernels have
+    no room for the cap."""
+
+    def __init__(
+        self, cap: float, masks: DocumentMasks | None = None, *, window: int | None = None, scale: float | None = None
+    ) -> None:
+        """``cap`` of the scores; other arguments as of :class:`CausalAttention`."""
+        super().__init__(masks, window=window, scale=scale)
+        self.cap = cap
+
+    def semantics(self) -> AttentionSemantics:
+        """Return what :meth:`forward` computes."""
+        return replace(super().semantics(), softcap=self.cap)
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        document_ids: torch.Tensor | None = None,
+        step: StepContext | None = None,
+    ) -> torch.Tensor:
+        """Return what :meth:`CausalAttention.forward` defines, of capped scores."""
+        batch, heads, seq, width = query.shape
+        scale = width**-0.5 if self.scale is None else self.scale
+        grouped = query.view(batch, key.shape[1], -1, seq, width)  # [batch, kv_heads, group, seq, head_dim]
+        scores = torch.tanh(grouped @ key.unsqueeze(2).transpose(-1, -2) * (scale / self.cap)) * self.cap
+        scores = scores + self._mask(query, document_ids, step).unsqueeze(2)
+        weights = functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
+        attended: torch.Tensor = weights.to(query.dtype) @ value.unsqueeze(2)
+        return attended.view(batch, heads, seq, -1)
+
+    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
+        """Return what :meth:`forward` will ask of the masks."""
+        return self.masks.MASK, self.masks(document_ids, dtype)
+
+    def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None, step: StepContext | None) -> torch.Tensor:
+        """Additive [batch or 1, 1, seq, seq]."""
+        seq = query.shape[2]
+        every = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
+        if document_ids is not None:
+            mask = self.masks(document_ids, query.dtype, step)
+        else:
+            mask = torch.zeros(1, 1, seq, seq, dtype=query.dtype, device=query.device)
+            mask = mask.masked_fill_(every.triu(1), float("-inf"))
+        if self.window is None or self.window >= seq:
+            return mask
+        return mask.masked_fill(every.tril(-self.window), float("-inf"))
+
+
+def attention_core(semantics: AttentionSemantics, masks: DocumentMasks) -> CausalAttention:
+    """Return the core that computes ``semantics``: causal, without dropout. Cores of a model share ``masks``."""
+    if semantics.softcap is not None:
+        return CappedAttention(semantics.softcap, masks, window=semantics.window, scale=semantics.scale)
+    return CausalAttention(masks, window=semantics.window, scale=semantics.scale)
+
+
 class GroupedQueryAttention(nn.Module):
     """Projections, rotary embedding and core. ``kv_heads`` equal to ``heads`` is multi-head attention.
 
@@ -195,7 +266,7 @@ class GroupedQueryAttention(nn.Module):
             heads: query heads.
             kv_heads: key and value heads.
             head_dim: width of a head.
-            core: computes attention, such as :class:`CausalAttention`.
+            core: computes attention, such as that of :func:`attention_core`.
             qkv_bias: whether queries, keys and values have biases.
             output_bias: whether the output projection has one.
             norm_eps: epsilon of the norms of queries and keys; None: there are none.

@@ -27,6 +27,8 @@ class Scoring:
     """Scores of a block: ``scale`` x query · key, and −∞ where a row does not see a key."""
 
     scale: float
+    softcap: float | None = None
+    """Scores are ``softcap · tanh(score / softcap)``, which the composed kernel alone computes; None: as they are."""
     causal: bool = False
     """Row ``i`` sees keys 0 … ``i``; not together with ``visible``."""
     visible: torch.Tensor | None = None
@@ -118,13 +120,17 @@ class ComposedKernel:
     ) -> Gradients:
         """Return what :meth:`AttentionKernel.backward` defines; not causal."""
         with without_autocast(query):
-            scores = _scores(query, key, scoring)
+            scores, slope = _scores(query, key, scoring), None
+            if scoring.softcap is not None:  # of tanh, by its result; none where a key is not seen
+                slope = _grouped(1 - (scores / scoring.softcap).clamp_(min=-1).square_(), key)
             weights = _grouped(scores.sub_(lse.unsqueeze(-1)).exp_(), key)
             grad, output, wide_query, key, value = (t.to(weights.dtype) for t in (grad, output, query, key, value))
             delta = _grouped((grad * output).sum(-1, keepdim=True), key)
             grad = _grouped(grad, key)
             grad_value = weights.transpose(-1, -2) @ grad
             grad_scores = (grad @ value.transpose(-1, -2)).sub_(delta).mul_(weights).mul_(scoring.scale)
+            if slope is not None:
+                grad_scores.mul_(slope)
             grad_query = (grad_scores @ key).reshape(query.shape)
             grad_key = grad_scores.transpose(-1, -2) @ _grouped(wide_query, key)
         return grad_query, grad_key, grad_value
@@ -136,6 +142,8 @@ def _scores(query: torch.Tensor, key: torch.Tensor, scoring: Scoring) -> torch.T
     dtype = accumulation_dtype(query.dtype)
     scores = (_grouped(query.to(dtype), key) @ key.to(dtype).transpose(-1, -2)).mul_(scoring.scale)
     scores = scores.reshape(*query.shape[:-1], -1)
+    if scoring.softcap is not None:
+        scores.div_(scoring.softcap).tanh_().mul_(scoring.softcap)
     return scores if scoring.visible is None else scores.masked_fill_(~scoring.visible, -torch.inf)
 
 

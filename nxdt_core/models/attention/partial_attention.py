@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -64,13 +64,14 @@ class Block:
     """None without a window, and if each row's window contains all keys of the block."""
 
 
-def kernel_for(query: torch.Tensor, value: torch.Tensor) -> AttentionKernel:
-    """Return the kernel that the device's profile names where it takes these tensors, else the composed one.
+def kernel_for(query: torch.Tensor, value: torch.Tensor, softcap: float | None = None) -> AttentionKernel:
+    """Return the kernel that the device's profile names where it takes these tensors, else the composed one, as for
+    scores with a ``softcap``.
 
     Estimates on the meta device meet a fused kernel, since real ones mostly do.
     """
     kernel = _KERNELS["masked_flash" if query.is_meta else profile_of(query.device).attention_kernel]
-    return kernel if kernel.takes(query, value) else _KERNELS["composed"]
+    return kernel if softcap is None and kernel.takes(query, value) else _KERNELS["composed"]
 
 
 class MergedAttention:
@@ -80,17 +81,18 @@ class MergedAttention:
     sigmoid(b − a): no exponential overflows.
     """
 
-    def __init__(self, query: torch.Tensor, value: torch.Tensor, scale: float) -> None:
+    def __init__(self, query: torch.Tensor, value: torch.Tensor, scale: float, softcap: float | None = None) -> None:
         batch, heads, rows, _ = query.shape
         dtype = accumulation_dtype(query.dtype)
-        self._kernel, self._query, self._scale = kernel_for(query, value), query, scale
+        self._kernel, self._query = kernel_for(query, value, softcap), query
+        self._scoring = Scoring(scale=scale, softcap=softcap)
         # Heads innermost but one, as kernels leave it: the output projection then needs no copy.
         self._output = query.new_empty((batch, rows, heads, value.shape[-1]), dtype=dtype).transpose(1, 2)
         self._lse = query.new_empty((batch, heads, rows), dtype=dtype)
 
     def add(self, block: Block, key: torch.Tensor, value: torch.Tensor) -> None:
         """Attend to ``key`` and ``value`` where ``block`` says, and merge the result into its rows."""
-        for rows, keys, scoring in _pieces(block, self._kernel, self._query, self._scale):
+        for rows, keys, scoring in _pieces(block, self._kernel, self._query, self._scoring):
             part, part_lse = self._kernel.forward(self._query[:, :, rows], key[:, :, keys], value[:, :, keys], scoring)
             output, lse = self._output[:, :, rows], self._lse[:, :, rows]
             if block.diagonal:
@@ -129,8 +131,9 @@ class AttentionGradients:
         output: torch.Tensor,
         lse: torch.Tensor,
         scale: float,
+        softcap: float | None = None,
     ) -> None:
-        self._kernel, self._scale = kernel_for(query, value), scale
+        self._kernel, self._scoring = kernel_for(query, value, softcap), Scoring(scale=scale, softcap=softcap)
         self._grad, self._rows_of = contiguous_heads(grad), (query, output, lse)
         self.query = torch.zeros_like(query, dtype=accumulation_dtype(query.dtype))
 
@@ -145,7 +148,7 @@ class AttentionGradients:
         """Add what ``block`` gives to :attr:`query` and, in place, to ``grad_key`` and ``grad_value``, which have the
         shapes of ``key`` and ``value``."""
         query, output, lse = self._rows_of
-        for rows, keys, scoring in _pieces(block, self._kernel, query, self._scale):
+        for rows, keys, scoring in _pieces(block, self._kernel, query, self._scoring):
             parts = self._kernel.backward(
                 self._grad[:, :, rows],
                 query[:, :, rows],
@@ -162,11 +165,11 @@ class AttentionGradients:
 
 
 def _pieces(
-    block: Block, kernel: AttentionKernel, query: torch.Tensor, scale: float
+    block: Block, kernel: AttentionKernel, query: torch.Tensor, scoring: Scoring
 ) -> Iterator[tuple[slice, slice, Scoring]]:
     """Split ``block`` by rows so that neither a mask nor the scores of an unfused kernel grow with the sequence."""
     if kernel.fused and block.documents is None and block.window is None:
-        yield block.rows, block.keys, Scoring(scale=scale, causal=block.diagonal)
+        yield block.rows, block.keys, replace(scoring, causal=block.diagonal)
         return
     batch, heads = query.shape[:2]
     rows, keys = block.rows.stop - block.rows.start, block.keys.stop - block.keys.start
@@ -186,7 +189,7 @@ def _pieces(
         yield (
             _within(block.rows, first, last),
             _within(block.keys, start, seen.stop),
-            Scoring(scale=scale, visible=visible),
+            replace(scoring, visible=visible),
         )
 
 

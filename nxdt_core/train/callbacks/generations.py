@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.checkpoint.hf.source import HFSource
+from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.data.chat.rendering import prompt_ids, stop_ids
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.tokens import text_ids

@@ -18,7 +18,7 @@ from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.data import UNNAMED
-from nxdt_core.train.run.metric_files import MetricFiles
+from nxdt_core.train.run_directory.metric_files import MetricFiles
 from nxdt_core.train.state import versions_of
 
 __all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter", "ValidationMetrics", "scalars"]
@@ -77,7 +77,7 @@ def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, 
 
 
 METRICS_FILE = "metrics.jsonl"
-"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.train.run.metric_files`."""
+"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.train.run_directory.metric_files`."""
 VALIDATION_FILE = "validation.jsonl"
 """One JSON object per validation."""
 RESUMES_FILE = "resumes.jsonl"

@@ -22,7 +22,7 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.system.regular_files import replace_text
 from nxdt_core.train.callbacks.metrics import MetricsWriter
 from nxdt_core.train.callbacks.prometheus import MonitorServer, Sample, exposition, samples_of_row
-from nxdt_core.train.run.log import strict_json
+from nxdt_core.train.run_directory.log import strict_json
 
 _log = logging.getLogger(__name__)
 

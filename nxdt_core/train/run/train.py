@@ -37,15 +37,6 @@ from nxdt_core.train.callbacks.profiler import CompileTime, Profiler
 from nxdt_core.train.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
 from nxdt_core.train.data import RunData
 from nxdt_core.train.loop import fit
-from nxdt_core.train.run.files import (
-    keep_inputs,
-    owned_on_rank_zero,
-    previous_source,
-    run_dir_explained,
-    with_dated_run_dir,
-)
-from nxdt_core.train.run.log import printed, run_log
-from nxdt_core.train.run.metric_files import MetricFiles
 from nxdt_core.train.run.out_of_memory import memory_errors_explained
 from nxdt_core.train.run.report import RunSummary, banner, resume_command, resume_notes
 from nxdt_core.train.run.start import (
@@ -60,6 +51,15 @@ from nxdt_core.train.run.start import (
     epochs_to_steps,
     with_start_step,
 )
+from nxdt_core.train.run_directory.files import (
+    keep_inputs,
+    owned_on_rank_zero,
+    previous_source,
+    run_dir_explained,
+    with_dated_run_dir,
+)
+from nxdt_core.train.run_directory.log import printed, run_log
+from nxdt_core.train.run_directory.metric_files import MetricFiles
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
 

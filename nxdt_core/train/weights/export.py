@@ -12,13 +12,13 @@ from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import hf_name
+from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.format.manifest import FileEntry
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.checkpoint.hf.directory import ReadShard, read_from, write_hf, write_shards
 from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
 from nxdt_core.checkpoint.hf.gguf import GgufDtype, write_gguf
-from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.checkpoint.read.status import list_checkpoints, newest_first, nothing_at
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.config import ResolvedConfig

@@ -12,7 +12,7 @@ from pathlib import Path
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint, recognise
-from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
+from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig, load

@@ -15,9 +15,9 @@ from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
+from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.hf.source import HFSource, read_hf_source
 from nxdt_core.checkpoint.write.plan import SavePlan, agree_on_assignment, encode_state
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors.base import listing as enumeration

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from nxdt_core.checkpoint.format.hf_source import HFSource, json_bytes, read_hf_source
 from nxdt_core.checkpoint.hf.export import hf_settings
-from nxdt_core.checkpoint.hf.source import HFSource, json_bytes, read_hf_source
 from nxdt_core.cli import main
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.train.generate import load_model

@@ -41,11 +41,13 @@ def tensors(dtype: torch.dtype, kv_heads: int, *, rows: int = ROWS, keys: int = 
     return [torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).transpose(1, 2) for shape in shapes]
 
 
-def definition(query, key, value, visible):
+def definition(query, key, value, visible, softcap=None):
     """Output and log-sum-exp in float64, as the formulas say."""
     groups = query.shape[1] // key.shape[1]
     key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))
     scores = query @ key.transpose(-1, -2) * SCALE
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
     return scores.softmax(-1) @ value, scores.logsumexp(-1)
@@ -168,21 +170,23 @@ def test_kernels_of_an_accelerator_are_given_what_they_can_read(dtype, name, len
     )
 
 
-def merged(blocks, query, key, value, grad):
+def merged(blocks, query, key, value, grad, softcap=None):
     """Output, log-sum-exp and gradients over ``blocks``."""
-    sums = MergedAttention(query, value, SCALE)
+    sums = MergedAttention(query, value, SCALE, softcap)
     for block in blocks:
         sums.add(block, key, value)
     output, lse = sums.result()
-    gradients = AttentionGradients(grad, query, value, output, lse, SCALE)
+    gradients = AttentionGradients(grad, query, value, output, lse, SCALE, softcap)
     grad_key, grad_value = torch.zeros_like(key), torch.zeros_like(value)
     for block in blocks:
         gradients.add(block, key, value, grad_key, grad_value)
     return output, lse, gradients.query, grad_key, grad_value
 
 
-@pytest.mark.parametrize("value_width", [WIDTH, 5], ids=["fused", "composed"])
-def test_parts_are_merged_by_their_weight_and_rows_that_see_nothing_of_a_part_have_none(value_width):
+@pytest.mark.parametrize(
+    ("value_width", "softcap"), [(WIDTH, None), (5, None), (WIDTH, 1.5)], ids=["fused", "composed", "capped"]
+)
+def test_parts_are_merged_by_their_weight_and_rows_that_see_nothing_of_a_part_have_none(value_width, softcap):
     query, key, value, grad = tensors(torch.float64, 2, rows=8, keys=16, value_width=value_width)
     key[:, :, 8:] *= 30  # so that exponentials differ by hundreds
     ids = torch.tensor([[0, 0, 0, 1, 1, 1, 2, -1]] * 2), torch.tensor([[1, 1, 5, 5, 2, 2, 2, 2]] * 2)
@@ -193,9 +197,9 @@ def test_parts_are_merged_by_their_weight_and_rows_that_see_nothing_of_a_part_ha
     visible = torch.cat((torch.ones(2, 8, 8).tril().bool(), ids[0][:, :, None] == ids[1][:, None, :]), 2)[:, None]
     assert not visible[0, 0, :, 8:].any(-1).all()
     leaves = [t.clone().requires_grad_() for t in (query, key, value)]
-    output, lse = definition(*leaves, visible)
+    output, lse = definition(*leaves, visible, softcap)
     expected = (output.detach(), lse.detach(), *torch.autograd.grad(output, leaves, grad))
-    for found, theirs in zip(merged(blocks, query, key, value, grad), expected, strict=True):
+    for found, theirs in zip(merged(blocks, query, key, value, grad, softcap), expected, strict=True):
         torch.testing.assert_close(found, theirs, rtol=1e-12, atol=1e-12)
 
 

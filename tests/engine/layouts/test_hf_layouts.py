@@ -31,7 +31,7 @@ CASES = {
     "pp2": ((*DENSE, "qwen3-moe", "glm4-moe", "deepseek-v3", "gpt-oss"), Layout(pp=2)),
     "pp2-tp2": (("gemma3", "phi3"), Layout(pp=2, tp=2)),
     "pp2-interleaved": (("gemma2",), Layout(pp=2, vpp=2)),
-    "cp2": (("qwen2", "qwen3", "gemma3", "olmo2", "cohere", *SPARSE), Layout(cp=2, cp_method="ring")),
+    "cp2": (("qwen2", "qwen3", "gemma2", "gemma3", "olmo2", "cohere", *SPARSE), Layout(cp=2, cp_method="ring")),
     "dp2-zero2": (SPARSE, Layout(dp=2, zero=2)),
     "dp2-tp2-zero3-norms": (("cohere",), Layout(dp=2, tp=2, zero=3, recompute="full")),
     "dp2-zero3-recomputed-packed": (("gemma2", "phi3", *BALANCED), Layout(dp=2, zero=3, recompute="full", packed=True)),

@@ -32,7 +32,7 @@ LLAMA = {
     "max_position_embeddings": 24,
     "init_method_std": 0.1,
 }
-TIED = {**LLAMA, "share_embeddings_and_output_weights": True}
+TIED = {**LLAMA, "share_embeddings_and_output_weights": True, "logits_softcap": 0.5}
 CHUNKED, TIED_CHUNKED = {**LLAMA, "loss_chunk_tokens": 20}, {**TIED, "loss_chunk_tokens": 20}
 STEPS = 8
 LAYOUTS = (
@@ -71,9 +71,11 @@ def head_and_hidden(dtype: torch.dtype, *, bias: bool) -> tuple[nn.Module, torch
     return module, torch.randn(BATCH, SEQ, HIDDEN).to(dtype).requires_grad_()
 
 
-def loss_and_gradients(module: nn.Module, hidden: torch.Tensor, weights: torch.Tensor | None) -> list[torch.Tensor]:
+def loss_and_gradients(
+    module: nn.Module, hidden: torch.Tensor, weights: torch.Tensor | None, softcap: float | None = None
+) -> list[torch.Tensor]:
     labels = labels_of()
-    outputs = head_output(module["head"], hidden, StepContext(labels=labels))
+    outputs = head_output(module["head"], hidden, StepContext(labels=labels), softcap=softcap)
     loss, weight = cross_entropy_sum(outputs, labels, weights)
     return [loss.detach(), weight, *torch.autograd.grad(loss / 3, [hidden, *module.parameters()])]
 
@@ -92,6 +94,18 @@ def test_equals_the_loss_of_whole_logits(dtype, bias, weighted, tokens):
         # Gradients in bfloat16 are rounded once a chunk, whole ones once.
         rough = dtype == torch.bfloat16 and found.ndim
         torch.testing.assert_close(found, expected, rtol=2e-2 if rough else 1e-6, atol=1e-2 if rough else 1e-6)
+
+
+@pytest.mark.parametrize("tokens", [4, 1000])
+def test_equals_the_loss_of_whole_capped_logits(tokens):
+    module, hidden = head_and_hidden(torch.float64, bias=True)
+    whole = loss_and_gradients(module, hidden, None, 0.7)
+    capped = 0.7 * torch.tanh(module["head"](hidden) / 0.7)
+    expected = functional.cross_entropy(capped.flatten(0, 1), labels_of().flatten(), reduction="sum")
+    torch.testing.assert_close(whole[0], expected.detach())
+    chunk_loss(module, PLAN, tokens=tokens)
+    torch.testing.assert_close(loss_and_gradients(module, hidden, None, 0.7), whole)
+    torch.testing.assert_close(head_output(module["head"], hidden, None, softcap=0.7), capped)
 
 
 def test_autocast_computes_as_the_head_does():

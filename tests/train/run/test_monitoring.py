@@ -20,7 +20,7 @@ from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable, StepNotFinite
 from nxdt_core.train import train
 from nxdt_core.train.callbacks.prometheus import Sample, exposition
-from nxdt_core.train.run.metric_files import mark_failed
+from nxdt_core.train.run_directory.metric_files import mark_failed
 from tests import processes
 from tests.train.small import SMALL
 

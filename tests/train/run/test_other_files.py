@@ -10,7 +10,7 @@ from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.launch.joining import find_place
 from nxdt_core.launch.supervision.heartbeat import Heartbeat
 from nxdt_core.train import train
-from nxdt_core.train.run.metric_files import mark_failed
+from nxdt_core.train.run_directory.metric_files import mark_failed
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.train.small import SMALL
 

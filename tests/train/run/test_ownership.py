@@ -23,9 +23,9 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.train import build, train
-from nxdt_core.train.run.files import directory_lock
-from nxdt_core.train.run.metric_files import mark_failed
 from nxdt_core.train.run.start import decide_start
+from nxdt_core.train.run_directory.files import directory_lock
+from nxdt_core.train.run_directory.metric_files import mark_failed
 from tests import processes
 from tests.sampling import slow
 from tests.train.small import SMALL

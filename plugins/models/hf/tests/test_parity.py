@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from nxdt_plugin_hf.modeling import CausalLM
 from torch.nn import functional
 
 from nxdt_core.models.step_border import at_border
@@ -107,4 +108,4 @@ def test_the_scale_of_gemmas_embeddings_is_rounded_as_transformers_rounds_it(bui
     ours = materialised(made)
     other = theirs(made, ours).bfloat16()
     ids = tokens(1, 8)
-    assert torch.equal(ours.bfloat16()._embedded(ids), other.model.embed_tokens(ids))
+    assert torch.equal(CausalLM._embedded(ours.bfloat16(), ids), other.model.embed_tokens(ids))

@@ -56,6 +56,18 @@ class TestTiedLlama(OfOneLayout):
         return LlamaBuilder(LlamaConfig(**SMALL, share_embeddings_and_output_weights=True, rope_scaling=scaling))
 
 
+class TestCapped(OfOneLayout):
+    """With a scale of attention, and caps of its scores and of the logits."""
+
+    always = ("tp-sp", "cp")
+    exchanges_with_hf = False
+
+    @pytest.fixture
+    def builder(self) -> MistralBuilder:
+        caps = {"attention_scale": 0.6, "attention_softcap": 0.4, "logits_softcap": 0.3, "init_method_std": 0.2}
+        return MistralBuilder(MistralConfig(**SMALL, sliding_window=5, **caps))
+
+
 class TestMistral(OfOneLayout):
     """With a window."""
 

@@ -191,6 +191,9 @@ def test_windows_in_some_layers_are_refused(feature):
         ("qwen2", {"qkv_bias": False}, "qkv_bias"),
         ("llama-yarn", {"qkv_bias": True}, "qkv_bias"),
         ("qwen3", {"mlp_bias": True}, "mlp_bias"),
+        ("llama-yarn", {"attention_scale": 0.1}, "attention_scale"),
+        ("llama-yarn", {"attention_softcap": 50.0}, "attention_softcap"),
+        ("qwen3", {"logits_softcap": 30.0}, "logits_softcap"),
     ],
 )
 def test_what_the_architecture_of_transformers_lacks_is_not_exported(name, changes, key, tmp_path):

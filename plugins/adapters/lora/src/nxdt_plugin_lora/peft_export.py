@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.hf.key_map import Source, sources
-from nxdt_core.checkpoint.hf.source import HFSource
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.train import build

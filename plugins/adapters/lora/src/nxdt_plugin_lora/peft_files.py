@@ -13,7 +13,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from nxdt_core.checkpoint.hf.source import read_json
+from nxdt_core.checkpoint.format.hf_source import read_json
 from nxdt_core.config.huggingface import unusable
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit

@@ -12,13 +12,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional
 
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
 from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.models.random.dropout import CausalAttentionWithDropout
-from nxdt_core.protocols.step_context import StepContext
 
 IMPLEMENTATION = "nxdt"
 """Name of the attention function in transformers."""
@@ -112,7 +110,7 @@ def _attend(
     return value.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
 
 
-def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
+def core_for(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
     """Return the core that computes what ``call`` asks for; the plain one wherever that suffices.
 
     Args:
@@ -123,11 +121,9 @@ def attention_core(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
         return SinkAttention(scale=call.scale, window=call.window)
     if call.dropout:
         return CausalAttentionWithDropout(call.dropout, masks)
-    if call.softcap is not None:
-        return CappedAttention(call.scale, call.softcap, masks, window=call.window)
-    if call.scale != call.key_width**-0.5:
-        return ScaledAttention(call.scale, masks, window=call.window)
-    return CausalAttention(masks, window=call.window)
+    scale = None if call.scale == call.key_width**-0.5 else call.scale
+    semantics = AttentionSemantics(causal=True, scale=scale, window=call.window, softcap=call.softcap)
+    return attention_core(semantics, masks)
 
 
 class HeadValues(nn.Module):
@@ -140,77 +136,3 @@ class HeadValues(nn.Module):
     def forward(self) -> torch.Tensor:
         """Return the values of this process's heads."""
         return self.weight
-
-
-class ScaledAttention(CausalAttention):
-    """The plain core with a custom scale."""
-
-    def __init__(self, scale: float, masks: DocumentMasks, *, window: int | None = None) -> None:
-        super().__init__(masks, window=window)
-        self.scale = scale
-
-    def semantics(self) -> AttentionSemantics:
-        """Return the base's semantics with the scale."""
-        return AttentionSemantics(causal=True, scale=self.scale, window=self.window)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        document_ids: torch.Tensor | None = None,
-        step: StepContext | None = None,
-    ) -> torch.Tensor:
-        """Return :meth:`CausalAttention.forward` with the model's scale."""
-        query = query * (self.scale * query.shape[-1] ** 0.5)
-        return super().forward(query, key, value, document_ids, step)
-
-
-class CappedAttention(nn.Module):
-    """Causal attention with scores ``cap · tanh(score / cap)`` (Gemma 2, arXiv:2408.00118), composed, since fused
-    kernels have no room for the cap."""
-
-    def __init__(self, scale: float, cap: float, masks: DocumentMasks, *, window: int | None = None) -> None:
-        super().__init__()
-        self.scale = scale
-        self.cap = cap
-        self.window = window
-        self.masks = masks
-
-    def semantics(self) -> AttentionSemantics:
-        """Return what :meth:`forward` computes."""
-        return AttentionSemantics(causal=True, scale=self.scale, window=self.window, softcap=self.cap)
-
-    def forward(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        document_ids: torch.Tensor | None = None,
-        step: StepContext | None = None,
-    ) -> torch.Tensor:
-        """Return what :meth:`CausalAttention.forward` defines, with the additions of this class."""
-        batch, heads, seq, width = query.shape
-        grouped = query.view(batch, key.shape[1], -1, seq, width)  # [batch, kv_heads, group, seq, head_dim]
-        scores = torch.tanh(grouped @ key.unsqueeze(2).transpose(-1, -2) * (self.scale / self.cap)) * self.cap
-        scores = scores + self._mask(query, document_ids, step).unsqueeze(2)
-        weights = functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
-        attended: torch.Tensor = weights.to(query.dtype) @ value.unsqueeze(2)
-        return attended.view(batch, heads, seq, -1)
-
-    def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
-        """Return what :meth:`forward` will ask of the masks."""
-        return self.masks.MASK, self.masks(document_ids, dtype)
-
-    def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None, step: StepContext | None) -> torch.Tensor:
-        """Additive [batch or 1, 1, seq, seq]."""
-        seq = query.shape[2]
-        every = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
-        if document_ids is not None:
-            mask = self.masks(document_ids, query.dtype, step)
-        else:
-            mask = torch.zeros(1, 1, seq, seq, dtype=query.dtype, device=query.device)
-            mask = mask.masked_fill_(every.triu(1), float("-inf"))
-        if self.window is None or self.window >= seq:
-            return mask
-        return mask.masked_fill(every.tril(-self.window), float("-inf"))

@@ -56,12 +56,12 @@ def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
 
 def end_with_sum(block: nn.Module) -> None:
     """Let what ``block`` returns be the sum of what the tensor parallel ranks computed."""
+    block.register_forward_hook(_summed)
 
-    def summed(module: nn.Module, args: Any, output: Any) -> Any:
-        finish = _experts_of(module).dispatcher.finish
-        return (finish(output[0]), *output[1:]) if isinstance(output, tuple) else finish(output)
 
-    block.register_forward_hook(summed)
+def _summed(block: nn.Module, args: Any, output: Any) -> Any:
+    finish = _experts_of(block).dispatcher.finish
+    return (finish(output[0]), *output[1:]) if isinstance(output, tuple) else finish(output)
 
 
 def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> bool:

@@ -17,7 +17,7 @@ from torch import nn
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_plugin_hf.architecture import Architecture
-from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues, attention_core
+from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues, core_for
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, router_balance
 
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class CausalLM(nn.Module):
-    """Precedes a class of transformers in the order of base classes, and calls it.
+    """What :func:`build_model` adds to a module, whose class is transformers' own: attributes, and two methods that
+    become attributes as well.
 
     A pipeline stage is this module with layers taken out of their :class:`NumberedLayers` and ``torch.nn.Identity`` in
     place of modules on other stages; its first argument is then the hidden states.
@@ -52,11 +53,12 @@ class CausalLM(nn.Module):
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden = self._embedded(input_ids)  # [batch, seq, hidden]
+        hidden = CausalLM._embedded(self, input_ids)  # [batch, seq, hidden]
         given = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
         if isinstance(self.get_submodule(self.head_path), nn.Identity):  # without a head, the result is hidden states
             return cast(torch.Tensor, cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0])
-        return cast(torch.Tensor, super().forward(**given, use_cache=False).logits)
+        theirs: Any = type(self)
+        return cast(torch.Tensor, theirs.forward(self, **given, use_cache=False).logits)
 
     def _embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
         embedding = self.get_submodule(self.embedding_path)
@@ -132,7 +134,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     masks = DocumentMasks()
     for path, call in calls.items():
         attention = model.get_submodule(path)
-        attention.add_module(CORE, attention_core(call, masks))
+        attention.add_module(CORE, core_for(call, masks))
         if call.sinks is not None:
             attention.add_module(call.sinks, HeadValues(attention._parameters.pop(call.sinks)))
     layers = next(iter(calls)).partition(".0.")[0]
@@ -151,17 +153,13 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     if balance is not None:
         model.base_model.register_forward_pre_hook(balance.ask, with_kwargs=True)
         model.base_model.register_forward_hook(balance.join)
-    model.__class__ = _with_our_signature(model.__class__)
+    for method in (CausalLM.forward, CausalLM.reset_buffers):  # partial, so that a copy or a pickled one has its own
+        setattr(model, method.__name__, functools.partial(method, model))
     return cast(CausalLM, model)
 
 
 def _kept(original: int, shortest: int, longest: int) -> bool:
     return longest <= original or shortest > original
-
-
-@functools.cache
-def _with_our_signature(model_class: type[nn.Module]) -> type[nn.Module]:
-    return type(model_class.__name__, (CausalLM, model_class), {"__module__": __name__})
 
 
 def _plain_embedding(model: Any) -> tuple[str, float | None]:
@@ -191,10 +189,12 @@ def _path_of(model: nn.Module, part: nn.Module | None, what: str) -> str:
 def pass_hidden_by_position(module: nn.Module) -> None:
     """Let the first argument of ``module``, which transformers gives by keyword, come by position, where plans look."""
     first = next(iter(inspect.signature(module.forward).parameters))
+    module.register_forward_pre_hook(functools.partial(_moved, first), with_kwargs=True)
 
-    def moved(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        if args or first not in kwargs:
-            return args, kwargs
-        return (kwargs.pop(first),), kwargs
 
-    module.register_forward_pre_hook(moved, with_kwargs=True)
+def _moved(
+    first: str, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if args or first not in kwargs:
+        return args, kwargs
+    return (kwargs.pop(first),), kwargs

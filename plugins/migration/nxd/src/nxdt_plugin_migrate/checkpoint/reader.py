@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
+from nxdt_core.checkpoint.format.hf_source import read_optional_json
 from nxdt_core.checkpoint.hf.key_map import Source, sources
-from nxdt_core.checkpoint.hf.source import read_optional_json
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
