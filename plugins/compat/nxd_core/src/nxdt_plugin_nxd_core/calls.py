@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import ObjectiveOutput
@@ -27,14 +28,11 @@ class Call:
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
         """Return the call with its tensors changed, those within lists and dictionaries, too."""
 
-        def changed(value: Any) -> Any:
-            return change(value) if isinstance(value, torch.Tensor) else value
+        return Call(*tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs))))
 
-        return Call(tree_map(changed, self.args), tree_map(changed, dict(self.kwargs)))
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors among the arguments."""
-        return (value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor))
+    def tensors(self) -> list[torch.Tensor]:
+        """Return the tensors among the arguments."""
+        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,7 +44,7 @@ class CallBatch(Batch):
     @classmethod
     def of(cls, call: Call) -> CallBatch:
         """Return the batch of a call; its first tensor counts the rows."""
-        first = next(call.tensors(), torch.zeros(1, 1, dtype=torch.int64))
+        first = next(iter(call.tensors()), torch.zeros(1, 1, dtype=torch.int64))
         labels = call.kwargs.get("labels")
         return cls(input_ids=first, labels=labels if isinstance(labels, torch.Tensor) else first, call=call)
 
@@ -73,14 +71,10 @@ def split(call: Call, micro_batches: int) -> list[CallBatch]:
         raise BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
     size = rows // micro_batches
 
-    def part(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-            whole = tensor.ndim == 0 or len(tensor) != rows
-            return tensor if whole else tensor[number * size : (number + 1) * size]
+    def part(tensor: torch.Tensor, begin: int) -> torch.Tensor:
+        return tensor if tensor.ndim == 0 or len(tensor) != rows else tensor[begin : begin + size]
 
-        return rows_of
-
-    return [CallBatch.of(call.map(part(number))) for number in range(micro_batches)]
+    return [CallBatch.of(call.map(partial(part, begin=begin))) for begin in range(0, rows, size)]
 
 
 class ModelLoss:
@@ -110,24 +104,22 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
     Raises:
         LossNotFound: there is none.
     """
-    found = _by_spec(output, where) if where is not None else _by_custom(output)
+    if where is not None:
+        found = _at(output, where)
+    elif isinstance(output, torch.Tensor):
+        found = output
+    elif isinstance(output, Mapping) or getattr(output, "loss", None) is not None:
+        found = _at(output, {"loss": True})
+    else:
+        found = output[0] if isinstance(output, tuple | list) and output else None
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise LossNotFound(found=shape)
     return found.reshape(())
 
 
-def _by_custom(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if getattr(output, "loss", None) is not None:
-        return output.loss
-    return output[0] if isinstance(output, tuple | list) and output else None
-
-
-def _by_spec(output: Any, where: Any) -> Any:
+def _at(output: Any, where: Any) -> Any:
+    """Return what is in ``output`` where ``where`` has True."""
     if where is True:
         return output
     if isinstance(where, Mapping):
@@ -135,19 +127,8 @@ def _by_spec(output: Any, where: Any) -> Any:
         return output.get(chosen) if isinstance(output, Mapping) else getattr(output, str(chosen), None)
     if isinstance(where, tuple | list) and isinstance(output, tuple | list) and any(where):
         place = next(number for number, here in enumerate(where) if here)
-        return _by_spec(output[place], where[place]) if place < len(output) else None
+        return _at(output[place], where[place]) if place < len(output) else None
     return None
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
 
 
 def scaled_gradients(output: Any, ranks: int) -> Any:
@@ -161,7 +142,10 @@ def scaled_gradients(output: Any, ranks: int) -> Any:
 
     def scaled(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return _ScaledGradient.apply(value, 1 / ranks) if value.requires_grad else value  # type: ignore[no-untyped-call]
+            if value.requires_grad:
+                value = value.view_as(value)  # the gradients of other uses within the module stay as they are
+                value.register_hook(lambda grad: grad * (1 / ranks))
+            return value
         if is_dataclass(value) and not isinstance(value, type):
             parts = {each.name: scaled_gradients(getattr(value, each.name), ranks) for each in fields(value)}
             return replace(value, **parts)

@@ -24,30 +24,20 @@ class NeuronZero1Optimizer(NxDOptimizer):
     Args:
         params: parameters of the model that ``initialize_parallel_model`` returned last, or groups of them.
         optimizer_class: a class of ``torch.optim``.
-        pin_layout, sharding_groups, grad_norm_groups, and other options of NxD Core's sharding: no effect; the mesh of
-            ``neuronx_distributed_config`` has the groups.
-        defaults: options of the class; ``grad_clipping`` and ``max_norm`` decide instead of ``optimizer_config``.
+        grad_clipping, max_norm: decide instead of ``optimizer_config``.
+        defaults: options of the class.
 
     Raises:
         ArgumentMeansNothing: the model was not laid out for ZeRO-1.
     """
 
-    @binds(
-        pin_layout="there is no XLA layout",
-        sharding_groups="the mesh has the groups",
-        grad_norm_groups="the mesh has the groups",
-    )
+    @binds
     def __init__(
         self,
         params: Iterable[Any],
         optimizer_class: type[torch.optim.Optimizer],
-        optimizer_dtype: Any = None,
         grad_clipping: bool = True,
         max_norm: float | None = None,
-        use_grad_acc_hook: bool = False,
-        pin_layout: bool = True,
-        sharding_groups: Any = None,
-        grad_norm_groups: Any = None,
         **defaults: Any,
     ) -> None:
         config = current_config()
@@ -62,12 +52,12 @@ class NeuronZero1Optimizer(NxDOptimizer):
         norm = config.max_grad_norm if max_norm is None else max_norm
         self.max_norm = norm if grad_clipping else None
 
-    @binds(save_serially="each rank writes its share at once")
-    def save_sharded_state_dict(self, output_dir: str, save_serially: bool = True) -> None:
+    @binds
+    def save_sharded_state_dict(self, output_dir: str) -> None:
         """Save weights and state under the tag ``optim`` of ``output_dir``. Collective."""
         save_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
 
-    @binds(num_workers_per_step="each rank reads its share at once")
-    def load_sharded_state_dict(self, output_dir: str, num_workers_per_step: int = 8) -> None:
+    @binds
+    def load_sharded_state_dict(self, output_dir: str) -> None:
         """Load what :meth:`save_sharded_state_dict` saved, in any layout. Collective."""
         load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
