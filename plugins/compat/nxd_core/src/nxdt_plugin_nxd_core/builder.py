@@ -18,7 +18,7 @@ from torch import nn
 from nxdt_core.models.step_border import called_with_step, step_of
 from nxdt_core.protocols.plan import InitRule, ParallelPlan, PipelinePlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd_core.calls import Call, loss_in
+from nxdt_plugin_nxd_core.calls import CallBatch, loss_in
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, StageModuleMisplaced
 
 __all__ = ["ModuleBuilder"]
@@ -44,8 +44,10 @@ class ModuleBuilder:
         self._where = where
 
     def build(self) -> nn.Module:
-        """Return a copy of the module without memory, whose forward takes a :class:`Call`; in a pipeline the last stage
-        gives the loss."""
+        """Return a copy of the module without memory, whose forward takes a :class:`CallBatch`.
+
+        On the last stage of a pipeline it gives the loss.
+        """
         memo: dict[int, Any] = {}
         for parameter in self.module.parameters():
             empty = torch.empty_like(parameter, device="meta")
@@ -63,7 +65,7 @@ class ModuleBuilder:
             widths = {name: part.embedding_dim for name, part in tables.items() if isinstance(part, nn.Embedding)}
             kind, total = type(layers), len(numbered)
 
-        def forward(module: Any, received: torch.Tensor, *, call: Call, step: StepContext | None = None) -> Any:
+        def forward(module: Any, received: torch.Tensor, *, call: CallBatch, step: StepContext | None = None) -> Any:
             """Run the caller's forward; ``received`` are the hidden states of the stage before."""
 
             def run() -> Any:
@@ -124,19 +126,20 @@ class _Stage:
         self, module: nn.Module, pipeline: PipelinePlan, kind: Any, total: int, widths: Mapping[str, int]
     ) -> None:
         own: Any = module.get_submodule(pipeline.layers)
-        first, *_, last = sorted(map(int, own.keys())) * 2
-        self.is_first, self.is_last = first == 0, last == total - 1
+        numbers = [str(number) for number in range(total)]
+        present = [number for number in numbers if number in own]
+        self.is_first, self.is_last = present[0] == numbers[0], present[-1] == numbers[-1]
         self.running = self.has_run = False
         self.received: torch.Tensor | None = None
-        own[str(first)].register_forward_pre_hook(self._enter, with_kwargs=True)
-        own[str(last)].register_forward_hook(self._leave)
-        placed = {str(at): own[str(at)] if str(at) in own else _PassOn() for at in range(total)}
+        own[present[0]].register_forward_pre_hook(self._enter, with_kwargs=True)
+        own[present[-1]].register_forward_hook(self._leave)
+        placed = {at: own[at] if at in own else _Elsewhere(self, at, "layer") for at in numbers}
         layers = nn.ModuleList(placed.values()) if issubclass(kind, nn.ModuleList) else nn.ModuleDict(placed)
         module.set_submodule(pipeline.layers, layers)
         for path in () if self.is_first else pipeline.first:
-            module.set_submodule(path, _Before(path, self, widths.get(path)))
+            module.set_submodule(path, _Elsewhere(self, path, "before", widths.get(path)))
         for path in () if self.is_last else pipeline.last:
-            module.set_submodule(path, _Behind(path))
+            module.set_submodule(path, _Elsewhere(self, path, "behind"))
 
     def run(self, forward: Callable[[], Any], received: torch.Tensor, where: Any) -> Any:
         """Return the hidden states behind this stage's last layer; on the last stage the loss."""
@@ -163,42 +166,22 @@ class _Stage:
 
 
 @final
-class _PassOn(nn.Module):
-    """A layer of another stage."""
+class _Elsewhere(nn.Module):
+    """A module of another stage."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument."""
-        return args[0] if args else next(iter(kwargs.values()), None)
-
-
-@final
-class _Before(nn.Module):
-    """A module before the layers, of another stage."""
-
-    def __init__(self, path: str, stage: _Stage, width: int | None) -> None:
+    def __init__(self, stage: _Stage, path: str, place: str, width: int | None = None) -> None:
         super().__init__()
-        self._path, self._stage, self._width = path, stage, width
+        self._stage, self._path, self._place, self._width = stage, path, place, width
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Return something of the shape that the layers expect, which is not used."""
-        if self._stage.has_run:
+        """Return the first argument; for an embedding, something of the shape that the layers expect."""
+        if self._place == "behind":
+            reason = "runs before the layers and was registered behind them"
+            raise StageModuleMisplaced(path=self._path, reason=reason)
+        if self._place == "before" and self._stage.has_run:
             reason = "runs behind the layers and was registered before them"
             raise StageModuleMisplaced(path=self._path, reason=reason)
         given, received = args[0] if args else next(iter(kwargs.values()), None), self._stage.received
         if self._width is None or not isinstance(given, torch.Tensor) or received is None:
             return given
         return torch.zeros((), device=given.device, dtype=received.dtype).expand(*given.shape, self._width)
-
-
-@final
-class _Behind(nn.Module):
-    """A module behind the layers, of another stage: no forward reaches it."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__()
-        self._path = path
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuse to run."""
-        reason = "runs before the layers and was registered behind them"
-        raise StageModuleMisplaced(path=self._path, reason=reason)

@@ -15,58 +15,44 @@ from nxdt_core.protocols.objective import ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd_core.errors import BatchDoesNotDivide, LossNotFound, OutputNotTensors
 
-__all__ = ["Call", "CallBatch", "ModelLoss", "loss_in", "scaled_gradients", "split"]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of one forward."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """Return the call with its tensors changed, those within lists and dictionaries, too."""
-
-        return Call(*tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs))))
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors among the arguments."""
-        return [value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor)]
+__all__ = ["CallBatch", "ModelLoss", "loss_in", "scaled_gradients", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBatch(Batch):
-    """One micro-batch of a caller's own arguments."""
+    """One micro-batch: the arguments of a forward of the caller's module."""
 
-    call: Call = field(default_factory=lambda: Call((), {}))
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, call: Call) -> CallBatch:
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallBatch:
         """Return the batch of a call; its first tensor counts the rows."""
-        first = next(iter(call.tensors()), torch.zeros(1, 1, dtype=torch.int64))
-        labels = call.kwargs.get("labels")
-        return cls(input_ids=first, labels=labels if isinstance(labels, torch.Tensor) else first, call=call)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        first, labels = tensors[0] if tensors else torch.zeros(1, 1, dtype=torch.int64), kwargs.get("labels")
+        own = labels if isinstance(labels, torch.Tensor) else first
+        return cls(input_ids=first, labels=own, args=args, kwargs=kwargs)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CallBatch:
-        """Return a batch whose tensors are those that ``change`` makes of this one's."""
-        made = CallBatch.of(self.call.map(change))
-        return replace(made, first_row=self.first_row)
+        """Return the batch with its tensors changed, those within lists and dictionaries, too."""
+        changed = CallBatch.of(*tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs))))
+        return replace(changed, first_row=self.first_row)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the call itself, which the module's forward unpacks."""
-        return {"call": self.call}
+        """Return the batch itself, whose arguments the module's forward takes."""
+        return {"call": self}
 
 
-def split(call: Call, micro_batches: int) -> list[CallBatch]:
+def split(call: CallBatch, micro_batches: int) -> list[CallBatch]:
     """Split the rows of a call; what does not have as many rows goes to each micro-batch.
 
     Raises:
         BatchDoesNotDivide: the rows do not fall into equal parts.
     """
+    tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor)]
+    rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     if micro_batches == 1:
-        return [CallBatch.of(call)]
-    rows = next((len(tensor) for tensor in call.tensors() if tensor.ndim), 0)
+        return [call]
     if rows == 0 or rows % micro_batches:
         raise BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
     size = rows // micro_batches
@@ -74,7 +60,7 @@ def split(call: Call, micro_batches: int) -> list[CallBatch]:
     def part(tensor: torch.Tensor, begin: int) -> torch.Tensor:
         return tensor if tensor.ndim == 0 or len(tensor) != rows else tensor[begin : begin + size]
 
-    return [CallBatch.of(call.map(partial(part, begin=begin))) for begin in range(0, rows, size)]
+    return [call.map(partial(part, begin=begin)) for begin in range(0, rows, size)]
 
 
 class ModelLoss:

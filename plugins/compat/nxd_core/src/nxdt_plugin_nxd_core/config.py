@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, Literal, final
 
+import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train.session import TrainSession, start_engine
-from nxdt_plugin_nxd_core.arguments import TAKEN, binds, expect, refused
+from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, expect, refused
 from nxdt_plugin_nxd_core.errors import WorldDoesNotDivide
-from nxdt_plugin_nxd_core.groups import Groups
 
-__all__ = ["RECOMPUTED", "NxDConfig", "config_of", "current_config", "neuronx_distributed_config"]
+__all__ = [
+    "RECOMPUTED",
+    "Dimension",
+    "Groups",
+    "NxDConfig",
+    "config_of",
+    "current_config",
+    "neuronx_distributed_config",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -28,7 +39,6 @@ _CALL = "neuronx_distributed_config"
 RECOMPUTED = "selected"
 """Name, in ``ParallelPlan.recompute``, of the modules of the class that the caller names."""
 
-_NOT_TRACED = "nothing is traced"
 _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "pipeline_config": {
         **{"num_microbatches": 1, "transformer_layer_cls": None, "virtual_pipeline_size": 1, "pipeline_cuts": None},
@@ -38,23 +48,60 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "model_init_config": {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None},
 }
 """Keys of each section with their defaults."""
-_UNUSED = {
-    "auto_partition": "cuts are chosen by computation unless pipeline_cuts names them",
-    "leaf_module_cls": _NOT_TRACED,
-    "autowrap_functions": _NOT_TRACED,
-    "autowrap_modules": _NOT_TRACED,
-    "autowrap_obj_methods": _NOT_TRACED,
-    "tracer_cls": _NOT_TRACED,
-    "trace_file_path": _NOT_TRACED,
-    "use_zero1_optimizer": "optimizer_config decides",
-    "return_loss_on_cpu": "the loss is a scalar on the device",
-    "broadcast_and_average_loss": "run_train returns the mean on each rank",
-    "deallocate_pipeline_outputs": "what was sent is freed once it has gone",
-    "use_model_wrapper": "there is one wrapper",
-    "use_optimizer_wrapper": "there is one wrapper",
-    "param_init_fn": "model_init_config decides",
-}
-"""Keys of ``pipeline_config`` that have no effect, and why."""
+
+
+Dimension = Literal["tp", "dp", "pp"]
+_PLACES: dict[Dimension, int] = {"pp": 0, "dp": 1, "tp": 2}
+
+
+@final
+class Groups:
+    """Sizes, ranks and process groups of a layout. Collective.
+
+    The groups are separate from those of the engine, whose meshes are not part of its protocol.
+
+    Args:
+        tp, pp: sizes; the other ranks are data parallel.
+        ranks: of the run; those of the core say how long a collective may wait, for others torch's default holds.
+        device: of the tensors that the groups communicate.
+    """
+
+    def __init__(self, tp: int, pp: int, ranks: RankAgreement, device: torch.device) -> None:
+        self._layout = torch.arange(ranks.world_size).view(pp, -1, tp)
+        self._place = (self._layout == ranks.rank).nonzero()[0].tolist()
+        self._groups: dict[Dimension, dist.ProcessGroup] = {}
+        if dist.is_initialized():
+            timeout_s = ranks.collective_timeout_s if isinstance(ranks, Ranks) else None
+            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
+            for dim in _PLACES:
+                made = dist.new_subgroups_by_enumeration(self.ranks(dim), timeout=timeout)  # type: ignore[no-untyped-call]
+                self._groups[dim] = made[0]
+        self._shared = None if tp == 1 else DeviceMesh.from_group(self._groups["tp"], device.type)
+
+    def size(self, dim: Dimension) -> int:
+        """Return the number of ranks along ``dim``."""
+        return self._layout.shape[_PLACES[dim]]
+
+    def rank(self, dim: Dimension) -> int:
+        """Return this rank's number along ``dim``."""
+        return int(self._place[_PLACES[dim]])
+
+    def ranks(self, dim: Dimension) -> list[list[int]]:
+        """Return the ranks of each group along ``dim``."""
+        along: list[list[int]] = self._layout.movedim(_PLACES[dim], -1).flatten(0, 1).tolist()
+        return along
+
+    def group(self, dim: Dimension) -> dist.ProcessGroup | None:
+        """Return the process group along ``dim``; None in a program of one process, which has none."""
+        return self._groups.get(dim)
+
+    def of_columns(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return ``logits`` [..., vocab / tp] as a part of those of all tensor parallel ranks."""
+        if self._shared is None:
+            return logits
+        from torch.distributed.tensor import DTensor, Shard  # half a CPU-second that one process does not need
+
+        return DTensor.from_local(logits, self._shared, [Shard(logits.ndim - 1)], run_check=False)
 
 
 class NxDConfig(dict[str, Any]):
@@ -171,21 +218,19 @@ def _check(config: NxDConfig) -> None:
     for section, known in _SECTIONS.items():
         for key, value in (config[section] or {}).items():
             argument = f"{section}[{key!r}]"
-            if section == "pipeline_config" and key in _UNUSED:
-                _log.warning("%s has no effect: %s", argument, _UNUSED[key])
+            if key in FIXED.get(section, {}):
+                _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
             elif key not in known:
                 raise refused(_CALL, argument, repr(value), "is unknown", f"Known keys are {', '.join(sorted(known))}.")
-            elif key in TAKEN and value is not known[key]:
-                what, test = TAKEN[key]
-                expect(_CALL, argument, value, what, when=test(value))
+            elif value is not known[key]:
+                check(_CALL, argument, value, key)
     micro_batches, stages = config.pipeline["num_microbatches"], config.stages
     what = f"an integer of at least {stages}, one micro-batch per stage"
     enough = type(micro_batches) is int and micro_batches >= stages
     expect(_CALL, "pipeline_config['num_microbatches']", micro_batches, what, when=enough)
     optimizer = config["optimizer_config"]
-    what, test = TAKEN["max_norm"]
-    norm, clips = optimizer["max_grad_norm"], optimizer["grad_clipping"]
-    expect(_CALL, "optimizer_config['max_grad_norm']", norm, what, when=not clips or test(norm))
+    if optimizer["grad_clipping"]:
+        check(_CALL, "optimizer_config['max_grad_norm']", optimizer["max_grad_norm"], "max_norm")
     recompute = config["activation_checkpoint_config"]
     classes = recompute if isinstance(recompute, tuple) else (recompute,)
     known = all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
-from nxdt_plugin_nxd_core.arguments import TAKEN, binds, expect, refused
+from nxdt_plugin_nxd_core.arguments import binds, check, refused
 from nxdt_plugin_nxd_core.calls import loss_in
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
 from nxdt_plugin_nxd_core.model import initialize_parallel_model
@@ -73,7 +73,6 @@ class NeuronLTModule(pl.LightningModule):
     input_ids: torch.Tensor | None = None
     """For a subclass."""
     should_print = False
-    log_rank0 = False
     _resume: tuple[CheckpointStore, Manifest] | None = None
 
     @binds
@@ -90,13 +89,14 @@ class NeuronLTModule(pl.LightningModule):
         scheduler_args: Sequence[Any] = (),
         scheduler_kwargs: Mapping[str, Any] = _EMPTY,
         grad_accum_steps: int = 1,
+        log_rank0: bool = False,
         train_batch_size: int = 16,
         logging_interval: int = 1,
     ) -> None:
         super().__init__()
         self.nxd_config = config_of(nxd_config, "NeuronLTModule")
         for argument, value in (("opt_cls", opt_cls), ("scheduler_cls", scheduler_cls)):
-            expect("NeuronLTModule", argument, value, TAKEN[argument][0], when=callable(value))
+            check("NeuronLTModule", argument, value)
         if self.nxd_config.stages > 1 and grad_accum_steps > 1:
             reason = "would add up calls of run_train, which splits a batch itself"
             advice = "Pass pipeline_config={'num_microbatches': ...} to neuronx_distributed_config."
@@ -107,18 +107,19 @@ class NeuronLTModule(pl.LightningModule):
         self.scheduler_cls = scheduler_cls
         self.scheduler_args, self.scheduler_kwargs = tuple(scheduler_args), dict(scheduler_kwargs)
         self.grad_accum_steps = grad_accum_steps
+        self.log_rank0 = log_rank0
         self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
 
     def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
         """Build the model on this rank, unless it exists already. Collective."""
         if getattr(self, "model", None) is None:
             model_fn: Any = self.model_fn
-            expect("NeuronLTModule", "model_fn", model_fn, "a function", when=callable(model_fn))
+            check("NeuronLTModule", "model_fn", model_fn)
             self.model = initialize_parallel_model(
                 self.nxd_config, model_fn, *self.model_args, **{"include_buffers": include_buffers, **self.model_kwargs}
             )
         self.averaged_loss = torch.zeros(1, dtype=torch.double, device=self.nxd_config.engine.device)
-        self.print_pp_rank = self.nxd_config.stages - 1
+        self.print_pp_rank = 0 if self.log_rank0 else self.nxd_config.stages - 1
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the model returns."""
@@ -338,11 +339,11 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
 
     print_step: int | None = None
     """The step to log at; below 0 nothing is logged; None is Lightning's step."""
-    log_rank0 = False
 
     @binds
-    def __init__(self, save_dir: Any, **kwargs: Any) -> None:
+    def __init__(self, save_dir: Any, log_rank0: bool = False, **kwargs: Any) -> None:
         super().__init__(save_dir=save_dir, **kwargs)
+        self.log_rank0 = log_rank0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars at ``print_step``, or at ``step`` where that is None."""

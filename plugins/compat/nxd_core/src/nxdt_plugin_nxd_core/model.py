@@ -22,7 +22,7 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, call_check, refused
 from nxdt_plugin_nxd_core.builder import ModuleBuilder
-from nxdt_plugin_nxd_core.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
+from nxdt_plugin_nxd_core.calls import CallBatch, ModelLoss, scaled_gradients, split
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, ModulesDifferBetweenRanks, PipelineNeedsRunTrain
 from nxdt_plugin_nxd_core.module_plan import plan_of
@@ -129,7 +129,7 @@ class NxDModel(nn.Module):
         if self.nxd_config.stages > 1:
             raise PipelineNeedsRunTrain(stages=self.nxd_config.stages)
         self._check(*args, **kwargs)
-        batch = CallBatch.of(Call(args, kwargs)).to(self.nxd_config.engine.device)
+        batch = CallBatch.of(args, kwargs).to(self.nxd_config.engine.device)
         step = StepContext(ids=batch.input_ids, vocabulary_loss=vocabulary_parallel_cross_entropies)
         run, world = self.nxd_config.session.config.run, self.nxd_config.engine.rank_info.world_size
         sizes = run.distributed_strategy.mesh_sizes(world)
@@ -149,16 +149,16 @@ class NxDModel(nn.Module):
             BatchDoesNotDivide: the rows do not fall into ``num_microbatches`` equal parts.
             LossNotFound: the module returned none.
         """
-        self._check(*args, **kwargs)
         self.train()
-        batches = split(Call(args, kwargs), self.nxd_config.pipeline["num_microbatches"])
-        return self.parallel.run_train(batches, ModelLoss(self.loss_place)).loss
+        return self.parallel.run_train(self._batches(args, kwargs), ModelLoss(self.loss_place)).loss
 
     def run_eval(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss, forward only; as :meth:`run_train` otherwise."""
+        return self.parallel.run_eval(self._batches(args, kwargs), ModelLoss(self.loss_place)).loss
+
+    def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallBatch]:
         self._check(*args, **kwargs)
-        batches = split(Call(args, kwargs), self.nxd_config.pipeline["num_microbatches"])
-        return self.parallel.run_eval(batches, ModelLoss(self.loss_place)).loss
+        return split(CallBatch.of(args, kwargs), self.nxd_config.pipeline["num_microbatches"])
 
     def train(self, mode: bool = True) -> NxDModel:
         """Set the mode of this rank's modules."""

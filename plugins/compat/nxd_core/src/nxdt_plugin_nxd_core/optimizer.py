@@ -10,14 +10,16 @@ import torch
 
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.parallel_model import ParallelOptimizer
-from nxdt_plugin_nxd_core.arguments import TAKEN, binds, expect, refused
-from nxdt_plugin_nxd_core.config import NxDConfig, config_of
+from nxdt_plugin_nxd_core.arguments import binds, check, expect, refused
+from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
+from nxdt_plugin_nxd_core.tags import load_checkpoint, save_checkpoint
 
-__all__ = ["NxDOptimizer", "core_optimizer", "initialize_parallel_optimizer"]
+__all__ = ["NeuronZero1Optimizer", "NxDOptimizer", "initialize_parallel_optimizer"]
 
 _CALL = "initialize_parallel_optimizer"
+_TAG = "optim"
 
 
 @binds
@@ -40,11 +42,11 @@ def initialize_parallel_optimizer(
         ArgumentMeansNothing: what is not an optimizer's class, or options that it does not take.
     """
     config = config_of(nxd_config, _CALL)
-    core, trained = core_optimizer(config, optimizer_class, parameters, defaults)
+    core, trained = _core_optimizer(config, optimizer_class, parameters, defaults)
     return NxDOptimizer(core, config, trained)
 
 
-def core_optimizer(
+def _core_optimizer(
     config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
 ) -> tuple[ParallelOptimizer, list[torch.nn.Parameter]]:
     """Return the engine's optimizer of the caller's class, and the parameters that it trains. Collective."""
@@ -62,9 +64,8 @@ def core_optimizer(
         expect(_CALL, "optimizer_class", made, "a torch.optim.Optimizer", when=isinstance(made, torch.optim.Optimizer))
         return made
 
-    what, test = TAKEN["lr"]
     lr = defaults.get("lr", 0.0)
-    expect(_CALL, "lr", lr, what, when=test(lr))
+    check(_CALL, "lr", lr)
     settings, kept = SimpleNamespace(lr=float(lr)), {id(parameter) for parameter in trained}
     others = [each for each in model.parameters() if each.requires_grad and id(each) not in kept]
     try:
@@ -149,6 +150,51 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.core.load_state_dict(state_dict["state"])
         for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
             group.update(options)
+
+
+class NeuronZero1Optimizer(NxDOptimizer):
+    """An optimizer whose state is sharded over data parallel ranks.
+
+    Args:
+        params: parameters of the model that ``initialize_parallel_model`` returned last, or groups of them.
+        optimizer_class: a class of ``torch.optim``.
+        grad_clipping, max_norm: decide instead of ``optimizer_config``.
+        defaults: options of the class.
+
+    Raises:
+        ArgumentMeansNothing: the model was not laid out for ZeRO-1.
+    """
+
+    @binds
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        grad_clipping: bool = True,
+        max_norm: float | None = None,
+        **defaults: Any,
+    ) -> None:
+        config = current_config()
+        if config is None or config.model is None:
+            raise NotOfThisModel(call=type(self).__name__, problem="there are no parameters")
+        if not config["optimizer_config"]["zero_one_enabled"]:
+            argument, reason = "optimizer_config['zero_one_enabled']", "has left each rank with whole optimizer state"
+            advice = "Pass optimizer_config={'zero_one_enabled': True} to neuronx_distributed_config."
+            raise refused(type(self).__name__, argument, "False", reason, advice)
+        core, trained = _core_optimizer(config, optimizer_class, params, defaults)
+        super().__init__(core, config, trained)
+        norm = config.max_grad_norm if max_norm is None else max_norm
+        self.max_norm = norm if grad_clipping else None
+
+    @binds
+    def save_sharded_state_dict(self, output_dir: str) -> None:
+        """Save weights and state under the tag ``optim`` of ``output_dir``. Collective."""
+        save_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+
+    @binds
+    def load_sharded_state_dict(self, output_dir: str) -> None:
+        """Load what :meth:`save_sharded_state_dict` saved, in any layout. Collective."""
+        load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
 
 
 def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:

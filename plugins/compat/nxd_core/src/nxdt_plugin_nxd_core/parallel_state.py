@@ -8,9 +8,8 @@ from typing import Any
 import torch.distributed as dist
 
 from nxdt_plugin_nxd_core.arguments import binds
-from nxdt_plugin_nxd_core.config import current_config
+from nxdt_plugin_nxd_core.config import Dimension, Groups, current_config
 from nxdt_plugin_nxd_core.errors import ConfigNotMade
-from nxdt_plugin_nxd_core.groups import Dimension, Groups
 
 __all__ = [
     "get_context_model_parallel_rank",
