@@ -17,7 +17,7 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.ranks import RankAgreement
-from nxdt_core.train.session import TrainSession, start_engine
+from nxdt_core.train import TrainSession, start_engine
 from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, expect, refused
 from nxdt_plugin_nxd_core.errors import WorldDoesNotDivide
 
