@@ -79,7 +79,9 @@ class DatasetContract:
     def samples(self, make: Callable[[], Dataset]) -> list[Sample]:
         """Return the first samples of the dataset."""
         found = _first(make(), _SAMPLES)
-        assert len(found) == _SAMPLES, "give the contract more data"
+        assert len(found) == _SAMPLES, (
+            f"the fixture 'make' opens {len(found)} samples, and the contract needs {_SAMPLES}; open more data"
+        )
         return found
 
     @pytest.fixture
