@@ -28,6 +28,7 @@ CAUGHT_BY = {
     "CountsItsSteps": {STATE, RESUMED},
     "KeepsMomentumInAList": {STATE, RESUMED},
     "KeepsAListAsState": {STATE},
+    "KeepsTheGradientItself": {RATE, EXACT, RESUMED},
     "AsksForTheLargestElement": {NOTHING},
     "DividesByTheNormOfItsShard": SHARDS,
     "KeepsANumberForEachRowOfItsShard": SHARDS,

@@ -39,6 +39,7 @@ from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 from nxdt_core.protocols.tokenizer import LocatedIds
+from nxdt_testing.contract import global_random_numbers_kept
 
 __all__ = ["DatasetContract", "MirroredBytes", "take_steps"]
 
@@ -157,6 +158,11 @@ class DatasetContract:
         _first(first, 3)
         assert first.fingerprint() == first.fingerprint() == second.fingerprint()
         assert _contents(_first(second, _SAMPLES)) == _contents(samples)
+
+    def test_reading_leaves_the_global_random_numbers_alone(self, make: Callable[[], Dataset]) -> None:
+        """Dropout and other data draw from them; a thread that reads ahead would change what they get."""
+        with global_random_numbers_kept("reading samples changes"):
+            _first(make(), _SAMPLES)
 
     def test_other_content_has_another_fingerprint(self, make: Callable[[], Dataset], changed: Dataset) -> None:
         """On resume nothing else tells them apart."""

@@ -234,7 +234,7 @@ class _Reference:
 
 
 def _read(path: Path, tensors: str) -> Any:
-    """Return what a file holds, with the tensors of the folder ``tensors`` beside it in the places of references."""
+    """Return what a file holds, with references replaced by the tensors of the folder ``tensors`` next to it."""
     if not path.is_file():
         raise RankFilesDoNotFit(path=str(path), problem="is not a file", advice="Name a file or directory that exists.")
     try:

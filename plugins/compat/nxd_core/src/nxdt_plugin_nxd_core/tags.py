@@ -12,6 +12,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from nxdt_core.checkpoint import (
     CheckpointManager,
     Manifest,
@@ -125,16 +127,15 @@ def load_checkpoint(
 
 def content_of(tag: str, optimizer: Any, scheduler: Any, user_content: Any) -> dict[str, Any]:
     """Return what a checkpoint of a caller's own loop holds besides tensors."""
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key not in ("params", "names", "shards")}
+        for group in (() if optimizer is None else optimizer.param_groups)
+    ]
     return {
         "tag": tag,
         "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
         "user_content": user_content,
-        "groups": None
-        if optimizer is None
-        else [
-            {key: _plain(value) for key, value in group.items() if key not in ("params", "names", "shards")}
-            for group in optimizer.param_groups
-        ],
+        "groups": None if optimizer is None else groups,
     }
 
 
@@ -207,7 +208,8 @@ def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
     if optimizer is None and hasattr(session, "optimizer"):
         session = copy.copy(session)
         del session.optimizer
-    elif optimizer is not None and getattr(optimizer, "nxd_config", None) is not model.nxd_config:
+    ours = isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "nxd_config", None) is model.nxd_config
+    if optimizer is not None and not ours:
         raise NotOfThisModel(call=call, problem=f"optimizer is {type(optimizer).__name__}, and must be one")
     return session
 
