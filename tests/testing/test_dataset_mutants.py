@@ -28,15 +28,15 @@ CAUGHT_BY = {
     "ForgetsTheLength": "test_a_run_with_other_samples_has_another_fingerprint",
     "ForgetsTheSeed": "test_a_run_with_other_samples_has_another_fingerprint",
     "CountsFromTheEnd": "test_indices_end_at_the_length",
-    "StandsBeforeItsSample": "test_a_stream_goes_on_behind_any_sample",
-    "ReadsAhead": "test_a_stream_goes_on_behind_any_sample",
-    "KeepsAnArray": "test_a_stream_goes_on_behind_any_sample",
-    "ForgetsItsState": "test_a_run_goes_on_on_other_ranks_and_threads",
-    "ForgetsThePass": "test_a_stream_goes_on_behind_any_sample",
-    "HandsOutItsState": "test_a_run_goes_on_on_other_ranks_and_threads",
+    "StandsBeforeItsSample": "test_a_stream_resumes_behind_any_sample",
+    "ReadsAhead": "test_a_stream_resumes_behind_any_sample",
+    "KeepsAnArray": "test_a_stream_resumes_behind_any_sample",
+    "ForgetsItsState": "test_a_run_resumes_on_other_ranks_and_threads",
+    "ForgetsThePass": "test_a_stream_resumes_behind_any_sample",
+    "HandsOutItsState": "test_a_run_resumes_on_other_ranks_and_threads",
     "SeedsTheProcess": "test_reading_leaves_the_global_random_numbers_alone",
     "TakesItsOwnPart": "test_every_rank_reads_the_same",
-    "BeginsAnew": "test_a_run_goes_on_on_other_ranks_and_threads",
+    "BeginsAnew": "test_a_run_resumes_on_other_ranks_and_threads",
 }
 
 

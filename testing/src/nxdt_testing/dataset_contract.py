@@ -208,7 +208,7 @@ class DatasetContract:
 
     # Position of a run
 
-    def test_a_stream_goes_on_behind_any_sample(self, stream: IterableDataset, make: Callable[[], Dataset]) -> None:
+    def test_a_stream_resumes_behind_any_sample(self, stream: IterableDataset, make: Callable[[], Dataset]) -> None:
         """From its state alone, which JSON can hold, in a dataset that has read nothing; also in a later pass."""
         whole, states = [], []
         for sample in islice(stream, self.stream_samples):
@@ -225,7 +225,7 @@ class DatasetContract:
                 f"behind sample {place} of a stream, its state gives another sample than the one that followed"
             )
 
-    def test_a_run_goes_on_on_other_ranks_and_threads(self, make: Callable[[], Dataset]) -> None:
+    def test_a_run_resumes_on_other_ranks_and_threads(self, make: Callable[[], Dataset]) -> None:
         """A run that is resumed at any step, on other ranks and threads, gets the batches that it would have got."""
         whole, _ = _run(make(), _STEPS)
         for stop in (1, 3, _STEPS - 1):

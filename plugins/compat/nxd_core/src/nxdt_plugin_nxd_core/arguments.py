@@ -153,7 +153,11 @@ def call_check(function: Callable[..., Any]) -> Callable[..., None]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some built-in classes
         return lambda *args, **kwargs: None
-    return lambda *args, **kwargs: _bind(name, signature, 0, args, kwargs) and None
+
+    def accepts(*args: Any, **kwargs: Any) -> None:
+        _bind(name, signature, 0, args, kwargs)
+
+    return accepts
 
 
 def _bind(

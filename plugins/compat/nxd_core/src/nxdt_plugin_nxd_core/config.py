@@ -233,9 +233,9 @@ def _check(config: NxDConfig) -> None:
         check(_CALL, "optimizer_config['max_grad_norm']", optimizer["max_grad_norm"], "max_norm")
     recompute = config["activation_checkpoint_config"]
     classes = recompute if isinstance(recompute, tuple) else (recompute,)
-    known = all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
+    are_modules = all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
     what = "'full', a class of modules, or None"
-    expect(_CALL, "activation_checkpoint_config", recompute, what, when=known or recompute in (None, "full"))
+    expect(_CALL, "activation_checkpoint_config", recompute, what, when=are_modules or recompute in (None, "full"))
     init = config["model_init_config"]
     if init["meta_device_init"] and init["param_init_fn"] is None:
         advice = "Pass param_init_fn, called with each module that has parameters, or leave meta_device_init out."

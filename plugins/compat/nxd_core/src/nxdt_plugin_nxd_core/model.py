@@ -72,8 +72,9 @@ def initialize_parallel_model(
     for adapter in adapters:
         adapter.begin(parallel, run, config.engine.ranks)
     config.session.model = parallel
-    config.model, config.optimizers = NxDModel(parallel, config, module, plan), ()
-    return config.model
+    model = NxDModel(parallel, config, module, plan)
+    config.model, config.optimizers = model, ()
+    return model
 
 
 class NxDModel(nn.Module):

@@ -356,8 +356,8 @@ def _optimizer_state(optimizer: NxDOptimizer, values: Mapping[str, Any], path: P
         RankFilesDoNotFit: another optimizer saved it, such as one of NxD Core.
     """
     state, groups = values.get("state"), values.get("param_groups")
-    ours = isinstance(state, dict) and all("/" in str(key) for key in state) and isinstance(groups, list)
-    if not ours or len(groups) != len(optimizer.param_groups):
+    named = isinstance(state, dict) and all("/" in str(key) for key in state)
+    if not named or not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
         advice = "Load the weights alone: state of NxD Core's own optimizers has another form, which is not read."
         raise RankFilesDoNotFit(path=str(path), problem="has no state that this optimizer saved", advice=advice)
     return state
