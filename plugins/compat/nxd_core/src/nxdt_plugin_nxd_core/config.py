@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from datetime import timedelta
 from typing import Any, Literal, final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.protocols.engine import ParallelEngine, RankInfo
 from nxdt_core.train import TrainSession, start_engine
 from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, expect, refused
 from nxdt_plugin_nxd_core.errors import WorldDoesNotDivide
@@ -59,24 +57,15 @@ class Groups:
     """Sizes, ranks and process groups of a layout. Collective.
 
     The groups are separate from those of the engine, whose meshes are not part of its protocol.
-
-    Args:
-        tp, pp: sizes; the other ranks are data parallel.
-        ranks: of the run; those of the core say how long a collective may wait, for others torch's default holds.
-        device: of the tensors that the groups communicate.
     """
 
-    def __init__(self, tp: int, pp: int, ranks: RankAgreement, device: torch.device) -> None:
-        self._layout = torch.arange(ranks.world_size).view(pp, -1, tp)
-        self._place = (self._layout == ranks.rank).nonzero()[0].tolist()
-        self._groups: dict[Dimension, dist.ProcessGroup] = {}
+    def __init__(self, tp: int, pp: int, rank_info: RankInfo, device: torch.device) -> None:
+        self._layout = torch.arange(rank_info.world_size).view(pp, -1, tp)
+        self._place = (self._layout == rank_info.rank).nonzero()[0].tolist()
+        self._mesh = None
         if dist.is_initialized():
-            timeout_s = ranks.collective_timeout_s if isinstance(ranks, Ranks) else None
-            timeout = None if timeout_s is None else timedelta(seconds=timeout_s)
-            for dim in _PLACES:
-                made = dist.new_subgroups_by_enumeration(self.ranks(dim), timeout=timeout)  # type: ignore[no-untyped-call]
-                self._groups[dim] = made[0]
-        self._shared = None if tp == 1 else DeviceMesh.from_group(self._groups["tp"], device.type)
+            sizes: Any = tuple(self._layout.shape)
+            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(_PLACES))
 
     def size(self, dim: Dimension) -> int:
         """Return the number of ranks along ``dim``."""
@@ -93,15 +82,15 @@ class Groups:
 
     def group(self, dim: Dimension) -> dist.ProcessGroup | None:
         """Return the process group along ``dim``; None in a program of one process, which has none."""
-        return self._groups.get(dim)
+        return None if self._mesh is None else self._mesh.get_group(dim)
 
     def of_columns(self, logits: torch.Tensor) -> torch.Tensor:
         """Return ``logits`` [..., vocab / tp] as a part of those of all tensor parallel ranks."""
-        if self._shared is None:
+        if self._mesh is None or self.size("tp") == 1:
             return logits
         from torch.distributed.tensor import DTensor, Shard  # half a CPU-second that one process does not need
 
-        return DTensor.from_local(logits, self._shared, [Shard(logits.ndim - 1)], run_check=False)
+        return DTensor.from_local(logits, self._mesh["tp"], [Shard(logits.ndim - 1)], run_check=False)
 
 
 class NxDConfig(dict[str, Any]):
@@ -206,7 +195,7 @@ def neuronx_distributed_config(
     if place.launcher and place.world_size == 1 and isinstance(ranks, Ranks):  # the loop may ask torch for its rank
         ranks.start_alone(made.engine.device)
     start_engine(made.session.config, made.engine)
-    made.groups = Groups(tensor_parallel_size, pipeline_parallel_size, ranks, made.engine.device)
+    made.groups = Groups(tensor_parallel_size, pipeline_parallel_size, made.engine.rank_info, made.engine.device)
     before = current_config()
     made.saves = None if before is None else before.saves
     _RUNS.clear()  # those of groups that have ended, too
