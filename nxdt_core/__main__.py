@@ -2,7 +2,7 @@
 
 import sys
 
-from nxdt_core.parent import end_with_parent
+from nxdt_core.system.parent import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent()  # before anything that takes time

@@ -13,7 +13,7 @@ from nxdt_core.checkpoint.format.file_names import step_of
 from nxdt_core.errors.checkpoints import CheckpointIsNoFile, StorageDenied, StorageError, StorageFull, StoragePathIsFile
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.regular_files import NotRegularFile
+from nxdt_core.system.regular_files import NotRegularFile
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})

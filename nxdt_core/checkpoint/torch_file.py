@@ -14,7 +14,7 @@ import torch
 from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.regular_files import require_fetched, require_inside
+from nxdt_core.system.regular_files import require_fetched, require_inside
 
 __all__ = ["TorchFileDamaged", "TorchFileRefused", "read_torch_file"]
 

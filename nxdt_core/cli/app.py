@@ -17,8 +17,8 @@ from nxdt_core._version import __version__
 from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 from nxdt_core.cli.verb import without_secrets
 from nxdt_core.errors import NxdtError
-from nxdt_core.garbage_collection import collect_once_at_exit, rare_collections
-from nxdt_core.visible_text import VisibleFormatter, colours_wanted
+from nxdt_core.system.garbage_collection import collect_once_at_exit, rare_collections
+from nxdt_core.system.visible_text import VisibleFormatter, colours_wanted
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Of standard output; errors of files name them, and commands explain those."""

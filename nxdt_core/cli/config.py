@@ -13,7 +13,7 @@ from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
@@ -71,7 +71,7 @@ def migrate(
 
 def _write(path: Path, text: str) -> None:
     from nxdt_core.errors.configuration import MigrationTargetUnwritable
-    from nxdt_core.regular_files import replace_text
+    from nxdt_core.system.regular_files import replace_text
 
     try:
         replace_text(path, text)

@@ -14,7 +14,7 @@ import click
 from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 from nxdt_core.cli.terminal import percent, print_facts, print_table
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample

@@ -16,7 +16,7 @@ import click
 from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 from nxdt_core.engine.compile_cache import check_torch_folder
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.train.generate import LoadedModel

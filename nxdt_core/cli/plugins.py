@@ -24,7 +24,7 @@ from nxdt_core.cli.verb import (
     print_note,
     say,
 )
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

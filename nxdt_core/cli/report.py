@@ -12,7 +12,7 @@ from nxdt_core.cli.report_plot import COLOURS, Content, Markup, document, elemen
 from nxdt_core.cli.report_records import Run, Series, read_run
 from nxdt_core.cli.verb import Verb, say
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.http_server import Handler, Server
+from nxdt_core.system.http_server import Handler, Server
 
 _HOST = "127.0.0.1"
 _REFRESH_S = 10
@@ -37,7 +37,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     The page is one self-contained file. Several runs share each plot.
     """
     from nxdt_core.errors.training import CannotWriteReport
-    from nxdt_core.regular_files import regular_opener
+    from nxdt_core.system.regular_files import regular_opener
 
     text = page([read_run(run) for run in runs])
     output = output or runs[0] / "report.html"

@@ -22,7 +22,7 @@ import click
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 __all__ = [
     "byte_bar",

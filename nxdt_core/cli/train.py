@@ -13,8 +13,8 @@ import click
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
-from nxdt_core.progress import PROGRESS, process_age_s
-from nxdt_core.visible_text import from_here, visible
+from nxdt_core.system.progress import PROGRESS, process_age_s
+from nxdt_core.system.visible_text import from_here, visible
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 __all__ = [
     "Verb",

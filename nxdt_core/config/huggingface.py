@@ -20,7 +20,7 @@ from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
-from nxdt_core.regular_files import open_regular, read_text, require_inside
+from nxdt_core.system.regular_files import open_regular, read_text, require_inside
 
 __all__ = [
     "HFConfig",

@@ -31,9 +31,9 @@ import numpy as np
 from numpy.lib.format import open_memmap
 from xxhash import xxh3_128
 
-from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.store import LocksUnsupported
-from nxdt_core.regular_files import open_regular, private_directory, read_text, replace_text, require_regular
+from nxdt_core.system.file_lock import FileLock, take_file_lock
+from nxdt_core.system.regular_files import open_regular, private_directory, read_text, replace_text, require_regular
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance

@@ -16,11 +16,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from nxdt_core.buckets import buckets
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
-from nxdt_core.torch_versions import (
+from nxdt_core.distributed.torch_versions import (
     all_gather_single,
     begun_all_to_all,
     ended,
@@ -29,6 +27,8 @@ from nxdt_core.torch_versions import (
     traced_all_reduce,
     traced_reduce_scatter,
 )
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.piece import Box
 
 __all__ = [
     "BUCKET_BYTES",

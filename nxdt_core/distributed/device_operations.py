@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import torch
 
-from nxdt_core.torch_versions import memory_info
+from nxdt_core.distributed.torch_versions import memory_info
 
 __all__ = [
     "MEMORY_GIB",

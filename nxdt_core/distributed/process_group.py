@@ -22,11 +22,11 @@ from torch.distributed.distributed_c10d import PrefixStore
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.store import connect_store
+from nxdt_core.distributed.torch_versions import forget_shardings
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import NotEnoughDevices
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.launcher import RankEnvironment
-from nxdt_core.torch_versions import forget_shardings
+from nxdt_core.system.progress import PROGRESS
 
 __all__ = ["Ranks", "check_devices", "cores_of_process"]
 

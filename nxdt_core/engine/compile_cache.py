@@ -108,7 +108,7 @@ def use_cache(run: RunConfig, profile: DeviceProfile) -> Path | None:
     """
     if not run.model.compile or profile.compile_backend != _INDUCTOR:
         return None
-    from nxdt_core.torch_versions import hash_meshes_alike
+    from nxdt_core.distributed.torch_versions import hash_meshes_alike
 
     hash_meshes_alike()
     address = run.compiler_cache_url

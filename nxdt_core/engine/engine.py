@@ -21,7 +21,6 @@ from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
 from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
 from nxdt_core.models.quantised import load_library
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.engine import CompileAhead, RankInfo
 from nxdt_core.protocols.estimate import Estimate, RunParts
@@ -29,6 +28,7 @@ from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.system.progress import PROGRESS
 
 
 class TorchEngine:

@@ -20,6 +20,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, shard_over_mesh
+from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.compile import one_graph
 from nxdt_core.engine.tensor.layers import VocabParallelHead, local_part, local_vocab_rows
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
@@ -36,7 +37,6 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.torch_versions import all_gather_single
 
 __all__ = [
     "ChunkedHead",

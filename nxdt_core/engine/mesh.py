@@ -12,8 +12,8 @@ from typing import Literal
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from nxdt_core.distributed.torch_versions import set_group_timeout, unflatten
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.torch_versions import set_group_timeout, unflatten
 
 Dimension = Literal[
     "world",

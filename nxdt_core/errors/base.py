@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 __all__ = ["ErrorCode", "NxdtError", "either", "listing", "one_of"]
 

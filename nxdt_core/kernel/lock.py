@@ -22,7 +22,7 @@ from urllib.parse import unquote, urlsplit
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
 from nxdt_core.kernel.metadata import read_metadata_file, version_of
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
-from nxdt_core.regular_files import read_text, replace_text
+from nxdt_core.system.regular_files import read_text, replace_text
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """In ``*.dist-info``, written by the installer and so different for equal wheels."""

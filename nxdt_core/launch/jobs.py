@@ -30,7 +30,7 @@ from nxdt_core.errors.launch import (
 )
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.launcher import Job, Submission
-from nxdt_core.regular_files import make_directory, read_text, replace_text
+from nxdt_core.system.regular_files import make_directory, read_text, replace_text
 
 _RESUME = ("checkpoint.resume_if_exists=true", "checkpoint.resume_ignore_no_checkpoint=true")
 _NAME_LENGTH = 48

@@ -30,15 +30,15 @@ from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.environment import read_port, read_variable
 from nxdt_core.distributed.process_group import check_devices, cores_of_process
 from nxdt_core.distributed.store import connect_store, join_timeout_s
+from nxdt_core.distributed.torch_versions import run_agent
 from nxdt_core.errors.launch import NodeAlreadyJoined
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing
 from nxdt_core.launch.restarts import SIGNALS, handled_by, interpreter_arguments, is_restarted
 from nxdt_core.launch.supervision.client import Client, find_supervisor, open_supervisor
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
 from nxdt_core.launch.supervision.supervisor import Supervisor
-from nxdt_core.parent import PARENT_VARIABLE
 from nxdt_core.protocols.launcher import RankEnvironment
-from nxdt_core.torch_versions import run_agent
+from nxdt_core.system.parent import PARENT_VARIABLE
 
 _LOOPBACK = "127.0.0.1"
 

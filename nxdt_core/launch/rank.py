@@ -14,10 +14,10 @@ from nxdt_core.errors.ranks import CannotReachRankZero
 from nxdt_core.kernel.discovery import exits_explained, note_plugin
 from nxdt_core.launch.supervision.client import Client, find_supervisor, is_published, open_supervisor
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, RootCause
-from nxdt_core.parent import outlive_parent
-from nxdt_core.progress import PROGRESS, process_age_s
 from nxdt_core.protocols.launcher import RankEnvironment
-from nxdt_core.visible_text import visible
+from nxdt_core.system.parent import outlive_parent
+from nxdt_core.system.progress import PROGRESS, process_age_s
+from nxdt_core.system.visible_text import visible
 
 
 def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:

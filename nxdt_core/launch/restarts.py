@@ -15,7 +15,7 @@ from types import FrameType
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.launch import RestartsNeedResume
-from nxdt_core.parent import PARENT_VARIABLE
+from nxdt_core.system.parent import PARENT_VARIABLE
 
 
 def interpreter_arguments(config: ResolvedConfig, command: Sequence[str]) -> list[str]:

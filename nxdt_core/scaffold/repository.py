@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 from nxdt_core._version import __version__
 from nxdt_core.api import KINDS
 from nxdt_core.errors.plugins import BadPluginName, KindHasNoTemplates, RepositoryPlaceTaken, UnknownKind
-from nxdt_core.regular_files import replace_text
+from nxdt_core.system.regular_files import replace_text
 
 __all__ = ["kind_names", "write_repository"]
 

@@ -20,7 +20,7 @@ import yaml
 from nxdt_core.callback import Callback, Run
 from nxdt_core.config.section import Section
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
-from nxdt_core.regular_files import read_text
+from nxdt_core.system.regular_files import read_text
 
 
 class WandbConfig(Section):

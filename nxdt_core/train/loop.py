@@ -6,8 +6,8 @@ from itertools import islice
 from typing import Any
 
 from nxdt_core.callback import Run
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
+from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train.callbacks.metrics import ValidationMetrics
 from nxdt_core.train.session import without_gradients
 

@@ -34,7 +34,6 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.training import ReferenceNeedsLength
-from nxdt_core.garbage_collection import GarbageCollection
 from nxdt_core.kernel.plugin import BUILTIN
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
@@ -48,6 +47,7 @@ from nxdt_core.protocols.objective import (
 )
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, prepare
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.garbage_collection import GarbageCollection
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
 from nxdt_core.train.hidden_state import watch_objective

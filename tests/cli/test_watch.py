@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
-from nxdt_core.http_server import Handler, Server
+from nxdt_core.system.http_server import Handler, Server
 from tests import processes
 from tests.processes import take_interrupts
 

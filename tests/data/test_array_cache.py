@@ -15,7 +15,7 @@ import pytest
 from xxhash import xxh3_128
 
 from nxdt_core.data.cache import cached_arrays, content_digests, digest, is_array
-from nxdt_core.file_lock import take_file_lock
+from nxdt_core.system.file_lock import take_file_lock
 
 
 @dataclass
@@ -33,7 +33,7 @@ def locks(tmp_path, monkeypatch) -> Path:
     mounts = tmp_path / "mountinfo"
     line = "rw,noatime shared:7 - nfs fs-1:/ rw,vers=3,nolock,local_lock=all"
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:40 / {tmp_path}/cache {line}\n")
-    monkeypatch.setattr("nxdt_core.file_lock.MOUNTS", mounts)
+    monkeypatch.setattr("nxdt_core.system.file_lock.MOUNTS", mounts)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     return tmp_path / f"nxdt-locks-{os.geteuid()}"
 

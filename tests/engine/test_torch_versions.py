@@ -10,7 +10,7 @@ import torch.distributed as dist
 from nxdt_testing.ranks import process_group
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from nxdt_core import torch_versions
+from nxdt_core.distributed import torch_versions
 from nxdt_core.models.moe import experts
 from nxdt_core.models.moe.experts import RowGroups
 

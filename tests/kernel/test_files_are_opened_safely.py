@@ -1,4 +1,4 @@
-"""Which calls open files without :mod:`nxdt_core.regular_files`, and why each may.
+"""Which calls open files without :mod:`nxdt_core.system.regular_files`, and why each may.
 
 Others can place links and pipes in a run's directory, a job's directory, a cache or a temporary directory. What is
 opened there is opened by the helper; a call that is in none of the groups below fails the test.
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-HELPER = "nxdt_core/regular_files.py"
+HELPER = "nxdt_core/system/regular_files.py"
 
 METHODS = {
     *("open", "open_binary", "open_text", "read_text", "read_bytes", "write_text", "write_bytes", "touch", "mkfifo"),
@@ -141,7 +141,7 @@ def found() -> set[str]:
 def test_each_file_is_opened_by_the_helper_or_has_a_reason():
     allowed = {call for group in ALLOWED.values() for call in group}
     unknown = found() - allowed
-    assert not unknown, f"open these with nxdt_core.regular_files, or say why not: {sorted(unknown)}"
+    assert not unknown, f"open these with nxdt_core.system.regular_files, or say why not: {sorted(unknown)}"
 
 
 def test_each_reason_is_for_a_call_that_exists():

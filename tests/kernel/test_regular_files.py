@@ -6,7 +6,7 @@ import stat
 
 import pytest
 
-from nxdt_core.regular_files import (
+from nxdt_core.system.regular_files import (
     NotRegularFile,
     copy_file,
     make_directory,

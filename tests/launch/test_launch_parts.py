@@ -32,8 +32,8 @@ from nxdt_core.launch.launcher import node_from_environment
 from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
-from nxdt_core.progress import process_age_s
 from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.system.progress import process_age_s
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.callbacks.stopping import StopSignals
 from nxdt_core.train.run.out_of_memory import MemoryUse, compare, memory_errors_explained

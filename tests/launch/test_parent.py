@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from nxdt_core.parent import PARENT_VARIABLE
+from nxdt_core.system.parent import PARENT_VARIABLE
 from tests import processes
 from tests.launch import launching
 from tests.launch.launching import finish, gone, wait_for_rows, words
@@ -107,7 +107,7 @@ def test_ranks_end_with_a_launcher_that_is_killed_while_they_join(tmp_path):
 def test_a_process_ends_with_its_parent_on_every_platform(platform):
     """Where the kernel has no signal for that, a thread watches the parent."""
     child = f"import sys, time; sys.platform = {platform!r}\n"
-    child += "from nxdt_core.parent import end_with_parent; end_with_parent(); print('ready', flush=True)\n"
+    child += "from nxdt_core.system.parent import end_with_parent; end_with_parent(); print('ready', flush=True)\n"
     child += "time.sleep(1000)"
     parent = f"import os, subprocess, sys; os.environ[{PARENT_VARIABLE!r}] = str(os.getpid())\n"
     parent += f"child = subprocess.Popen([sys.executable, '-c', {child!r}]); print(child.pid, flush=True); child.wait()"
@@ -177,7 +177,9 @@ def test_a_command_without_a_launcher_does_not_end_with_its_parent(tmp_path):
     """A shell may end before a run that it has started in the background."""
     started = "import subprocess, sys; print(subprocess.Popen(sys.argv[1:], stdout=-3, stderr=-3).pid)"
     script = tmp_path / "waits.py"
-    script.write_text("import time\nfrom nxdt_core.parent import end_with_parent\nend_with_parent()\ntime.sleep(60)\n")
+    script.write_text(
+        "import time\nfrom nxdt_core.system.parent import end_with_parent\nend_with_parent()\ntime.sleep(60)\n"
+    )
     done = subprocess.run(
         [sys.executable, "-c", started, sys.executable, str(script)], capture_output=True, text=True, check=True
     )

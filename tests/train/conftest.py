@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.config import load
-from nxdt_core.progress import PROGRESS
+from nxdt_core.system.progress import PROGRESS
 from tests.train.small import SMALL
 
 

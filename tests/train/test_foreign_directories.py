@@ -28,7 +28,7 @@ from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
-from nxdt_core.regular_files import NotRegularFile, require_inside
+from nxdt_core.system.regular_files import NotRegularFile, require_inside
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.weights.found import find_weights
 from nxdt_core.train.weights.importing import import_checkpoint

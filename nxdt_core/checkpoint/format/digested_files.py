@@ -30,8 +30,8 @@ from nxdt_core.checkpoint.format.file_names import digests_name
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest
 from nxdt_core.checkpoint.format.tensor_index import DTYPES, ITEM_BYTES
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.progress import PROGRESS
 
 __all__ = [
     "AttemptWriter",

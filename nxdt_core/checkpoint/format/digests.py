@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Final, Literal
 
 from xxhash import xxh3_128
 
-from nxdt_core.progress import PROGRESS
+from nxdt_core.system.progress import PROGRESS
 
 __all__ = ["BLOCK_BYTES", "FAST", "STRONG", "Algorithm", "BlockDigests", "DigestingWriter", "block_digest", "digest"]
 

@@ -15,11 +15,11 @@ from typing import Protocol
 
 import torch
 
-from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import shard_name
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
 from nxdt_core.checkpoint.pieces import dtype_name
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.piece import Piece, ShardInfo
 

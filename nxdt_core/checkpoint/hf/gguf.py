@@ -22,7 +22,7 @@ from nxdt_core.errors.base import listing
 from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_core.models.rotary import frequencies
-from nxdt_core.regular_files import replacing
+from nxdt_core.system.regular_files import replacing
 
 if TYPE_CHECKING:
     import numpy as np

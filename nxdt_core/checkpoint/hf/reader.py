@@ -25,7 +25,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
-from nxdt_core.regular_files import require_fetched, require_inside
+from nxdt_core.system.regular_files import require_fetched, require_inside
 
 __all__ = ["INDEX", "WEIGHTS", "HFReader", "HFWeights"]
 

@@ -15,7 +15,7 @@ from typing import Any
 from nxdt_core.config.huggingface import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
 from nxdt_core.protocols.tokenizer import ChatTokenizer, Tokenizer
-from nxdt_core.regular_files import read_text, require_inside
+from nxdt_core.system.regular_files import read_text, require_inside
 
 __all__ = [
     "CONFIG",

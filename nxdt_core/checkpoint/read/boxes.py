@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint.format.digested_files import VerifiedFile, Wanted, check_header, check_size, tensors_by_file
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.shards import bytes_of
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.protocols.piece import Box, Piece

@@ -27,9 +27,9 @@ from nxdt_core.checkpoint.storage import explained
 from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile
-from nxdt_core.file_lock import FileLock, take_file_lock
 from nxdt_core.protocols.store import ObjectInfo
-from nxdt_core.regular_files import NotRegularFile, open_regular, require_regular
+from nxdt_core.system.file_lock import FileLock, take_file_lock
+from nxdt_core.system.regular_files import NotRegularFile, open_regular, require_regular
 
 __all__ = ["LocalStorage"]
 

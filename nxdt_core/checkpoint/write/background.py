@@ -19,7 +19,7 @@ from typing import Generic, Literal, TypeVar
 
 import torch
 
-from nxdt_core.buckets import buckets
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import SaveTookTooLong, StorageError

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint.format.digested_files import read_whole
 from nxdt_core.checkpoint.format.file_names import SECTIONS, is_state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
@@ -21,6 +20,7 @@ from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.read.boxes import check_fits, fill
 from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import IO, cast
 
 from nxdt_core.errors.data import DataLibraryMissing
-from nxdt_core.regular_files import require_fetched
+from nxdt_core.system.regular_files import require_fetched
 
 __all__ = ["COMPRESSED", "UNREADABLE", "bare_name", "decompressed", "is_compressed", "opened"]
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
 from nxdt_core.protocols.tokenizer import LocatedIds
-from nxdt_core.regular_files import require_fetched, require_inside
+from nxdt_core.system.regular_files import require_fetched, require_inside
 
 __all__ = ["FAST_TOKENIZER", "encoded", "holds_ranks", "import_library", "located", "read_file", "valid"]
 

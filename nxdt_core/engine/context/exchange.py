@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.distributed.collectives import reduce_scatter_along
+from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.context.blocks import (
     ContextSequence,
     DocumentChunks,
@@ -28,7 +29,6 @@ from nxdt_core.engine.context.blocks import (
 )
 from nxdt_core.models.attention.kernels import Gradients, accumulation_dtype
 from nxdt_core.models.attention.partial_attention import AttentionGradients, Block, MergedAttention
-from nxdt_core.torch_versions import all_gather_single
 
 _SEQUENCE = 2
 """The dimension of queries, keys and values that is sharded."""

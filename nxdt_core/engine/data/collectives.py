@@ -24,13 +24,13 @@ from torch import nn
 
 from nxdt_core.distributed.collectives import begin_reduce_scatter
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.distributed.torch_versions import all_gather_single, fsdp_parameter_groups
 from nxdt_core.engine.precision import product_layers
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
-from nxdt_core.torch_versions import all_gather_single, fsdp_parameter_groups
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

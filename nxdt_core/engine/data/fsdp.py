@@ -27,6 +27,7 @@ from torch import nn
 
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import is_fsdp_module, local_of
+from nxdt_core.distributed.torch_versions import fsdp_parameter_groups
 from nxdt_core.engine.data.collectives import (
     PendingReduceScatters,
     ReduceScatterByExchange,
@@ -42,7 +43,6 @@ from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.torch_versions import fsdp_parameter_groups
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from nxdt_core.buckets import buckets
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.collectives import all_reduce_bucketed, copy_from_flat, group_by_dtype
 from nxdt_core.distributed.placement import local_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.eager_optimizers import eager
+from nxdt_core.engine.optim.eager import eager
 from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, StochasticRounding, by_vectors, separate_rows
 from nxdt_core.models.random.positions import noises, rounded_number
 from nxdt_core.protocols.optimizer import ParameterShard

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from nxdt_core.buckets import buckets
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, StochasticRounding, separate_rows
 from nxdt_core.models.random.positions import noises, rounded
 from nxdt_core.protocols.optimizer import ParameterShard

@@ -29,10 +29,10 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stock
 
+from nxdt_core.distributed.torch_versions import fsdp_parameter_groups
 from nxdt_core.engine.pipeline.pooled import sent_back, sent_on
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.torch_versions import fsdp_parameter_groups
 
 _REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
 """Whether schedules call ``perform_reduce_grad`` at the end of a step. Those of 2.9 do not."""

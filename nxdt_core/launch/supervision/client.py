@@ -36,8 +36,8 @@ from nxdt_core.launch.supervision.messages import (
 )
 from nxdt_core.launch.supervision.root_cause import RootCause
 from nxdt_core.launch.supervision.supervisor import Supervisor, keep_alive
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.system.progress import PROGRESS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,9 +20,9 @@ from typing import Any
 from torch._C import _distributed_c10d as c10d
 
 from nxdt_core.launch.supervision.messages import Beat
-from nxdt_core.progress import PROGRESS, process_stat
 from nxdt_core.protocols.launcher import RankEnvironment
-from nxdt_core.regular_files import make_directory, regular_opener
+from nxdt_core.system.progress import PROGRESS, process_stat
+from nxdt_core.system.regular_files import make_directory, regular_opener
 
 _READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _KEPT = "256"

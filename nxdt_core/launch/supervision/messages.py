@@ -80,7 +80,7 @@ class Beat:
     step: int
     phase: str
     count: int
-    """Pieces of work done, see :class:`nxdt_core.progress.Progress`."""
+    """Pieces of work done, see :class:`nxdt_core.system.progress.Progress`."""
     begun: int
     """Collectives."""
     done: int

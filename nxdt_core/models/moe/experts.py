@@ -10,12 +10,12 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import groups_on_device
+from nxdt_core.distributed.torch_versions import grouped_mm
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import host_values
 from nxdt_core.models.mlp import GatedSiLU
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import unchanged
-from nxdt_core.torch_versions import grouped_mm
 
 __all__ = ["RowGroups", "SwiGLUExperts", "grouped_linear"]
 

@@ -14,9 +14,9 @@ import torch
 from nxdt_core.callback import Callback, Run
 from nxdt_core.distributed.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.models.token_flops import TokenFlops
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.objective import traits_of
 from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train.callbacks.console import Console
 from nxdt_core.train.data import UNNAMED
 from nxdt_core.train.run.metric_files import MetricFiles

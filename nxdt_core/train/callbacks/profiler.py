@@ -12,8 +12,8 @@ from torch.profiler import profile, schedule
 
 from nxdt_core.callback import Callback, Run
 from nxdt_core.engine.compile_cache import compile_seconds, graph_origins
-from nxdt_core.progress import PROGRESS
-from nxdt_core.regular_files import replace_text
+from nxdt_core.system.progress import PROGRESS
+from nxdt_core.system.regular_files import replace_text
 
 _STEPS = schedule(wait=1, warmup=1, active=3, repeat=1)
 """Steps whose trace is kept: those of a compiled model have ended to compile by then."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from urllib.parse import parse_qs
 
-from nxdt_core.http_server import Handler, Server
+from nxdt_core.system.http_server import Handler, Server
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

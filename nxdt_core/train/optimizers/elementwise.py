@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw as adamw_update
 
-from nxdt_core.buckets import buckets
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.eager_optimizers import EagerOptimizer, eager
+from nxdt_core.engine.optim.eager import EagerOptimizer, eager
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
 from nxdt_core.train.optimizers.config import (
     AdadeltaConfig,

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.distributed.collectives import all_reduce_bucketed
-from nxdt_core.eager_optimizers import EagerOptimizer
+from nxdt_core.engine.optim.eager import EagerOptimizer
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 from nxdt_core.train.optimizers.config import AdafactorConfig, NovogradConfig
 

@@ -22,7 +22,7 @@ from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
+from nxdt_core.system.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"

@@ -18,9 +18,9 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets import Redaction, hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
-from nxdt_core.regular_files import make_directory, regular_opener
+from nxdt_core.system.regular_files import make_directory, regular_opener
+from nxdt_core.system.visible_text import VisibleFormatter, visible
 from nxdt_core.train.run.files import run_dir_explained
-from nxdt_core.visible_text import VisibleFormatter, visible
 
 VALUES = "nxdt_values"
 """Attribute of a record: the values that its message shows, such as a row of ``metrics.jsonl``."""

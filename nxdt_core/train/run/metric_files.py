@@ -21,7 +21,7 @@ from nxdt_core.checkpoint.ownership import is_owned
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
-from nxdt_core.regular_files import read_text, regular_opener, replace_text, replacing
+from nxdt_core.system.regular_files import read_text, regular_opener, replace_text, replacing
 from nxdt_core.train.run.files import cannot_write, directory_lock
 from nxdt_core.train.run.log import strict_json
 

@@ -20,14 +20,14 @@ from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
-from nxdt_core.garbage_collection import collect_as_usual
 from nxdt_core.kernel.discovery import exits_explained
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.models.token_flops import token_flops
-from nxdt_core.progress import PROGRESS
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.regular_files import make_directory, require_plain_files
+from nxdt_core.system.garbage_collection import collect_as_usual
+from nxdt_core.system.progress import PROGRESS
+from nxdt_core.system.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build
 from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveMetrics
 from nxdt_core.train.callbacks.console import Console

@@ -13,10 +13,10 @@ from dataclasses import replace
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from nxdt_core.buckets import buckets
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.config.training_schema import EmaConfig
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import CheckpointHasNoAverage
 from nxdt_core.protocols.parallel_model import ParallelModel

@@ -27,7 +27,7 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.parallel_model import ParallelModel
-from nxdt_core.regular_files import make_directory, regular_opener, replacing
+from nxdt_core.system.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
 from nxdt_core.train.run.files import run_dir_explained
 

@@ -36,7 +36,7 @@ from typing import Any, final
 import torch.distributed as dist
 
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.torch_versions import forget_shardings
+from nxdt_core.distributed.torch_versions import forget_shardings
 from nxdt_testing.processes.rank_worker import STACK_SIGNAL, Outcome, Task, serve
 
 __all__ = ["RankPool", "RanksFailed", "end_lasting_ranks", "process_group"]

@@ -430,7 +430,7 @@ def test_locks_that_other_machines_do_not_see_are_no_locks(
     mounts, data = tmp_path / "mountinfo", tmp_path / "a place\x0c\r\u2028"
     point = str(data).replace(" ", r"\040")
     mounts.write_text(f"1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:40 / {point} rw,noatime shared:7 - {line}\n")
-    monkeypatch.setattr("nxdt_core.file_lock.MOUNTS", mounts)
+    monkeypatch.setattr("nxdt_core.system.file_lock.MOUNTS", mounts)
     storage = LocalStorage(str(data / "not there yet"))
     if not shared:
         with pytest.raises(LocksUnsupported, match="other machines"):

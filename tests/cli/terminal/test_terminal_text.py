@@ -10,7 +10,7 @@ import click
 import pytest
 
 from nxdt_core.errors.checkpoints import BadStorageUri
-from nxdt_core.visible_text import visible
+from nxdt_core.system.visible_text import visible
 
 CLIPBOARD = "\x1b]52;c;Y3VybCBldmlsIHwgc2g=\x07"
 CLEAR = "\x1b[2J\x1b[H"

@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from nxdt_core.distributed.torch_versions import all_gather_single, reduce_scatter_single
 from nxdt_core.engine.estimate.kernels import AcceleratorKernels
 from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
 from nxdt_core.engine.estimate.rank import fake_mesh
@@ -19,7 +20,6 @@ from nxdt_core.models.norm import RMSNorm
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import as_torch
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.torch_versions import all_gather_single, reduce_scatter_single
 
 
 def meta(*shape, **options):

@@ -13,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from nxdt_core.distributed.torch_versions import fsdp_parameter_groups
 from nxdt_core.engine.pipeline.schedules import Operation, schedule_operations
 from nxdt_core.engine.pipeline.stage import StreamedStage
 from nxdt_core.errors.layouts import MicroBatchesDoNotFit
@@ -21,7 +22,6 @@ from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.torch_versions import fsdp_parameter_groups
 from tests.at_rest import at_rest
 from tests.engine.pipeline.cases import (
     Case,

@@ -95,7 +95,7 @@ def mounted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], 
         point, table = tmp_path / "fsx", tmp_path / "mountinfo"
         point.mkdir(exist_ok=True)
         table.write_text(f"1 0 8:1 / / rw - ext4 /dev/vda rw\n2 1 0:40 / {point} rw,noatime shared:7 - {line}\n")
-        monkeypatch.setattr("nxdt_core.file_lock.MOUNTS", table)
+        monkeypatch.setattr("nxdt_core.system.file_lock.MOUNTS", table)
         return point
 
     return mount

@@ -23,7 +23,7 @@ from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.regular_files import make_directory, replace_text
+from nxdt_core.system.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.weights.importing import check_empty, write_counters

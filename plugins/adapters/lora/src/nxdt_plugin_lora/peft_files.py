@@ -17,7 +17,7 @@ from nxdt_core.checkpoint.hf.source import read_json
 from nxdt_core.config.huggingface import unusable
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.regular_files import replace_text, replacing, require_fetched, require_inside
+from nxdt_core.system.regular_files import replace_text, replacing, require_fetched, require_inside
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
 from nxdt_plugin_lora.peft_names import PeftTensor

@@ -25,7 +25,7 @@ from urllib.parse import quote
 from nxdt_core.checkpoint.format.file_names import SECTIONS, step_of
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.file_lock import FileLock, mount_of
+from nxdt_core.system.file_lock import FileLock, mount_of
 from nxdt_plugin_fsx.config import FsxStorageConfig
 from nxdt_plugin_fsx.errors import ArchivingFailed, LfsFailed, LfsMissing, NotLustre, StripingFailed
 

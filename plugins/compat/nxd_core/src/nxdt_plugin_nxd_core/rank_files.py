@@ -28,7 +28,7 @@ from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.piece import Box, Piece
-from nxdt_core.regular_files import replacing
+from nxdt_core.system.regular_files import replacing
 from nxdt_plugin_nxd_core.arguments import binds, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, current_config
 from nxdt_plugin_nxd_core.errors import ConfigNotMade, NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable

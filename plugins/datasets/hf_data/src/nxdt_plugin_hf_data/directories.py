@@ -17,7 +17,7 @@ from nxdt_core.data.files.tables import check_stream
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.data import DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
-from nxdt_core.regular_files import read_text, require_fetched
+from nxdt_core.system.regular_files import read_text, require_fetched
 from nxdt_plugin_hf_data.columns import is_tokenised
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, NoDataset, SplitMissing, SplitUnclear
 

@@ -12,7 +12,7 @@ from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, expand, json_ob
 from nxdt_core.data.files.tables import check_batch, decoded, ipc_batches, parquet_batches
 from nxdt_core.errors.data import BadJsonLine, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
-from nxdt_core.regular_files import require_fetched
+from nxdt_core.system.regular_files import require_fetched
 from nxdt_plugin_hf_data.columns import chosen
 from nxdt_plugin_hf_data.directories import is_saved, of_split, saved_files
 from nxdt_plugin_hf_data.errors import DamagedDataset, EmptyData, UnknownDataFormat

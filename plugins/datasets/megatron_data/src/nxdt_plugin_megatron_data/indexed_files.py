@@ -31,7 +31,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
-from nxdt_core.regular_files import read_text, regular_opener, replacing, require_fetched
+from nxdt_core.system.regular_files import read_text, regular_opener, replacing, require_fetched
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
 
 MAGIC = b"MMIDIDX\x00\x00"

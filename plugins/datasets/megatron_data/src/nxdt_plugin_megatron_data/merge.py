@@ -91,7 +91,7 @@ def _common_note(parts: Sequence[IndexedTokens]) -> Provenance | None:
 def _write(parts: Sequence[IndexedTokens], prefix: Path, note: Provenance | None) -> None:
     import numpy as np
 
-    from nxdt_core.regular_files import replace_text, replacing
+    from nxdt_core.system.regular_files import replace_text, replacing
     from nxdt_plugin_megatron_data.indexed_files import bin_path, idx_path, provenance_path, write_index
     from nxdt_plugin_megatron_data.preprocess.run import write_errors_explained
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import runpy
 import signal
 
-from nxdt_core.parent import end_with_parent
+from nxdt_core.system.parent import end_with_parent
 
 if __name__ == "__main__":
     end_with_parent(signal.SIGTERM)

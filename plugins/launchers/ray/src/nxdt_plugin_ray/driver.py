@@ -14,8 +14,8 @@ from typing import Any
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.launch import JobFileUnwritable
-from nxdt_core.parent import PARENT_VARIABLE
-from nxdt_core.regular_files import make_directory, open_regular, regular_opener
+from nxdt_core.system.parent import PARENT_VARIABLE
+from nxdt_core.system.regular_files import make_directory, open_regular, regular_opener
 from nxdt_plugin_ray.errors import NoPlaceOnCluster, RayMissing
 
 _MISTAKE = 2

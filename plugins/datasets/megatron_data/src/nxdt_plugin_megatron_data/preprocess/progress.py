@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from nxdt_core.data.files.compressed import UNREADABLE, bare_name, decompressed
 from nxdt_core.data.files.paths import JSON_TEXTS
 from nxdt_core.errors.data import DataFileUnreadable
-from nxdt_core.regular_files import read_text, regular_opener, replace_text, replacing
+from nxdt_core.system.regular_files import read_text, regular_opener, replace_text, replacing
 from nxdt_plugin_megatron_data.errors import OtherJob
 from nxdt_plugin_megatron_data.indexed_files import Provenance, bin_path, idx_path, provenance_path, write_index
 

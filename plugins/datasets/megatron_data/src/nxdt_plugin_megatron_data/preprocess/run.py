@@ -23,9 +23,9 @@ from nxdt_core.data.cache import SAMPLED_FROM_BYTES, digest, file_digest
 from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import read_bytes
 from nxdt_core.errors.data import DataFileUnreadable
-from nxdt_core.file_lock import take_file_lock
 from nxdt_core.protocols.store import LocksUnsupported
-from nxdt_core.regular_files import read_text
+from nxdt_core.system.file_lock import take_file_lock
+from nxdt_core.system.regular_files import read_text
 from nxdt_plugin_megatron_data.errors import (
     InputInTheWay,
     NoDocuments,

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import final
 
 from nxdt_core.protocols.store import LocksUnsupported
-from nxdt_core.regular_files import open_regular
+from nxdt_core.system.regular_files import open_regular
 
 __all__ = ["FileLock", "Mount", "mount_of", "take_file_lock"]
 

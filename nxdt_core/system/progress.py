@@ -19,7 +19,7 @@ class Progress:
 
     Example::
 
-        from nxdt_core.progress import PROGRESS
+        from nxdt_core.system.progress import PROGRESS
 
         for block in blocks:
             upload(block)
