@@ -110,9 +110,10 @@ release-dry-run: $(STAMP)  ## Write | what a release would upload (docs/releasin
 api: $(STAMP)  ## Write | the file of the public surface (docs/public-api.md)
 	$(BIN)/python scripts/public_api.py --write
 
-offers: $(STAMP)  ## Write | the list of what plugins declare, the extras of `nxdt` and tables of the README
+offers: $(STAMP)  ## Write | what plugins declare, the extras of `nxdt`, tables of the README, and code in the pages of kinds
 	$(BIN)/python scripts/distributions.py offers
 	$(BIN)/python scripts/readme.py
+	$(BIN)/python -m scripts.docs_site.kinds
 
 bench: $(STAMP)  ## Measure | all benchmarks on this machine
 	for script in $(BENCHMARKS); do echo "== $$script"; $(BIN)/python $$script || exit 1; done

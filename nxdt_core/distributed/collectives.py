@@ -27,6 +27,8 @@ from nxdt_core.distributed.torch_versions import (
     traced_all_reduce,
     traced_reduce_scatter,
 )
+from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.piece import Box
 
 __all__ = [
     "BUCKET_BYTES",
@@ -38,6 +40,7 @@ __all__ = [
     "copy_from_flat",
     "copy_to_group",
     "gather_along",
+    "gather_shard",
     "gather_whole",
     "group_by_dtype",
     "overlap_all_to_all",
@@ -79,6 +82,23 @@ def gather_whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None
         return tensor
     gathered: torch.Tensor = _GatherWhole.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
     return gathered
+
+
+@torch.no_grad()
+def gather_shard(tensor: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
+    """Return the whole of what ``tensor`` is this rank's part of, on each rank that has a part. Collective.
+
+    This rank's part of a whole is ``whole[shard.box.within(Box.whole(shard.shape))]``.
+
+    Args:
+        tensor: of the shape of the local parameter, such as its gradient.
+        shard: of the parameter.
+    """
+    whole = tensor.new_zeros(shard.shape)
+    whole[shard.box.within(Box.whole(shard.shape))] = shard.real(tensor)
+    for group in shard.groups:
+        dist.all_reduce(whole, group=group)
+    return whole
 
 
 def reduce_scatter_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:

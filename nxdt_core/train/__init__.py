@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from nxdt_core.train.step import (
         initialize_parallel_model,
         initialize_parallel_optimizer,
+        start_engine,
         train_step,
     )
 
@@ -21,6 +22,7 @@ __all__ = [
     "TrainSession",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
+    "start_engine",
     "train",
     "train_step",
 ]

@@ -1,12 +1,13 @@
-"""What pages of the documentation show of the code: files, those of ``nxdt plugins new``, kits and protocols.
+"""Write the code that pages of the documentation show: files, those of ``nxdt plugins new``, kits and protocols.
 
-A page below ``docs`` is written by hand. Some of its lines are replaced while the site is built. They say what is meant
-where the page is read without that:
+    python -m scripts.docs_site.kinds    writes the pages; ``make offers`` calls it, and a test fails where one is old
 
-* ``*The file [PATH](LINK).*``: a file of this repository;
-* ``*The file `PATH` of the new plugin.*``: a file that ``nxdt plugins new SHORT my-SHORT`` writes;
-* ``*The requirements: the tests of the kit by name.*``: what the kit of the kind tests;
-* ``*The source of the base class, in `PATH`.*``: that of the kind; ``protocol`` where the target is a function.
+Each is between ``<!-- NAME -->`` and ``<!-- end -->`` in a page that is otherwise written by hand. The names are:
+
+* ``the file PATH``: a file of this repository;
+* ``the file PATH of the new plugin``: a file that ``nxdt plugins new SHORT my-SHORT`` writes;
+* ``the requirements``: what the kit of the kind tests, by the names of its tests;
+* ``the source``: that of the base class or protocol of the kind.
 """
 
 from __future__ import annotations
@@ -22,37 +23,40 @@ from pathlib import Path
 from nxdt_core.api import KINDS
 from nxdt_core.scaffold.repository import write_repository
 
-__all__ = ["FOLDER", "expanded", "protocol_source", "repository", "requirements"]
+__all__ = ["FOLDER", "PAGES", "expanded", "protocol_source", "repository", "requirements"]
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = "kinds"
 """Folder of the pages below ``docs``."""
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if "\n<!-- end -->" in path.read_text()]
+"""Pages that show code."""
 _MARK = re.compile(
-    r"^\*The (?:file \[(?P<ours>\S+)\]\(\S+\)|file `(?P<new>\S+)` of the new plugin"
-    r"|(?P<kit>requirements: the tests of the kit by name)|source of the (?:protocol|base class), in `\S+`)\.\*$",
-    re.MULTILINE,
+    r"^<!-- (?P<name>the (?:file (?P<path>\S+)(?P<new> of the new plugin)?|(?P<kit>requirements)|source)) -->\n"
+    r".*?^<!-- end -->$",
+    re.MULTILINE | re.DOTALL,
 )
 _LANGUAGES = {".py": "python", ".yaml": "yaml", ".toml": "toml"}
 
 
 def expanded(page: str, markdown: str) -> str:
-    """Return the Markdown of a page with its marks replaced.
+    """Return the Markdown of a page with its code written again.
 
     Args:
         page: name of the page, which is that of the kind.
-        markdown: what is written in it.
+        markdown: what the page has.
     """
 
     def replace(found: re.Match[str]) -> str:
-        if found["ours"]:
-            return _block((ROOT / found["ours"]).read_text(), _LANGUAGES[Path(found["ours"]).suffix])
-        if found["new"]:
-            return (
-                f"`{found['new']}`:\n\n{_block(repository(page)[found['new']], _LANGUAGES[Path(found['new']).suffix])}"
-            )
-        if found["kit"]:
-            return "\n".join(f"- {each}" for each in requirements(page))
-        return _block(protocol_source(page), "python")
+        path, name = found["path"], found["name"]
+        if path and found["new"]:
+            text = f"`{path}`:\n\n{_block(repository(page)[path], _LANGUAGES[Path(path).suffix])}"
+        elif path:
+            text = _block((ROOT / path).read_text(), _LANGUAGES[Path(path).suffix])
+        elif found["kit"]:
+            text = "\n".join(f"- {each}" for each in requirements(page))
+        else:
+            text = _block(protocol_source(page), "python")
+        return f"<!-- {name} -->\n\n{text}\n\n<!-- end -->"
 
     return _MARK.sub(replace, markdown)
 
@@ -82,3 +86,8 @@ def protocol_source(kind: str) -> str:
 
 def _block(text: str, language: str) -> str:
     return f"```{language}\n{text.strip()}\n```"
+
+
+if __name__ == "__main__":
+    for each in PAGES:
+        each.write_text(expanded(each.stem, each.read_text()))

@@ -20,7 +20,7 @@ from nxdt_core.kernel import Kernel
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from docs_site import api, errors, gallery, kinds, mutants, nxd_keys, reference
+from docs_site import api, errors, gallery, mutants, nxd_keys, reference
 
 PAGES: dict[str, Callable[[], str]] = {}
 """Path below ``docs/`` → function that gives the page's Markdown."""
@@ -108,7 +108,7 @@ HIDDEN = ("decisions", "defects.md", "reference/schema.md")
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Set what the search does with a page, and show the code that it names; called by mkdocs."""
+    """Set what the search does with a page; called by mkdocs."""
     path = page.file.src_uri
     if path.startswith(HIDDEN):
         page.meta["search"] = {"exclude": True}
@@ -117,7 +117,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
             page.meta["search"] = {"boost": factor}
     if path == "decisions.md":
         return markdown + titles_of_decisions()
-    return kinds.expanded(Path(path).stem, markdown)
+    return markdown
 
 
 def titles_of_decisions() -> str:

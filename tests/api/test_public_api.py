@@ -16,7 +16,9 @@ from scripts.wheel_environment import build_wheels
 from tests import processes
 
 ROOT = public_api.ROOT
-STANDALONE = (*("llama", "gpt", "mixtral", "text", "sft_chat", "hf_data", "s3", "fsx", "torchao", "evaluate", "ray"),)
+STANDALONE = (
+    *("llama", "gpt", "mixtral", "text", "sft_chat", "hf_data", "s3", "fsx", "torchao", "evaluate", "ray", "nxd_core"),
+)
 """Plugins that use public names alone, so that their source shows what a third party can do."""
 
 

@@ -13,6 +13,7 @@ FILE = Path(__file__).parent / "mutants/adapter.py"
 NAMES, OWN = "test_the_base_keeps_its_names_and_shapes", "test_only_its_own_parameters_train"
 FIRST, MOVES = "test_it_changes_nothing_at_first", "test_training_moves_its_own_parameters_and_no_others"
 LOADED = "test_weights_that_are_loaded_compute_what_was_saved"
+EVALUATED = "test_it_computes_the_same_in_training_and_evaluation"
 MERGED = "test_merged_weights_compute_what_unmerged_ones_do"
 TP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "zero3"))
 CAUGHT_BY = {
@@ -25,7 +26,8 @@ CAUGHT_BY = {
     "StartsElsewhere": {FIRST},
     "HasAnIdlePart": {MOVES},
     "WritesIntoTheBase": {MOVES, ZERO3},
-    "GrowsItsScale": {LOADED, ZERO3},
+    "GrowsItsScale": {EVALUATED, LOADED, ZERO3},
+    "UpdatesInTrainingAlone": {EVALUATED, MERGED},
     "ComparesAnotherKey": {"test_it_resumes_from_its_own_section"},
     "MergesWithoutItsScale": {MERGED},
     "FollowsNothing": {TP},

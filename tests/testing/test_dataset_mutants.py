@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from nxdt_testing.dataset_contract import DatasetContract
 
-from tests.testing.mutants.dataset import MUTANTS, ByIndex, InOrder, PadsOnTheRight
+from tests.testing.mutants.dataset import MUTANTS, ByIndex, InOrder, OfRun, PadsOnTheRight
 from tests.testing.outcomes import Outcomes, run_contract
 
 FILE = Path(__file__).parent / "mutants/dataset.py"
-RIGHT = (ByIndex.__name__, InOrder.__name__, PadsOnTheRight.__name__)
+RIGHT = (ByIndex.__name__, InOrder.__name__, PadsOnTheRight.__name__, OfRun.__name__)
 CAUGHT_BY = {
     "InheritsNothing": "test_it_has_the_members_of_a_protocol",
     "GivesSmallIntegers": "test_samples_are_arrays_of_one_shape",
@@ -28,13 +28,15 @@ CAUGHT_BY = {
     "ForgetsTheLength": "test_a_run_with_other_samples_has_another_fingerprint",
     "ForgetsTheSeed": "test_a_run_with_other_samples_has_another_fingerprint",
     "CountsFromTheEnd": "test_indices_end_at_the_length",
-    "StandsBeforeItsSample": "test_a_stream_goes_on_behind_any_sample",
-    "ReadsAhead": "test_a_stream_goes_on_behind_any_sample",
-    "KeepsAnArray": "test_a_stream_goes_on_behind_any_sample",
-    "ForgetsItsState": "test_a_run_goes_on_on_other_ranks_and_threads",
-    "ForgetsThePass": "test_a_stream_goes_on_behind_any_sample",
+    "StandsBeforeItsSample": "test_a_stream_resumes_behind_any_sample",
+    "ReadsAhead": "test_a_stream_resumes_behind_any_sample",
+    "KeepsAnArray": "test_a_stream_resumes_behind_any_sample",
+    "ForgetsItsState": "test_a_run_resumes_on_other_ranks_and_threads",
+    "ForgetsThePass": "test_a_stream_resumes_behind_any_sample",
+    "HandsOutItsState": "test_a_run_resumes_on_other_ranks_and_threads",
+    "SeedsTheProcess": "test_reading_leaves_the_global_random_numbers_alone",
     "TakesItsOwnPart": "test_every_rank_reads_the_same",
-    "BeginsAnew": "test_a_run_goes_on_on_other_ranks_and_threads",
+    "BeginsAnew": "test_a_run_resumes_on_other_ranks_and_threads",
 }
 
 

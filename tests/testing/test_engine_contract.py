@@ -67,7 +67,7 @@ CAUGHT_BY = {
     "NamesItsWrapper": "test_weights_have_the_names_of_the_model",
     "DrawsAlways": "test_weights_that_are_loaded_are_those_that_were_saved",
     "LoadsWhatFits": "test_weights_of_another_model_are_refused",
-    "ForgetsItsState": "test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped",
+    "ForgetsItsState": "test_a_resumed_run_continues_as_the_one_that_was_not_stopped",
     "ShutsDownOnce": "test_alone_it_agrees_with_itself_and_is_shut_down_twice",
     "IgnoresTheRanks": "test_a_layout_trains_as_one_process_does_or_is_refused[tp]",
     "IgnoresAdapters": f"{SETTING}[adapters]",

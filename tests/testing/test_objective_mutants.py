@@ -13,6 +13,7 @@ FILE = Path(__file__).parent / "mutants/objective.py"
 MEMBERS = "test_it_has_the_members_of_the_protocol"
 KNOWN, PARTS = "test_the_weight_is_known_before_the_forward_pass", "test_micro_batches_add_up_to_the_batch"
 BLANK, PACKED = "test_a_blank_sample_weighs_nothing", "test_packed_documents_count_as_padded_ones"
+NARROW = "test_a_loss_of_narrow_logits_is_computed_in_float32"
 TP, CP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "cp", "zero3"))
 CAUGHT_BY = {
     "Right": set(),
@@ -24,12 +25,13 @@ CAUGHT_BY = {
     "TakesARowForADocument": {PACKED},
     "KeepsTheGraph": {"test_metrics_are_detached_sums"},
     "AveragesItsMetric": {PARTS, BLANK, PACKED},
-    "SumsInTheDtypeOfTheLogits": {"test_a_loss_of_narrow_logits_is_computed_in_float32"},
+    "SumsInTheDtypeOfTheLogits": {NARROW},
     "TakesTheLogOfAProbability": {"test_its_gradient_is_finite"},
     "TakesTheWholeVocabulary": {TP},
     "AddsNoShardsUp": {CP},
     "ReportsTheWholeOnEachRank": {CP},
     "KeepsTheFirstWeight": {KNOWN},
+    "WritesIntoItsBatch": {PARTS, "test_ignored_labels_do_not_count", NARROW, CP, ZERO3},
 }
 
 

@@ -12,6 +12,7 @@ from tests.testing.outcomes import Outcomes, run_contract
 FILE = Path(__file__).parent / "mutants/schedule.py"
 FINITE, END = "test_every_step_has_a_finite_factor", "test_steps_after_the_end_have_a_factor"
 ONE, RESUMED = "test_a_step_has_one_factor", "test_a_resumed_run_has_the_factors_of_one_that_was_not_stopped"
+RATES = "test_it_gives_factors_and_not_rates"
 APART = "test_schedules_of_two_runs_share_nothing"
 CAUGHT_BY = {
     "Right": set(),
@@ -23,6 +24,7 @@ CAUGHT_BY = {
     "ReturnsATensor": {FINITE},
     "DividesByWhatIsLeft": {END},
     "KeepsOptionsInItsModule": {APART},
+    "ReturnsTheRate": {RATES},
 }
 
 
@@ -41,6 +43,7 @@ def test_the_contract_fails_a_mutant_where_it_is_wrong(outcomes: Outcomes, mutan
         ONE,
         RESUMED,
         APART,
+        RATES,
     }
 
 

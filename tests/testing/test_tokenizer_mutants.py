@@ -30,6 +30,7 @@ CAUGHT_BY = {
     "PadsBehindItsVocabulary": {IDS, EXPORT},
     "ReadsOneLetterAsAnother": {"test_two_symbols_never_have_one_id"},
     "PadsItsBatch": {BATCH, LOCATED},
+    "CutsLongTexts": {BACK},
     "EndsEachText": {NO_SPECIALS, LOCATED, EXPORT},
     "WritesSpecialTokens": {LEFT_OUT},
     "FailsOnSurrogates": {"test_a_text_that_utf8_cannot_express_is_taken"},

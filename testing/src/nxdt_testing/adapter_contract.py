@@ -20,6 +20,7 @@ Options must leave out dropout. An adapter whose weights can be merged into the 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -31,6 +32,7 @@ from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.train.step import CausalLM
 from nxdt_testing.contract import ComponentContract, copied, no_error
 from nxdt_testing.runs.layouts import TriesLayouts
 from nxdt_testing.runs.run import EXACT, Parts, Run, differing, global_batch, run_config, small_decoder
@@ -148,6 +150,14 @@ class AdapterContract(ComponentContract, TriesLayouts):
         still = sorted(trained - moved)
         assert not still, f"{_STEPS} steps do not move {still[0]!r}: it takes no part in the loss"
         assert run.losses[-1] < run.losses[0], f"the losses of {_STEPS} steps are {run.losses} and do not fall"
+
+    def test_it_computes_the_same_in_training_and_evaluation(self, run: Run, batches: Sequence[Batch]) -> None:
+        """A validation judges the function that is trained, once updates are no longer zero."""
+        evaluated = float(run.steps(batches, _STEPS).model.run_eval(batches, CausalLM()).loss)
+        trained = run.steps(batches, 1).losses[-1]
+        assert math.isclose(trained, evaluated, rel_tol=_RTOL), (
+            f"the loss of a batch is {trained:.8g} in training, and {evaluated:.8g} in evaluation with the same weights"
+        )
 
     def test_weights_that_are_loaded_compute_what_was_saved(
         self,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 
-__all__ = ["ComponentContract", "copied", "difference", "no_error"]
+__all__ = ["ComponentContract", "copied", "difference", "global_random_numbers_kept", "no_error"]
 
 
 class ComponentContract:
@@ -35,6 +37,25 @@ def no_error(said: str, *, but: type[Exception] = AssertionError) -> Iterator[No
         raise
     except Exception as error:
         pytest.fail(f"{said} {type(error).__name__}: {error}")
+
+
+@contextmanager
+def global_random_numbers_kept(said: str) -> Iterator[None]:
+    """Fail the test with ``said`` where the block draws from the global generators of Python, NumPy or torch, or seeds
+    them.
+
+    A run draws from them, too, and saves their state.
+    """
+    import torch
+
+    def states() -> dict[str, str]:
+        own = {"random": random.getstate(), "numpy.random": np.random.get_state(), "torch": torch.get_rng_state()}
+        return {name: repr(state.tolist() if hasattr(state, "tolist") else state) for name, state in own.items()}
+
+    before = states()
+    yield
+    changed = [name for name, state in states().items() if state != before[name]]
+    assert not changed, f"{said} the global random numbers of {', '.join(changed)}; use a separate generator"
 
 
 def copied(state: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:

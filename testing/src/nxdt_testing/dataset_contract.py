@@ -39,6 +39,7 @@ from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 from nxdt_core.protocols.tokenizer import LocatedIds
+from nxdt_testing.contract import global_random_numbers_kept
 
 __all__ = ["DatasetContract", "MirroredBytes", "take_steps"]
 
@@ -79,7 +80,9 @@ class DatasetContract:
     def samples(self, make: Callable[[], Dataset]) -> list[Sample]:
         """Return the first samples of the dataset."""
         found = _first(make(), _SAMPLES)
-        assert len(found) == _SAMPLES, "give the contract more data"
+        assert len(found) == _SAMPLES, (
+            f"the fixture 'make' opens {len(found)} samples, and the contract needs {_SAMPLES}; open more data"
+        )
         return found
 
     @pytest.fixture
@@ -158,6 +161,11 @@ class DatasetContract:
         assert first.fingerprint() == first.fingerprint() == second.fingerprint()
         assert _contents(_first(second, _SAMPLES)) == _contents(samples)
 
+    def test_reading_leaves_the_global_random_numbers_alone(self, make: Callable[[], Dataset]) -> None:
+        """Dropout and other data draw from them; a thread that reads ahead would change what they get."""
+        with global_random_numbers_kept("reading samples changes"):
+            _first(make(), _SAMPLES)
+
     def test_other_content_has_another_fingerprint(self, make: Callable[[], Dataset], changed: Dataset) -> None:
         """On resume nothing else tells them apart."""
         assert make().fingerprint() != changed.fingerprint()
@@ -202,7 +210,7 @@ class DatasetContract:
 
     # Position of a run
 
-    def test_a_stream_goes_on_behind_any_sample(self, stream: IterableDataset, make: Callable[[], Dataset]) -> None:
+    def test_a_stream_resumes_behind_any_sample(self, stream: IterableDataset, make: Callable[[], Dataset]) -> None:
         """From its state alone, which JSON can hold, in a dataset that has read nothing; also in a later pass."""
         whole, states = [], []
         for sample in islice(stream, self.stream_samples):
@@ -219,7 +227,7 @@ class DatasetContract:
                 f"behind sample {place} of a stream, its state gives another sample than the one that followed"
             )
 
-    def test_a_run_goes_on_on_other_ranks_and_threads(self, make: Callable[[], Dataset]) -> None:
+    def test_a_run_resumes_on_other_ranks_and_threads(self, make: Callable[[], Dataset]) -> None:
         """A run that is resumed at any step, on other ranks and threads, gets the batches that it would have got."""
         whole, _ = _run(make(), _STEPS)
         for stop in (1, 3, _STEPS - 1):

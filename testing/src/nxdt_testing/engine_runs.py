@@ -222,7 +222,7 @@ class EngineRuns:
         with pytest.raises(NxdtError):
             run.model.load_state_dict({**kept, name: kept[name][:1]}, strict=False)
 
-    def test_a_resumed_run_goes_on_as_the_one_that_was_not_stopped(
+    def test_a_resumed_run_continues_as_the_one_that_was_not_stopped(
         self, settings: Settings, batches: list[Batch]
     ) -> None:
         """Bitwise, with weights and optimizer state alone."""

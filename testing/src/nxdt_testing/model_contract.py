@@ -27,6 +27,7 @@ from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_testing.contract import global_random_numbers_kept
 from nxdt_testing.model_exchange import ModelExchange
 from nxdt_testing.model_plan import ModelPlan, tokens
 from nxdt_testing.runs.layouts import LAYOUTS, TriesLayouts, component_of, has_lora, planned_capabilities
@@ -77,7 +78,7 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
 
     def test_it_is_built_on_meta_and_is_then_the_same(self, builder: ModelBuilder, model: nn.Module) -> None:
         """No memory is taken for weights, and ``reset_buffers`` computes what is not saved."""
-        with torch.device("meta"):
+        with torch.device("meta"), global_random_numbers_kept("building the model changes"):
             empty = builder.build()
         assert all(tensor.is_meta for tensor in (*empty.parameters(), *empty.buffers()))
         assert _shapes(empty) == _shapes(model)
@@ -139,6 +140,11 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
         difference = (model(ids) - model(changed)).abs()[0].amax(-1)
         assert difference[7] > 0
         assert difference[:7].max() <= _ROUNDING * difference.max()
+
+    def test_rows_of_a_batch_do_not_see_one_another(self, builder: ModelBuilder, model: nn.Module) -> None:
+        """The size of a micro-batch changes memory and speed, and no result."""
+        ids = tokens(builder, 3, 9)
+        torch.testing.assert_close(model(ids)[:1], model(ids[:1]))
 
     def test_positions_default_to_the_place_in_the_row(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Without ``position_ids`` the positions of a row count from 0."""

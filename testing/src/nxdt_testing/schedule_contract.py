@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -53,6 +54,17 @@ class ScheduleContract(ComponentContract):
             )
             assert math.isfinite(factor), f"step {step} has the factor {factor!r}, which is not finite"
             assert factor >= 0, f"step {step} has the factor {factor!r}, and a rate must not be negative"
+
+    def test_it_gives_factors_and_not_rates(
+        self, factory: ScheduleFactory, section: Any, schedule: LRSchedule, horizon: ScheduleHorizon
+    ) -> None:
+        """The run multiplies its peak rate with them, so that they do not grow with it."""
+        doubled = factory(section, replace(horizon, lr=2 * horizon.lr))
+        largest, again = (max(map(each, range(horizon.max_steps))) for each in (schedule, doubled))
+        assert again < 1.5 * largest or again == 0, (
+            f"the largest factor is {largest:g}, and {again:g} in a run of twice the rate; return a factor on the peak "
+            "rate, and not the rate"
+        )
 
     def test_steps_after_the_end_have_a_factor(self, schedule: LRSchedule, horizon: ScheduleHorizon) -> None:
         """A run may continue after ``max_steps`` of its schedule, which is a separate key."""

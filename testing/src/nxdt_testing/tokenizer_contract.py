@@ -39,6 +39,8 @@ _TEXTS = (
     "a",
 )
 _MESSAGES = ({"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."})
+_REPEATED = 400
+"""How often a text is repeated for a long one: longer than the context of most models of Hugging Face."""
 _SURROGATE = "a\ud800b"
 _ROLES = ("bos", "eos", "pad")
 
@@ -100,6 +102,11 @@ class TokenizerContract:
         for text in self.texts:
             found = tokenizer.decode(tokenizer.encode(text))
             assert found == text, f"the text {text!r} comes back as {found!r}"
+        long = self.texts[0] * _REPEATED
+        found = tokenizer.decode(tokenizer.encode(long))
+        assert found == long, (
+            f"a text of {len(long)} characters comes back with {len(found)}; do not truncate: the run cuts texts"
+        )
 
     def test_ids_are_plain_and_below_the_vocabulary_size(self, tokenizer: Tokenizer) -> None:
         """The model has a row of its embedding for each; ids are Python numbers, of texts and of specials."""

@@ -273,6 +273,15 @@ class MixesConcurrentWriters(MemoryStorage):
         self.objects.pop(f"{key}.part", None)
 
 
+class RemembersItsListing(MemoryStorage):
+    listed: Any = None
+
+    def list(self, prefix: str = ""):
+        if self.listed is None:
+            self.listed = [*super().list()]
+        return iter([info for info in self.listed if info.key.startswith(prefix)])
+
+
 class TestLocksInOneProcess(StoreContract):
     @pytest.fixture
     def storage(self, tmp_path: Any) -> LocksInOneProcess:

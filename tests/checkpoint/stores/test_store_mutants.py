@@ -11,6 +11,7 @@ from tests.sampling import takes_all
 
 CAUGHT_BY = {
     "ShowsUnfinished": "test_an_object_shows_only_when_its_writing_has_ended",
+    "RemembersItsListing": "test_checkpoints_live_in_it",
     "CommitsAfterAnException": "test_an_exception_while_writing_leaves_nothing",
     "SwallowsTheException": "test_an_exception_while_writing_leaves_nothing",
     "LosesAFullLastPart": "test_objects_of_several_parts_come_back",

@@ -180,6 +180,13 @@ class GrowsItsScale(Right):
 
 
 @mutant
+class UpdatesInTrainingAlone(Right):
+    class update(LowRank):
+        def forward(self, hidden, product, weight):
+            return super().forward(hidden, product, weight) if self.training else product
+
+
+@mutant
 class ComparesAnotherKey(Right):
     def check_resume(self, saved, where):
         if saved.get("lora_rank") != self.section.rank:

@@ -240,6 +240,34 @@ class TakesItsOwnPart(InOrder):
                 yield sample
 
 
+@mutant
+class HandsOutItsState(InOrder):
+    """Its state is the dictionary that it goes on counting in."""
+
+    def __init__(self, start: int = 0) -> None:
+        super().__init__(start)
+        self.state = {"next": 0}
+
+    def __iter__(self) -> Iterator[Sample]:
+        while True:
+            self.state["next"] += 1
+            yield self.samples[(self.state["next"] - 1) % COUNT]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = dict(state)
+
+
+@mutant
+class SeedsTheProcess(ByIndex):
+    def __getitem__(self, index: int, /) -> Sample:
+        np.random.seed(index % COUNT)
+        return super().__getitem__(index)
+
+
+@mutant
 class OfRun(ByIndex):
     """Right: samples follow from the run's sequence length and seed; a base of those that forget one of them."""
 
@@ -248,10 +276,11 @@ class OfRun(ByIndex):
         self.seq_length, self.seed = seq_length, seed
 
     def __getitem__(self, index: int, /) -> Sample:
-        return super().__getitem__(index).map(lambda field: field[: self.seq_length])
+        sample, names = super().__getitem__(index), ("input_ids", "labels", "position_ids", "document_ids")
+        return replace(sample, **{name: getattr(sample, name)[: self.seq_length] for name in names})
 
     def fingerprint(self) -> str:
-        return f"from {self.start}, {self.seq_length}"
+        return f"from {self.start}, {self.seq_length}, {self.seed}"
 
 
 @mutant

@@ -181,6 +181,24 @@ class CountsItsCalls(Layer):
         return super().forward(hidden * (1 + 0.1 * self.calls), document_ids)
 
 
+class SeedsBeforeItIsBuilt(SmallBuilder):
+    def build(self):
+        torch.manual_seed(1234)
+        return super().build()
+
+
+builder(SeedsBeforeItIsBuilt)
+
+
+@layer
+class CentresItsRows(Layer):
+    """Subtracts a mean over the batch, which differs with the size of a micro-batch."""
+
+    def forward(self, hidden, document_ids=None):
+        hidden = super().forward(hidden, document_ids)
+        return hidden - 0.1 * hidden.mean(0, keepdim=True)
+
+
 # Planning
 
 plan("NamesNothing", attention_cores=("layers.*.attend",))

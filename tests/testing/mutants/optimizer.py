@@ -10,7 +10,9 @@ import torch
 from nxdt_testing.optimizer_contract import OptimizerContract
 
 from nxdt_core.config.section import Section as BaseSection
-from nxdt_core.protocols.optimizer import as_torch
+from nxdt_core.distributed.collectives import gather_shard
+from nxdt_core.protocols.optimizer import as_torch, shards_of
+from nxdt_core.protocols.piece import Box
 
 MUTANTS = []
 
@@ -146,9 +148,82 @@ class KeepsANumberForEachRowOfItsShard(Right):
         weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(weight.grad / size, alpha=group["lr"])
 
 
+@mutant
+class KeepsTheGradientItself(Right):
+    """Adds the change since the last gradient, which it keeps without a copy."""
+
+    def update(self, weight, group):
+        before = self.state[weight].get("gradient")
+        change = 0 if before is None else weight.grad - before
+        self.state[weight]["gradient"] = weight.grad
+        weight.mul_(1 - group["lr"] * group["weight_decay"]).sub_(weight.grad + 0.1 * change, alpha=group["lr"])
+
+
+class Normed(Right):
+    """Divides each update by the norm of the whole gradient, in any layout."""
+
+    def __init__(self, groups, config):
+        super().__init__(groups, config)
+        self.shards = shards_of(groups)
+
+    def update(self, weight, group):
+        shard = self.shards[weight]
+        square = shard.real(weight.grad).square().sum()
+        for over in self.summed_over(shard):
+            torch.distributed.all_reduce(square, group=over)
+        super().update(weight, {**group, "lr": group["lr"] / (1 + float(square.sqrt()))})
+
+    def summed_over(self, shard):
+        return shard.groups
+
+
+@mutant
+class SumsOverTheInnermostGroup(Normed):
+    def summed_over(self, shard):
+        return shard.groups[-1:]
+
+
+@mutant
+class SumsOverTheOutermostGroup(Normed):
+    def summed_over(self, shard):
+        return shard.groups[:1]
+
+
+@mutant
+class LeavesRanksWithoutAGradientOut(Normed):
+    def update(self, weight, group):
+        if weight.grad.any():
+            super().update(weight, group)
+
+
+@mutant
+class MakesUpdatesOrthogonal(Right):
+    """As Muon, by Newton-Schulz steps in bfloat16 on whole matrices: right, with the tolerance that this needs."""
+
+    rtol = 0.05
+
+    def __init__(self, groups, config):
+        super().__init__(groups, config)
+        self.shards = shards_of(groups)
+
+    def update(self, weight, group):
+        shard = self.shards[weight]
+        if not shard.matrix:
+            super().update(weight, group)
+            return
+        momentum = self.momentum(weight).mul_(0.9).add_(weight.grad)
+        whole = gather_shard(momentum, shard).bfloat16()
+        whole = whole / whole.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+        for _ in range(2):
+            whole = 1.5 * whole - 0.5 * whole @ whole.mT @ whole
+        update = whole.to(weight.dtype)[shard.box.within(Box.whole(shard.shape))]
+        shard.real(weight).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
+
+
 def under_contract(made):
     class Contract(OptimizerContract):
         sharded = True
+        rtol = getattr(made, "rtol", OptimizerContract.rtol)
 
         @pytest.fixture
         def factory(self):

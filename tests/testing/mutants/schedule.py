@@ -71,6 +71,11 @@ def DividesByWhatIsLeft(section, horizon):
     return lambda step: min(1.0, 1 / (horizon.max_steps - step))
 
 
+@mutant
+def ReturnsTheRate(section, horizon):
+    return lambda step: horizon.lr * max(0.0, 1 - step / horizon.max_steps)
+
+
 SHARED = SimpleNamespace(max_steps=0)
 
 

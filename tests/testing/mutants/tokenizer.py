@@ -79,6 +79,17 @@ class PadsItsBatch(Right):
 
 
 @mutant
+class CutsLongTexts(Right):
+    """As Hugging Face's do with ``truncation=True``."""
+
+    def encode(self, text):
+        return super().encode(text)[:128]
+
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
+
+@mutant
 class EndsEachText(Right):
     def encode(self, text):
         return [*super().encode(text), self.eos_id]

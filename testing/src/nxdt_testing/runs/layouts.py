@@ -145,12 +145,14 @@ class _Work:
         )
 
 
-def compare(builder: ModelBuilder, layout: Layout, **parts: Any) -> list[str]:
+def compare(builder: ModelBuilder, layout: Layout, *, rtol: float = _UPDATE, **parts: Any) -> list[str]:
     """Train in one process and in ``layout``.
 
     Args:
         builder: of the model.
         layout: of the ranks.
+        rtol: allowed difference of an update, relative to the largest element of the parameter's; that of losses
+            grows with it.
         parts: ``optimizer``, ``objective`` and ``adapter``, each :class:`nxdt_testing.runs.run.Parts`, in place of
             gradient descent, next-token prediction and none; ``batches``, micro-batches in place of made-up ones.
 
@@ -168,12 +170,12 @@ def compare(builder: ModelBuilder, layout: Layout, **parts: Any) -> list[str]:
     if problems:
         return [f"it cannot be trained: {problems[0]}"]
     where = "in one process"
-    said = [difference(each.losses, alone.losses, where, rtol=_LOSS) for each in found]
+    said = [difference(each.losses, alone.losses, where, rtol=_LOSS * rtol / _UPDATE) for each in found]
     for name, wanted in alone.metrics.items():
         of = f"metric {name!r}"
         numbers = [each.metrics.get(name, {}) for each in found]
         said += [difference(each, wanted, where, of=of, rtol=_METRIC, atol=_METRIC) for each in numbers]
-    return [*[each for each in said if each][:1], *_updates_that_differ(alone, found)]
+    return [*[each for each in said if each][:1], *_updates_that_differ(alone, found, rtol)]
 
 
 @lru_cache(maxsize=8)
@@ -259,7 +261,7 @@ def _run_config(*overrides: str) -> ResolvedConfig:
     return run_config(*overrides)
 
 
-def _updates_that_differ(alone: Trained, found: Iterable[Trained]) -> list[str]:
+def _updates_that_differ(alone: Trained, found: Iterable[Trained], rtol: float) -> list[str]:
     """Name the parameters that are updated otherwise, those that differ most first."""
     whole = {name: value for name, (_, value) in alone.updates.items()}
     floor = _FLOOR * max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
@@ -269,7 +271,7 @@ def _updates_that_differ(alone: Trained, found: Iterable[Trained]) -> list[str]:
             if update.numel() == 0:
                 continue
             expected = whole[name][Box(offsets, tuple(update.shape)).within(Box.whole(tuple(whole[name].shape)))]
-            size = max(_UPDATE * float(whole[name].abs().max()), floor)
+            size = max(rtol * float(whole[name].abs().max()), floor)
             worst[name] = max(worst.get(name, 0.0), float((update - expected).abs().max()) / size)
     wrong = sorted((name for name, share in worst.items() if not share <= 1), key=lambda name: -worst[name])
     missing = sorted(whole.keys() - {name for each in found for name in each.updates})

@@ -15,14 +15,8 @@ if TYPE_CHECKING:
     from nxdt_plugin_nxd_core.config import NxDConfig, neuronx_distributed_config
     from nxdt_plugin_nxd_core.lora import LoraConfig, LoRAModel
     from nxdt_plugin_nxd_core.model import NxDModel, initialize_parallel_model
-    from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
-    from nxdt_plugin_nxd_core.tags import (
-        finalize_checkpoint,
-        has_checkpoint,
-        load_checkpoint,
-        save_checkpoint,
-    )
-    from nxdt_plugin_nxd_core.zero1 import NeuronZero1Optimizer
+    from nxdt_plugin_nxd_core.optimizer import NeuronZero1Optimizer, NxDOptimizer, initialize_parallel_optimizer
+    from nxdt_plugin_nxd_core.tags import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 
 __all__ = [
     "LoRAModel",
@@ -41,22 +35,6 @@ __all__ = [
     "parallel_state",
     "save_checkpoint",
 ]
-
-_HOME = {
-    "LoRAModel": "lora",
-    "LoraConfig": "lora",
-    "NeuronZero1Optimizer": "zero1",
-    "NxDConfig": "config",
-    "NxDModel": "model",
-    "NxDOptimizer": "optimizer",
-    "finalize_checkpoint": "tags",
-    "has_checkpoint": "tags",
-    "initialize_parallel_model": "model",
-    "initialize_parallel_optimizer": "optimizer",
-    "load_checkpoint": "tags",
-    "neuronx_distributed_config": "config",
-    "save_checkpoint": "tags",
-}
 
 
 @hookimpl
@@ -77,8 +55,11 @@ def nxdt_models() -> list[ModelComponent]:
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
 
     def __getattr__(name: str) -> Any:
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        if name not in _HOME:
+        if name in ("parallel_layers", "parallel_state"):
             return import_module(f"{__name__}.{name}")
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        if name in __all__:
+            for module in ("config", "model", "optimizer", "tags", "lora"):
+                home = import_module(f"{__name__}.{module}")
+                if name in home.__all__:
+                    return getattr(home, name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

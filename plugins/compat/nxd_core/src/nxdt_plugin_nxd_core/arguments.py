@@ -1,104 +1,198 @@
-"""Arguments that a function or layer of NxD Core's API does not have: a code instead of a bare ``TypeError``."""
+"""The arguments of NxD Core's calls: those that change nothing here, what the others take, and the errors of both."""
 
 from __future__ import annotations
 
+import csv
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, final
+from ast import literal_eval
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from importlib.resources import files
+from itertools import groupby
+from os import PathLike
+from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch import nn
 
 from nxdt_core.errors import NxdtError
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CallDoesNotBind
 
-__all__ = ["TakenArguments", "binds", "expect", "refused"]
+__all__ = ["FIXED", "binds", "call_check", "check", "expect", "refused"]
 
 _log = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
+_NUMBER = (int, float, torch.Tensor)
 
 
-def binds(
-    **no_effect: str,
-) -> Callable[[Callable[Parameters, Result]], Callable[Parameters, Result]]:
-    """Return a decorator of functions that refuse unknown arguments and require those without a default.
+class Argument(NamedTuple):
+    """A row of ``fixed_arguments.csv``: an argument of NxD Core, or a key, that has one value here."""
 
-    Args:
-        no_effect: arguments that are accepted, each with the reason why it has no effect. The first call that gives
-            such an argument a value other than its default logs a warning.
+    call: str
+    name: str
+    place: int | None
+    """In NxD Core's signature, without ``self``; None for a key."""
+    default: Any
+    state: Literal["refused", "ignored", "unused"]
+    """What another value leads to: an error, a warning, or nothing."""
+    reason: str
+    advice: str
+
+
+def _rows() -> Iterator[Argument]:
+    for row in csv.DictReader(files(__package__).joinpath("fixed_arguments.csv").read_text("utf-8").splitlines()):
+        state: Any = row["state"]
+        place, default = (literal_eval(row[key] or "None") for key in ("place", "default"))
+        yield Argument(row["call"], row["argument"], place, default, state, row["reason"], row["advice"])
+
+
+FIXED = {call: {each.name: each for each in rows} for call, rows in groupby(_rows(), lambda row: row.call)}
+"""Arguments that have one value here, by call and name, in NxD Core's order."""
+
+_COUNTED = ("input_size", "output_size", "num_embeddings", "embedding_dim", "kv_size_multiplier")
+_LISTED = (tuple, list)
+_KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], Sequence[str]]] = (
+    ("an integer", lambda value: type(value) is int, ("tensor_parallel_size", "pipeline_parallel_size")),
+    (
+        "an integer of at least 1",
+        lambda value: type(value) is int and value >= 1,
+        (*_COUNTED, "num_kept_ckpts", "grad_accum_steps", "hidden_size", "virtual_pipeline_size"),
+    ),
+    ("a number from 1 to 32", lambda value: value in range(1, 33), ("num_workers",)),
+    ("a number above 0", lambda value: isinstance(value, _NUMBER) and float(value) > 0, ("max_norm",)),
+    ("a number", _NUMBER, ("lr",)),
+    ("a path", lambda value: isinstance(value, str | PathLike) and str(value) != "", ("path", "save_dir", "load_dir")),
+    ("a tensor", torch.Tensor, ("vocab_parallel_logits", "target")),
+    ("a torch.dtype", torch.dtype, ("dtype",)),
+    ("a list of two sizes", lambda value: isinstance(value, _LISTED) and len(value) == 2, ("output_sizes",)),
+    (
+        "a list of names of layers",
+        lambda value: isinstance(value, _LISTED) and all(isinstance(each, str) for each in value),
+        ("pipeline_cuts",),
+    ),
+    ("a dictionary", Mapping, ("pipeline_config", "optimizer_config", "model_init_config", "state_dict")),
+    ("a dictionary", Mapping, ("model_kwargs", "opt_kwargs", "scheduler_kwargs")),
+    ("a tuple or a list", _LISTED, ("model_args", "opt_args", "scheduler_args")),
+    ("a function", callable, ("init_method", "param_init_fn")),
+    ("a function or a class", callable, ("model_fn", "optimizer_class", "opt_cls", "scheduler_cls")),
+    (
+        "a class of modules",
+        lambda value: isinstance(value, type) and issubclass(value, nn.Module),
+        ("transformer_layer_cls",),
+    ),
+    ("a torch.nn.Module", nn.Module, ("module",)),
+    ("a LoraConfig", lambda value: hasattr(value, "section"), ("lora_config",)),
+    ("model.parameters()", Iterable, ("params", "parameters")),
+    (
+        "a scheduler with state_dict and load_state_dict",
+        lambda value: hasattr(value, "state_dict") and hasattr(value, "load_state_dict"),
+        ("scheduler",),
+    ),
+)
+_TAKEN = {name: (what, test) for what, test, names in _KINDS for name in names}
+"""What an argument or a key takes besides its default, by its name in any call: words, and a class or a test."""
+
+
+def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    """Decorate a function of NxD Core's API so that it checks its arguments, and has those of :data:`FIXED`, too.
+
+    The function itself has no parameters for the latter. The first call with another value of one that has no effect
+    logs a warning.
 
     Raises:
         CallDoesNotBind: when the function is called: arguments that are missing, unknown or too many.
+        ArgumentMeansNothing: an argument that is refused, or is of another kind.
     """
+    name = function.__qualname__.removesuffix(".__init__")
+    fixed = FIXED.get(name, {})
+    own = inspect.signature(function)
+    parameters = [*own.parameters.values()]
+    skipped = int("." in function.__qualname__)  # self
+    for argument in fixed.values():
+        if argument.name not in own.parameters:
+            at = skipped + (argument.place or 0)
+            named = at > 0 and parameters[at - 1].kind == inspect.Parameter.VAR_POSITIONAL
+            kind = inspect.Parameter.KEYWORD_ONLY if named else inspect.Parameter.POSITIONAL_OR_KEYWORD
+            parameters.insert(at, inspect.Parameter(argument.name, kind, default=argument.default))
+    signature = own.replace(parameters=parameters)
+    noted: set[str] = set()
 
-    def decorate(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    @functools.wraps(function)
+    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        bound = _bind(name, signature, skipped, args, kwargs)
+        for argument, value in [*bound.arguments.items()]:
+            if argument in fixed:
+                _check_fixed(fixed[argument], value, noted)
+                if argument not in own.parameters:
+                    del bound.arguments[argument]
+            if value is not signature.parameters[argument].default:
+                check(name, argument, value)
+        return function(*bound.args, **bound.kwargs)
+
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    return call
+
+
+def _check_fixed(argument: Argument, value: Any, noted: set[str]) -> None:
+    if value == argument.default or (argument.default is None and isinstance(value, Mapping) and not value):
+        return
+    if argument.state == "refused":
+        raise refused(argument.call, argument.name, _shown(value), argument.reason, argument.advice)
+    if argument.state == "ignored" and argument.name not in noted:
+        noted.add(argument.name)
+        _log.warning("%s: %s has no effect: %s", argument.call, argument.name, argument.reason)
+
+
+def call_check(function: Callable[..., Any]) -> Callable[..., None]:
+    """Return a function that raises ``CallDoesNotBind`` for arguments that ``function``, which is not kept, has not."""
+    name = getattr(function, "__qualname__", type(function).__name__)
+    try:
         signature = inspect.signature(function)
-        name = function.__qualname__.removesuffix(".__init__")
-        skipped = int("." in function.__qualname__)  # self
-        noted: set[str] = set()
+    except (TypeError, ValueError):  # of some built-in classes
+        return lambda *args, **kwargs: None
 
-        @functools.wraps(function)
-        def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                parameters = [*signature.parameters.values()][skipped:]
-                raise _unbound(name, parameters, len(args) - skipped, kwargs, error) from None
-            for argument in no_effect.keys() & given.keys() - noted:
-                if given[argument] != signature.parameters[argument].default:
-                    noted.add(argument)
-                    _log.warning("%s: %s has no effect: %s", name, argument, no_effect[argument])
-            return function(*args, **kwargs)
+    def accepts(*args: Any, **kwargs: Any) -> None:
+        _bind(name, signature, 0, args, kwargs)
 
-        return call
-
-    return decorate
+    return accepts
 
 
-@final
-class TakenArguments:
-    """The arguments that a caller's function takes; the function itself is not kept."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self._name = getattr(function, "__qualname__", type(function).__name__)
-        try:
-            self._signature: inspect.Signature | None = inspect.signature(function)
-        except (TypeError, ValueError):  # of some built-in classes
-            self._signature = None
-
-    def check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Check that the function accepts these arguments.
-
-        Raises:
-            CallDoesNotBind: it does not accept them.
-        """
-        if self._signature is None:
-            return
-        try:
-            self._signature.bind(*args, **kwargs)
-        except TypeError as error:
-            raise _unbound(self._name, [*self._signature.parameters.values()], len(args), kwargs, error) from None
-
-
-def _unbound(
-    name: str, parameters: Sequence[inspect.Parameter], given: int, kwargs: Mapping[str, Any], error: TypeError
-) -> NxdtError:
+def _bind(
+    name: str, signature: inspect.Signature, skipped: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> inspect.BoundArguments:
+    try:
+        return signature.bind(*args, **kwargs)
+    except TypeError as error:
+        problem = str(error)
+    parameters = [*signature.parameters.values()][skipped:]
     known = [each.name for each in parameters]
     unknown = [each for each in kwargs if each not in known]
     missing = [
         each.name
         for number, each in enumerate(parameters)
         if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
-        if number >= given and each.name not in kwargs
+        if number >= len(args) - skipped and each.name not in kwargs
     ]
     if unknown:
         problem = f"it has no argument '{unknown[0]}'"
     elif missing:
         problem = f"the argument '{missing[0]}' is missing"
-    else:
-        problem = str(error)
-    return CallDoesNotBind(call=name, problem=problem, arguments=known)
+    raise CallDoesNotBind(call=name, problem=problem, arguments=known)
+
+
+def check(call: str, argument: str, value: Any, name: str = "") -> None:
+    """Raise unless a value is what an argument of this ``name``, which is ``argument`` by default, takes.
+
+    Raises:
+        ArgumentMeansNothing: naming what the argument takes.
+    """
+    if (name or argument) in _TAKEN:
+        what, test = _TAKEN[name or argument]
+        right = isinstance(value, test) if isinstance(test, type | tuple) else test(value)
+        expect(call, argument, value, what, when=right)
 
 
 def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> None:

@@ -2,85 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_map, tree_map_only
 
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd_core.errors import BatchDoesNotDivide, LossNotFound, OutputNotTensors
 
-__all__ = ["Call", "CallBatch", "ModelLoss", "loss_in", "scaled_gradients", "split"]
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """The arguments of one forward."""
-
-    args: tuple[Any, ...]
-    kwargs: Mapping[str, Any]
-
-    def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Call:
-        """Return the call with its tensors changed, those within lists and dictionaries, too."""
-
-        def changed(value: Any) -> Any:
-            return change(value) if isinstance(value, torch.Tensor) else value
-
-        return Call(tree_map(changed, self.args), tree_map(changed, dict(self.kwargs)))
-
-    def tensors(self) -> Iterator[torch.Tensor]:
-        """Yield the tensors among the arguments."""
-        return (value for value in (*self.args, *self.kwargs.values()) if isinstance(value, torch.Tensor))
+__all__ = ["CallBatch", "ModelLoss", "loss_in", "scaled_gradients", "split"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallBatch(Batch):
-    """One micro-batch of a caller's own arguments."""
+    """One micro-batch: the arguments of a forward of the caller's module."""
 
-    call: Call = field(default_factory=lambda: Call((), {}))
+    args: tuple[Any, ...] = ()
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, call: Call) -> CallBatch:
+    def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallBatch:
         """Return the batch of a call; its first tensor counts the rows."""
-        first = next(call.tensors(), torch.zeros(1, 1, dtype=torch.int64))
-        labels = call.kwargs.get("labels")
-        return cls(input_ids=first, labels=labels if isinstance(labels, torch.Tensor) else first, call=call)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        first, labels = tensors[0] if tensors else torch.zeros(1, 1, dtype=torch.int64), kwargs.get("labels")
+        own = labels if isinstance(labels, torch.Tensor) else first
+        return cls(input_ids=first, labels=own, args=args, kwargs=kwargs)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CallBatch:
-        """Return a batch whose tensors are those that ``change`` makes of this one's."""
-        made = CallBatch.of(self.call.map(change))
-        return replace(made, first_row=self.first_row)
+        """Return the batch with its tensors changed, those within lists and dictionaries, too."""
+        changed = CallBatch.of(*tree_map_only(torch.Tensor, change, (self.args, dict(self.kwargs))))
+        return replace(changed, first_row=self.first_row)
 
     def arguments(self) -> dict[str, Any]:
-        """Return the call itself, which the module's forward unpacks."""
-        return {"call": self.call}
+        """Return the batch itself, whose arguments the module's forward takes."""
+        return {"call": self}
 
 
-def split(call: Call, micro_batches: int) -> list[CallBatch]:
+def split(call: CallBatch, micro_batches: int) -> list[CallBatch]:
     """Split the rows of a call; what does not have as many rows goes to each micro-batch.
 
     Raises:
         BatchDoesNotDivide: the rows do not fall into equal parts.
     """
+    tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor)]
+    rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     if micro_batches == 1:
-        return [CallBatch.of(call)]
-    rows = next((len(tensor) for tensor in call.tensors() if tensor.ndim), 0)
+        return [call]
     if rows == 0 or rows % micro_batches:
         raise BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
     size = rows // micro_batches
 
-    def part(number: int) -> Callable[[torch.Tensor], torch.Tensor]:
-        def rows_of(tensor: torch.Tensor) -> torch.Tensor:
-            whole = tensor.ndim == 0 or len(tensor) != rows
-            return tensor if whole else tensor[number * size : (number + 1) * size]
+    def part(tensor: torch.Tensor, begin: int) -> torch.Tensor:
+        return tensor if tensor.ndim == 0 or len(tensor) != rows else tensor[begin : begin + size]
 
-        return rows_of
-
-    return [CallBatch.of(call.map(part(number))) for number in range(micro_batches)]
+    return [call.map(partial(part, begin=begin)) for begin in range(0, rows, size)]
 
 
 class ModelLoss(Objective):
@@ -110,24 +90,22 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
     Raises:
         LossNotFound: there is none.
     """
-    found = _by_spec(output, where) if where is not None else _by_custom(output)
+    if where is not None:
+        found = _at(output, where)
+    elif isinstance(output, torch.Tensor):
+        found = output
+    elif isinstance(output, Mapping) or getattr(output, "loss", None) is not None:
+        found = _at(output, {"loss": True})
+    else:
+        found = output[0] if isinstance(output, tuple | list) and output else None
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise LossNotFound(found=shape)
     return found.reshape(())
 
 
-def _by_custom(output: Any) -> Any:
-    if isinstance(output, torch.Tensor):
-        return output
-    if isinstance(output, Mapping):
-        return output.get("loss")
-    if getattr(output, "loss", None) is not None:
-        return output.loss
-    return output[0] if isinstance(output, tuple | list) and output else None
-
-
-def _by_spec(output: Any, where: Any) -> Any:
+def _at(output: Any, where: Any) -> Any:
+    """Return what is in ``output`` where ``where`` has True."""
     if where is True:
         return output
     if isinstance(where, Mapping):
@@ -135,19 +113,8 @@ def _by_spec(output: Any, where: Any) -> Any:
         return output.get(chosen) if isinstance(output, Mapping) else getattr(output, str(chosen), None)
     if isinstance(where, tuple | list) and isinstance(output, tuple | list) and any(where):
         place = next(number for number, here in enumerate(where) if here)
-        return _by_spec(output[place], where[place]) if place < len(output) else None
+        return _at(output[place], where[place]) if place < len(output) else None
     return None
-
-
-class _ScaledGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, factor: float) -> torch.Tensor:
-        ctx.factor = factor
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad * ctx.factor, None
 
 
 def scaled_gradients(output: Any, ranks: int) -> Any:
@@ -161,7 +128,10 @@ def scaled_gradients(output: Any, ranks: int) -> Any:
 
     def scaled(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
-            return _ScaledGradient.apply(value, 1 / ranks) if value.requires_grad else value  # type: ignore[no-untyped-call]
+            if value.requires_grad:
+                value = value.view_as(value)  # the gradients of other uses within the module stay as they are
+                value.register_hook(lambda grad: grad * (1 / ranks))
+            return value
         if is_dataclass(value) and not isinstance(value, type):
             parts = {each.name: scaled_gradients(getattr(value, each.name), ranks) for each in fields(value)}
             return replace(value, **parts)

@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
 from nxdt_core.checkpoint import Manifest
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
-from nxdt_plugin_nxd_core.arguments import binds, expect, refused
+from nxdt_plugin_nxd_core.arguments import binds, check, refused
 from nxdt_plugin_nxd_core.calls import loss_in
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
 from nxdt_plugin_nxd_core.model import initialize_parallel_model
@@ -57,21 +57,25 @@ class NeuronLTModule(pl.LightningModule):
     Args:
         model_fn: returns the module; may be None where a subclass overrides ``setup``.
         nxd_config: what ``neuronx_distributed_config`` returned.
-        opt_cls: the optimizer's class.
-        scheduler_cls: called with the optimizer.
+        opt_cls, opt_args, opt_kwargs: called with the parameters first.
+        scheduler_cls, scheduler_args, scheduler_kwargs: called with the optimizer first.
         model_args, model_kwargs: passed to ``model_fn``.
-        opt_args, opt_kwargs: passed to ``opt_cls`` after the parameters.
-        scheduler_args, scheduler_kwargs: passed to ``scheduler_cls`` after the optimizer.
         grad_accum_steps: batches per optimizer step; in a pipeline, ``num_microbatches`` says it.
-        log_rank0: no effect: the loss is the same on all ranks, and rank 0 logs.
-        manual_opt: True, the only value.
         train_batch_size, logging_interval: kept for the steps of a subclass.
-
-    Raises:
-        ArgumentMeansNothing: an argument of another type, or one that asks for what this engine does not do.
     """
 
-    @binds(log_rank0="the loss is the same on all ranks and rank 0 logs")
+    loss: torch.Tensor | None = None
+    """Mean loss of the last optimizer step."""
+    lr: float | None = None
+    """Learning rate of the last optimizer step."""
+    global_norm: torch.Tensor | None = None
+    """Norm of the gradients of the last optimizer step, before clipping."""
+    input_ids: torch.Tensor | None = None
+    """For a subclass."""
+    should_print = False
+    _resume: tuple[CheckpointStore, Manifest] | None = None
+
+    @binds
     def __init__(
         self,
         model_fn: Callable[..., Any] | None = None,
@@ -86,57 +90,33 @@ class NeuronLTModule(pl.LightningModule):
         scheduler_kwargs: Mapping[str, Any] = _EMPTY,
         grad_accum_steps: int = 1,
         log_rank0: bool = False,
-        manual_opt: bool = True,
         train_batch_size: int = 16,
         logging_interval: int = 1,
     ) -> None:
         super().__init__()
-        name = "NeuronLTModule"
-        config = config_of(nxd_config, name)
+        self.nxd_config = config_of(nxd_config, "NeuronLTModule")
         for argument, value in (("opt_cls", opt_cls), ("scheduler_cls", scheduler_cls)):
-            expect(name, argument, value, "a class or a function", when=callable(value))
-        positional = {"model_args": model_args, "opt_args": opt_args, "scheduler_args": scheduler_args}
-        for argument, given in positional.items():
-            expect(name, argument, given, "a tuple or a list", when=isinstance(given, tuple | list))
-        named = {"model_kwargs": model_kwargs, "opt_kwargs": opt_kwargs, "scheduler_kwargs": scheduler_kwargs}
-        for argument, options in named.items():
-            expect(name, argument, options, "a dictionary", when=isinstance(options, Mapping))
-        counts = isinstance(grad_accum_steps, int) and grad_accum_steps >= 1
-        expect(name, "grad_accum_steps", grad_accum_steps, "an integer of at least 1", when=counts)
-        if not manual_opt:
-            advice = "Leave it out: the module steps by itself."
-            raise refused(name, "manual_opt", "False", "would leave the steps to Lightning", advice)
-        if config.stages > 1 and grad_accum_steps > 1:
+            check("NeuronLTModule", argument, value)
+        if self.nxd_config.stages > 1 and grad_accum_steps > 1:
             reason = "would add up calls of run_train, which splits a batch itself"
             advice = "Pass pipeline_config={'num_microbatches': ...} to neuronx_distributed_config."
-            raise refused(name, "grad_accum_steps", repr(grad_accum_steps), reason, advice)
+            raise refused("NeuronLTModule", "grad_accum_steps", repr(grad_accum_steps), reason, advice)
         self.automatic_optimization = False
-        self.model_fn, self.nxd_config = model_fn, config
-        self.opt_cls, self.scheduler_cls = opt_cls, scheduler_cls
-        self.model_args, self.model_kwargs = tuple(model_args), dict(model_kwargs)
-        self.opt_args, self.opt_kwargs = tuple(opt_args), dict(opt_kwargs)
+        self.model_fn, self.model_args, self.model_kwargs = model_fn, tuple(model_args), dict(model_kwargs)
+        self.opt_cls, self.opt_args, self.opt_kwargs = opt_cls, tuple(opt_args), dict(opt_kwargs)
+        self.scheduler_cls = scheduler_cls
         self.scheduler_args, self.scheduler_kwargs = tuple(scheduler_args), dict(scheduler_kwargs)
         self.grad_accum_steps = grad_accum_steps
-        self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
         self.log_rank0 = log_rank0
-        self.should_print = False
-        self.loss: torch.Tensor | None = None
-        """Mean loss of the last optimizer step."""
-        self.lr: float | None = None
-        """Learning rate of the last optimizer step."""
-        self.input_ids: torch.Tensor | None = None
-        """For a subclass."""
-        self.global_norm: torch.Tensor | None = None
-        """Norm of the gradients of the last optimizer step, before clipping."""
-        self._resume: tuple[CheckpointStore, Manifest] | None = None
+        self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
 
     def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
         """Build the model on this rank, unless it exists already. Collective."""
         if getattr(self, "model", None) is None:
-            expect("NeuronLTModule", "model_fn", self.model_fn, "a function", when=callable(self.model_fn))
-            assert self.model_fn is not None
+            model_fn: Any = self.model_fn
+            check("NeuronLTModule", "model_fn", model_fn)
             self.model = initialize_parallel_model(
-                self.nxd_config, self.model_fn, *self.model_args, include_buffers=include_buffers, **self.model_kwargs
+                self.nxd_config, model_fn, *self.model_args, **{"include_buffers": include_buffers, **self.model_kwargs}
             )
         self.averaged_loss = torch.zeros(1, dtype=torch.double, device=self.nxd_config.engine.device)
         self.print_pp_rank = 0 if self.log_rank0 else self.nxd_config.stages - 1
@@ -147,15 +127,19 @@ class NeuronLTModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the groups of :meth:`get_param_groups_by_weight_decay`, and the schedule."""
-        assert self.opt_cls is not None
-        assert self.scheduler_cls is not None
+        opt_cls, scheduler_cls = cast(Any, self.opt_cls), cast(Any, self.scheduler_cls)
+        names = [*inspect.signature(opt_cls).parameters][1:]
+        if len(self.opt_args) > len(names):
+            advice = f"Pass at most {len(names)}: {', '.join(names)}."
+            reason = f"are more than {opt_cls} takes"
+            raise refused("NeuronLTModule", "opt_args", repr(self.opt_args), reason, advice)
+        options = {**dict(zip(names, self.opt_args, strict=False)), **self.opt_kwargs}
         groups = self.get_param_groups_by_weight_decay()
-        options = {**_named(self.opt_cls, self.opt_args), **self.opt_kwargs}
-        optimizer = initialize_parallel_optimizer(self.nxd_config, cast(Any, self.opt_cls), groups, **options)
+        optimizer = initialize_parallel_optimizer(self.nxd_config, opt_cls, groups, **options)
         try:
-            scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
+            scheduler = scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
         except TypeError as error:
-            advice = f"Pass arguments of {getattr(self.scheduler_cls, '__name__', self.scheduler_cls)}."
+            advice = f"Pass arguments of {getattr(scheduler_cls, '__name__', scheduler_cls)}."
             found = (*self.scheduler_args, *self.scheduler_kwargs)
             reason = f"do not suit the class ({error})"
             raise refused("NeuronLTModule", "scheduler_kwargs", repr(found), reason, advice) from error
@@ -163,27 +147,25 @@ class NeuronLTModule(pl.LightningModule):
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
         """Return this rank's parameters in two groups: with a weight decay of 0.01, and biases and norms without."""
-        decayed: list[Any] = []
-        others: list[Any] = []
-        for name, parameter in self.named_parameters():
-            (others if any(part in name for part in _NO_DECAY) else decayed).append(parameter)
-        return [{"params": decayed, "weight_decay": 0.01}, {"params": others, "weight_decay": 0.0}]
+        named = [(any(part in name for part in _NO_DECAY), each) for name, each in self.named_parameters()]
+        return [
+            {"params": [each for exempt, each in named if not exempt], "weight_decay": 0.01},
+            {"params": [each for exempt, each in named if exempt], "weight_decay": 0.0},
+        ]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         """Run forward and backward, and step after every ``grad_accum_steps`` batches. Collective."""
-        args, kwargs = _arguments(batch)
+        kwargs = dict(batch) if isinstance(batch, Mapping) else {}
+        args = () if kwargs else tuple(batch) if isinstance(batch, tuple | list) else (batch,)
         if self.nxd_config.stages > 1:
             self.averaged_loss += self.model.run_train(*args, **kwargs).detach()
         else:
-            output = self.model(*args, **kwargs)
-            loss = loss_in(output, self.model.loss_place) / self.grad_accum_steps
+            loss = loss_in(self.model(*args, **kwargs), self.model.loss_place) / self.grad_accum_steps
             loss.backward()  # type: ignore[no-untyped-call]
             self.averaged_loss += loss.detach()
         self.should_print = (batch_idx + 1) % self.grad_accum_steps == 0
-        if self.should_print:
-            self._step()
-
-    def _step(self) -> None:
+        if not self.should_print:
+            return
         optimizer, scheduler = cast(Any, self.optimizers()), cast(Any, self.lr_schedulers())
         self.lr = float(optimizer.param_groups[0]["lr"])
         optimizer.step()
@@ -243,7 +225,6 @@ class NeuronXLAStrategy(NxdtStrategy):
     Args:
         nxd_config: of ``neuronx_distributed_config``; None takes that of the module.
         tensor_parallel_size, pipeline_parallel_size: sizes of the layout where ``nxd_config`` is None.
-        save_load_xser: no effect: checkpoints are those of the core, in any layout.
 
     Raises:
         ArgumentMeansNothing: a configuration of another kind.
@@ -251,51 +232,24 @@ class NeuronXLAStrategy(NxdtStrategy):
 
     strategy_name = "neuron_xla"
 
-    @binds(save_load_xser="checkpoints are those of the core")
-    def __init__(
-        self,
-        nxd_config: Any = None,
-        tensor_parallel_size: int = 1,
-        pipeline_parallel_size: int = 1,
-        save_load_xser: bool = True,
-    ) -> None:
+    @binds
+    def __init__(self, nxd_config: Any = None, tensor_parallel_size: int = 1, pipeline_parallel_size: int = 1) -> None:
+        sizes = {"tensor_parallel_size": tensor_parallel_size, "pipeline_parallel_size": pipeline_parallel_size}
         if nxd_config is None:
             nxd_config = current_config() or neuronx_distributed_config(tensor_parallel_size, pipeline_parallel_size)
-            _check_sizes(nxd_config, tensor_parallel_size, pipeline_parallel_size)
+            for argument, size in sizes.items():
+                if size not in (1, nxd_config[argument]):
+                    reason = f"differs from the {nxd_config[argument]} of neuronx_distributed_config"
+                    advice = "Leave it out, and pass nxd_config."
+                    raise refused("NeuronXLAStrategy", argument, str(size), reason, advice)
         self.nxd_config: NxDConfig = config_of(nxd_config, "NeuronXLAStrategy")
         super().__init__(self.nxd_config.session.config, engine=self.nxd_config.engine)
         self._accelerator = EngineAccelerator(self.engine.device)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-
-    @property
-    def tensor_parallel_size(self) -> int:
-        """Ranks that share each parallel layer."""
-        return int(self.nxd_config["tensor_parallel_size"])
-
-    @property
-    def pipeline_parallel_size(self) -> int:
-        """Pipeline stages."""
-        return self.nxd_config.stages
-
-    @property
-    def data_parallel_size(self) -> int:
-        """Ranks that read different samples."""
-        return self.engine.rank_info.dp_size
-
-    @property
-    def tensor_parallel_rank(self) -> int:
-        """This rank's number among those that share its layers."""
-        return self.nxd_config.groups.rank("tp")
-
-    @property
-    def pipeline_parallel_rank(self) -> int:
-        """This rank's pipeline stage."""
-        return self.nxd_config.groups.rank("pp")
-
-    @property
-    def data_parallel_rank(self) -> int:
-        """This rank's number among those that read different samples."""
-        return self.engine.rank_info.dp_rank
+        groups, place = self.nxd_config.groups, self.engine.rank_info
+        self.tensor_parallel_size, self.tensor_parallel_rank = groups.size("tp"), groups.rank("tp")
+        self.pipeline_parallel_size, self.pipeline_parallel_rank = groups.size("pp"), groups.rank("pp")
+        self.data_parallel_size, self.data_parallel_rank = place.dp_size, place.dp_rank
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, int]:
@@ -316,9 +270,17 @@ class NeuronXLAStrategy(NxdtStrategy):
         if model.nxd_config is not self.nxd_config:
             advice = "Pass the same return value of neuronx_distributed_config to the module and to the strategy."
             raise refused("NeuronXLAStrategy", "nxd_config", "another one", "is not that of the module", advice)
-        found = tuple(_ignored(model.trainer, self.engine.rank_info.world_size))
+        trainer, world, found = model.trainer, self.engine.rank_info.world_size, list[tuple[str, str]]()
+        if trainer.precision != "32-true":
+            found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
+        devices, nodes = asked_processes(trainer)
+        if devices * nodes not in (1, world):
+            instead = f"numbers that agree with the {world} processes that torchrun or srun started"
+            found.append((f"devices={devices}, num_nodes={nodes}", instead))
+        if trainer._accelerator_connector._layer_sync is not None:
+            found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
         if found:
-            raise TrainerArgumentsIgnored(arguments=found)
+            raise TrainerArgumentsIgnored(arguments=tuple(found))
 
     def model_to_device(self) -> None:
         """Set the device of the module: ``initialize_parallel_model`` has already placed the model."""
@@ -361,14 +323,10 @@ class NeuronXLAStrategy(NxdtStrategy):
 
 
 class NeuronXLAPrecisionPlugin(Precision):
-    """Lightning's plugin that changes nothing: the dtype of the module decides.
+    """Lightning's plugin that changes nothing: the dtype of the module decides."""
 
-    Args:
-        mixed_precision_enabled: no effect.
-    """
-
-    @binds(mixed_precision_enabled="the dtype of the module decides")
-    def __init__(self, mixed_precision_enabled: bool = False) -> None:
+    @binds
+    def __init__(self) -> None:
         super().__init__()
 
 
@@ -377,60 +335,17 @@ class NeuronTQDMProgressBar(TQDMProgressBar):
 
 
 class NeuronTensorBoardLogger(TensorBoardLogger):
-    """Lightning's logger, on rank 0; a module may set the step that it logs at.
+    """Lightning's logger, on rank 0, with the arguments of Lightning's; a module may set the step that it logs at."""
 
-    Args:
-        save_dir: the directory of the event files.
-        log_rank0: no effect: rank 0 logs.
-        kwargs: further arguments of Lightning's ``TensorBoardLogger``.
-    """
+    print_step: int | None = None
+    """The step to log at; below 0 nothing is logged; None is Lightning's step."""
 
-    @binds(log_rank0="the loss is the same on all ranks and rank 0 logs")
+    @binds
     def __init__(self, save_dir: Any, log_rank0: bool = False, **kwargs: Any) -> None:
         super().__init__(save_dir=save_dir, **kwargs)
         self.log_rank0 = log_rank0
-        self.print_step: int | None = None
-        """The step to log at; below 0 nothing is logged; None is Lightning's step."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars at ``print_step``, or at ``step`` where that is None."""
         if self.print_step is None or self.print_step >= 0:
             super().log_metrics(dict(metrics), step if self.print_step is None else self.print_step)
-
-
-def _arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Positional and keyword arguments of the model's forward."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, tuple | list) else (batch,)), {}
-
-
-def _named(called: Callable[..., Any], args: Sequence[Any]) -> dict[str, Any]:
-    """Positional arguments behind the first under their names."""
-    names = [*inspect.signature(called).parameters][1:]
-    if len(args) > len(names):
-        advice = f"Pass at most {len(names)}: {', '.join(names)}."
-        raise refused("NeuronLTModule", "opt_args", repr(tuple(args)), f"are more than {called} takes", advice)
-    return dict(zip(names, args, strict=False))
-
-
-def _check_sizes(config: NxDConfig, tp: int, pp: int) -> None:
-    for argument, size in (("tensor_parallel_size", tp), ("pipeline_parallel_size", pp)):
-        if size not in (1, config[argument]):
-            reason = f"differs from the {config[argument]} of neuronx_distributed_config"
-            raise refused("NeuronXLAStrategy", argument, str(size), reason, "Leave it out, and pass nxd_config.")
-
-
-def _ignored(trainer: pl.Trainer, world_size: int) -> list[tuple[str, str]]:
-    """Arguments of the ``Trainer`` that have no effect, and what does their work."""
-    given = trainer._accelerator_connector
-    found = []
-    if trainer.precision != "32-true":
-        found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
-    devices, nodes = asked_processes(trainer)
-    if devices * nodes not in (1, world_size):
-        instead = f"numbers that agree with the {world_size} processes that torchrun or srun started"
-        found.append((f"devices={devices}, num_nodes={nodes}", instead))
-    if given._layer_sync is not None:
-        found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
-    return found

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from nxdt_core.distributed.placement import piece_of
-from nxdt_core.engine.weights import draw_piece
 from nxdt_core.kernel import Kernel
+from nxdt_core.models.random.init import initialize
 from nxdt_plugin_nxd_core.arguments import binds, expect, refused
-from nxdt_plugin_nxd_core.module_plan import PlanWishes, plan_of
+from nxdt_plugin_nxd_core.config import NxDConfig
+from nxdt_plugin_nxd_core.module_plan import plan_of
 
 __all__ = ["LoRAModel", "LoraConfig"]
 
@@ -66,10 +67,7 @@ class LoraConfig:
         return {"name": "lora", **values}
 
 
-LoraConfig.__init__ = binds(  # type: ignore[method-assign]
-    save_lora_config_adapter="each checkpoint holds the options",
-    merge_sharded_lora="checkpoints are the same in every layout",
-)(LoraConfig.__init__)
+LoraConfig.__init__ = binds(LoraConfig.__init__)  # type: ignore[method-assign]
 
 
 class LoRAModel(nn.Module):
@@ -87,27 +85,24 @@ class LoRAModel(nn.Module):
         NxdtError: the plugin ``lora`` is missing, or refuses an option.
     """
 
-    @binds()
+    @binds
     def __init__(self, module: nn.Module, config: LoraConfig) -> None:
         super().__init__()
-        expect("LoRAModel", "module", module, "a torch.nn.Module", when=isinstance(module, nn.Module))
         expect("LoRAModel", "config", config, "a LoraConfig", when=isinstance(config, LoraConfig))
         if not config.enable_lora:
             advice = "Pass LoraConfig(enable_lora=True, ...), or use the module as it is."
             raise refused("LoRAModel", "enable_lora", "False", "adds nothing", advice)
         component = Kernel.start().registry.get("adapter", "lora")
         section: Any = component.load_config()
-        values = {key: value for key, value in config.section().items() if key != "name"}
-        for name in ("target_modules", "modules_to_save"):
-            if name in values:
-                values[name] = tuple(values[name])
+        values = {key: tuple(v) if isinstance(v, list) else v for key, v in config.section().items() if key != "name"}
         adapter: Any = component.load_target()(section(**values))
         known = {name: parameter.dtype for name, parameter in module.named_parameters()}
-        adapter.apply(module, plan_of(module, PlanWishes()))
-        for name, parameter in module.named_parameters():
-            if name not in known:
-                parameter.data = parameter.data.to(next(iter(known.values())))
-                draw_piece(piece_of(parameter), name, adapter.init_rules(), seed=_SEED)
+        adapter.apply(module, plan_of(module, NxDConfig.of_one_process()))
+        added = {name: parameter for name, parameter in module.named_parameters() if name not in known}
+        for parameter in added.values():
+            parameter.data = parameter.data.to(next(iter(known.values())))
+        with torch.no_grad():
+            initialize(added.items(), adapter.init_rules(), seed=_SEED)
         self.module = module
         self.lora_config = config
 

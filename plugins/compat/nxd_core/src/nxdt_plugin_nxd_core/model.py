@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
@@ -21,18 +20,14 @@ from nxdt_core.protocols.precision import DType, PrecisionPolicy
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
-from nxdt_plugin_nxd_core.arguments import TakenArguments, binds, expect, refused
+from nxdt_plugin_nxd_core.arguments import binds, call_check, refused
 from nxdt_plugin_nxd_core.builder import ModuleBuilder
-from nxdt_plugin_nxd_core.calls import Call, CallBatch, ModelLoss, scaled_gradients, split
+from nxdt_plugin_nxd_core.calls import CallBatch, ModelLoss, scaled_gradients, split
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
-from nxdt_plugin_nxd_core.errors import (
-    ModelFnReturnsNoModule,
-    ModulesDifferBetweenRanks,
-    PipelineNeedsRunTrain,
-)
+from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, ModulesDifferBetweenRanks, PipelineNeedsRunTrain
 from nxdt_plugin_nxd_core.module_plan import plan_of
 
-__all__ = ["NxDModel", "initialize_parallel_model"]
+__all__ = ["NxDModel", "initialize_parallel_model", "own_parts"]
 
 _CALL = "initialize_parallel_model"
 _DTYPES: Mapping[torch.dtype, DType] = {
@@ -42,13 +37,9 @@ _DTYPES: Mapping[torch.dtype, DType] = {
 }
 
 
-@binds(include_buffers="buffers are moved always")
+@binds
 def initialize_parallel_model(
-    nxd_config: NxDConfig,
-    model_fn: Callable[..., nn.Module],
-    *model_args: Any,
-    include_buffers: bool = False,
-    **model_kwargs: Any,
+    nxd_config: NxDConfig, model_fn: Callable[..., nn.Module], *model_args: Any, **model_kwargs: Any
 ) -> NxDModel:
     """Build the module on each rank, derive its plan from its layers, and return it in its layout. Collective.
 
@@ -58,7 +49,6 @@ def initialize_parallel_model(
         nxd_config: what :func:`neuronx_distributed_config` returned.
         model_fn: returns the module; its ``forward`` takes what ``run_train`` is called with.
         model_args, model_kwargs: passed to ``model_fn``.
-        include_buffers: informative: buffers are moved to the device always.
 
     Raises:
         ModelFnReturnsNoModule: of ``model_fn``.
@@ -66,21 +56,21 @@ def initialize_parallel_model(
         NxdtError: sizes that do not divide, and layouts that the module's layers do not allow.
     """
     config = config_of(nxd_config, _CALL)
-    expect(_CALL, "model_fn", model_fn, "a function or a class", when=callable(model_fn))
-    TakenArguments(model_fn).check(model_args, model_kwargs)
+    call_check(model_fn)(*model_args, **model_kwargs)
     module = _built(config, lambda: model_fn(*model_args, **model_kwargs))
-    plan = plan_of(module, config.wishes)
+    plan, run = plan_of(module, config), config.session.config
     _check_same(module, config.engine.ranks)
+    adapters = build.adapters(run)
     parallel = config.engine.initialize_model(
-        ModuleBuilder(None, module, plan, _loss_place(config)),
+        ModuleBuilder(None, module, plan, config.pipeline["output_loss_value_spec"]),
         precision=_precision(module),
-        seed=config.session.config.run.seed,
-        adapters=build.adapters(config.session.config),
+        seed=run.run.seed,
+        adapters=adapters,
         materialise=False,
     )
-    parallel.load_state_dict(_own_parts(parallel, _values(module)), strict=False)
-    for adapter in build.adapters(config.session.config):
-        adapter.begin(parallel, config.session.config, config.engine.ranks)
+    parallel.load_state_dict(own_parts(parallel.state_dict(), _values(module)), strict=False)
+    for adapter in adapters:
+        adapter.begin(parallel, run, config.engine.ranks)
     config.session.model = parallel
     model = NxDModel(parallel, config, module, plan)
     config.model, config.optimizers = model, ()
@@ -95,10 +85,10 @@ class NxDModel(nn.Module):
         self.nxd_config = nxd_config
         self._parallel = (parallel,)  # in a tuple, so that nothing of it is registered twice
         # In a pipeline, the last stage takes the loss out of what the module returns.
-        self.loss_place = None if nxd_config.stages > 1 else _loss_place(nxd_config)
+        self.loss_place = None if nxd_config.stages > 1 else nxd_config.pipeline["output_loss_value_spec"]
         """``output_loss_value_spec`` for what :meth:`forward` returns."""
         self._config = getattr(original, "config", None)
-        self._taken = TakenArguments(original.forward)
+        self._check = call_check(original.forward)
         self._plan = plan
         self._has_run = False
 
@@ -139,24 +129,15 @@ class NxDModel(nn.Module):
         """
         if self.nxd_config.stages > 1:
             raise PipelineNeedsRunTrain(stages=self.nxd_config.stages)
-        self._taken.check(args, kwargs)
-        batch = CallBatch.of(Call(args, kwargs)).to(self.nxd_config.engine.device)
+        self._check(*args, **kwargs)
+        batch = CallBatch.of(args, kwargs).to(self.nxd_config.engine.device)
         step = StepContext(ids=batch.input_ids, vocabulary_loss=vocabulary_parallel_cross_entropies)
-        with self._shape_errors_named(), at_border(step):
-            output = self.local_module()(batch.input_ids, **batch.arguments())
-        return scaled_gradients(output, self.parallel.data_ranks)
-
-    @contextmanager
-    def _shape_errors_named(self) -> Iterator[None]:
-        """In the first call, name the layer that cannot run on its shards."""
-        if self._has_run:
-            yield
-            return
-        run = self.nxd_config.session.config.run
-        sizes = run.distributed_strategy.mesh_sizes(self.nxd_config.engine.rank_info.world_size)
-        with name_shape_errors(self.local_modules(), self._plan, sizes):
-            yield
+        run, world = self.nxd_config.session.config.run, self.nxd_config.engine.rank_info.world_size
+        sizes = run.distributed_strategy.mesh_sizes(world)
+        with nullcontext() if self._has_run else name_shape_errors(self.local_modules(), self._plan, sizes):
+            output = self.local_module()(batch.input_ids, step=step, **batch.arguments())
         self._has_run = True
+        return scaled_gradients(output, self.parallel.data_ranks)
 
     def run_train(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward, in a pipeline by micro-batches, and return the loss. Collective.
@@ -169,16 +150,16 @@ class NxDModel(nn.Module):
             BatchDoesNotDivide: the rows do not fall into ``num_microbatches`` equal parts.
             LossNotFound: the module returned none.
         """
-        self._taken.check(args, kwargs)
         self.train()
-        batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
-        return self.parallel.run_train(batches, ModelLoss(self.loss_place)).loss
+        return self.parallel.run_train(self._batches(args, kwargs), ModelLoss(self.loss_place)).loss
 
     def run_eval(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the loss, forward only; as :meth:`run_train` otherwise."""
-        self._taken.check(args, kwargs)
-        batches = split(Call(args, kwargs), self.nxd_config.micro_batches)
-        return self.parallel.run_eval(batches, ModelLoss(self.loss_place)).loss
+        return self.parallel.run_eval(self._batches(args, kwargs), ModelLoss(self.loss_place)).loss
+
+    def _batches(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[CallBatch]:
+        self._check(*args, **kwargs)
+        return split(CallBatch.of(args, kwargs), self.nxd_config.pipeline["num_microbatches"])
 
     def train(self, mode: bool = True) -> NxDModel:
         """Set the mode of this rank's modules."""
@@ -224,7 +205,7 @@ class NxDModel(nn.Module):
         Raises:
             WeightsDoNotFit: names or shapes differ.
         """
-        self.parallel.load_state_dict(_own_parts(self.parallel, state_dict), strict=strict)
+        self.parallel.load_state_dict(own_parts(self.parallel.state_dict(), state_dict), strict=strict)
 
     def to(self, *args: Any, **kwargs: Any) -> NxDModel:
         """Return the model: it is on its device already.
@@ -234,19 +215,13 @@ class NxDModel(nn.Module):
         """
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None and dtype != self.dtype:
-            self._apply(None, f"to({dtype})")
+            self._apply(None)
         return self
 
-    def _apply(self, fn: Any, recurse: Any = "") -> NxDModel:
-        argument = recurse if isinstance(recurse, str) and recurse else "conversion"
+    def _apply(self, fn: Any, recurse: bool = True) -> NxDModel:
         value, reason = "a new dtype or device", "would change a model that is in its layout"
         advice = "Convert the module in model_fn; its dtype is that of the run, and the engine chooses the device."
-        raise refused("NxDModel", argument, value, reason, advice)
-
-
-def _loss_place(config: NxDConfig) -> Any:
-    """``output_loss_value_spec``."""
-    return (config["pipeline_config"] or {}).get("output_loss_value_spec")
+        raise refused("NxDModel", "conversion", value, reason, advice)
 
 
 def _built(config: NxDConfig, make: Callable[[], Any]) -> nn.Module:
@@ -256,11 +231,8 @@ def _built(config: NxDConfig, make: Callable[[], Any]) -> nn.Module:
         state = ranks.broadcast_object(torch.get_rng_state().numpy().tobytes())
         torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     init = config["model_init_config"]
-    if not init["meta_device_init"]:
+    with torch.device("meta") if init["meta_device_init"] else nullcontext():
         module = make()
-    else:
-        with torch.device("meta"):
-            module = make()
     if not isinstance(module, nn.Module):
         raise ModelFnReturnsNoModule(found=type(module).__name__)
     if init["meta_device_init"]:
@@ -304,16 +276,14 @@ def _values(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **{name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}}
 
 
-def _own_parts(parallel: ParallelModel, values: Mapping[str, Any]) -> dict[str, Any]:
-    """This rank's part of each whole tensor; what is a part already stays."""
-    held = parallel.state_dict()
-    parts: dict[str, Any] = {}
-    for name, value in values.items():
-        place = piece_of(held[name], name) if name in held else None
-        if place is None or isinstance(value, Piece) or tuple(value.shape) != place.shape or place.tensor is value:
-            parts[name] = value
-        else:
+def own_parts(held: Mapping[str, torch.Tensor | Piece], values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return this rank's part of each value that has more than it; what has another shape stays as it is."""
+    parts = dict(values)
+    for name in held.keys() & values.keys():
+        place, value = piece_of(held[name], name), values[name]
+        if tuple(value.shape) == place.shape and place.tensor is not value:
             whole = piece_of(value, name)
-            own = whole.tensor[place.box.within(whole.box)] if whole.box.shape == whole.shape else whole.tensor
-            parts[name] = Piece(own.detach(), place.shape, place.box)
+            if place.box.intersection(whole.box) == place.box:
+                part = whole.tensor[place.box.within(whole.box)].detach()
+                parts[name] = Piece(part, place.shape, place.box)
     return parts

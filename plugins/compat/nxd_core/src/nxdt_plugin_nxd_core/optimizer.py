@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,17 +10,19 @@ import torch
 
 from nxdt_core.protocols.optimizer import ParameterGroup
 from nxdt_core.protocols.parallel_model import ParallelOptimizer
-from nxdt_plugin_nxd_core.arguments import binds, expect, refused
-from nxdt_plugin_nxd_core.config import NxDConfig, config_of
+from nxdt_plugin_nxd_core.arguments import binds, check, expect, refused
+from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
+from nxdt_plugin_nxd_core.tags import load_checkpoint, save_checkpoint
 
-__all__ = ["NxDOptimizer", "core_optimizer", "initialize_parallel_optimizer"]
+__all__ = ["NeuronZero1Optimizer", "NxDOptimizer", "initialize_parallel_optimizer"]
 
 _CALL = "initialize_parallel_optimizer"
+_TAG = "optim"
 
 
-@binds()
+@binds
 def initialize_parallel_optimizer(
     nxd_config: NxDConfig,
     optimizer_class: type[torch.optim.Optimizer],
@@ -41,19 +42,16 @@ def initialize_parallel_optimizer(
         ArgumentMeansNothing: what is not an optimizer's class, or options that it does not take.
     """
     config = config_of(nxd_config, _CALL)
-    core, trained = core_optimizer(config, optimizer_class, parameters, defaults)
+    core, trained = _core_optimizer(config, optimizer_class, parameters, defaults)
     return NxDOptimizer(core, config, trained)
 
 
-def core_optimizer(
+def _core_optimizer(
     config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
 ) -> tuple[ParallelOptimizer, list[torch.nn.Parameter]]:
     """Return the engine's optimizer of the caller's class, and the parameters that it trains. Collective."""
     if config.model is None:
         raise NotOfThisModel(call=_CALL, problem="there are no parameters")
-    if not callable(optimizer_class):
-        advice = "Pass the class, such as torch.optim.AdamW."
-        raise refused(_CALL, "optimizer_class", repr(optimizer_class), "is not a class", advice)
     model = cast(NxDModel, config.model)
     wanted = _groups(model, parameters)
     trained = [parameter for group in wanted for parameter in group["params"]]
@@ -67,33 +65,24 @@ def core_optimizer(
         return made
 
     lr = defaults.get("lr", 0.0)
-    expect(_CALL, "lr", lr, "a number", when=isinstance(lr, int | float | torch.Tensor))
-    settings = SimpleNamespace(lr=float(lr))
+    check(_CALL, "lr", lr)
+    settings, kept = SimpleNamespace(lr=float(lr)), {id(parameter) for parameter in trained}
+    others = [each for each in model.parameters() if each.requires_grad and id(each) not in kept]
     try:
-        with _others_frozen(model, trained):  # the engine optimizes all that need gradients
-            core = config.engine.initialize_optimizer(model.parallel, make, settings, decay_norms=True)
+        for parameter in others:  # the engine optimizes all that need gradients
+            parameter.requires_grad_(False)
+        core = config.engine.initialize_optimizer(model.parallel, make, settings, decay_norms=True)
         if not trained:  # the engine has not called it
             core.inner = make((), settings)
     except (TypeError, ValueError) as error:
         advice = f"Pass options of {getattr(optimizer_class, '__name__', optimizer_class)}."
         reason = f"do not suit the class ({error})"
         raise refused(_CALL, "defaults", repr(sorted(defaults)), reason, advice) from error
-    config.session.optimizer = core
-    return core, trained
-
-
-@contextmanager
-def _others_frozen(model: NxDModel, trained: Iterable[torch.nn.Parameter]) -> Iterator[None]:
-    """Let no other parameters need gradients within the block."""
-    kept = {id(parameter) for parameter in trained}
-    others = [each for each in model.parameters() if each.requires_grad and id(each) not in kept]
-    for parameter in others:
-        parameter.requires_grad_(False)
-    try:
-        yield
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
+    config.session.optimizer = core
+    return core, trained
 
 
 class NxDOptimizer(torch.optim.Optimizer):
@@ -163,26 +152,65 @@ class NxDOptimizer(torch.optim.Optimizer):
             group.update(options)
 
 
+class NeuronZero1Optimizer(NxDOptimizer):
+    """An optimizer whose state is sharded over data parallel ranks.
+
+    Args:
+        params: parameters of the model that ``initialize_parallel_model`` returned last, or groups of them.
+        optimizer_class: a class of ``torch.optim``.
+        grad_clipping, max_norm: decide instead of ``optimizer_config``.
+        defaults: options of the class.
+
+    Raises:
+        ArgumentMeansNothing: the model was not laid out for ZeRO-1.
+    """
+
+    @binds
+    def __init__(
+        self,
+        params: Iterable[Any],
+        optimizer_class: type[torch.optim.Optimizer],
+        grad_clipping: bool = True,
+        max_norm: float | None = None,
+        **defaults: Any,
+    ) -> None:
+        config = current_config()
+        if config is None or config.model is None:
+            raise NotOfThisModel(call=type(self).__name__, problem="there are no parameters")
+        if not config["optimizer_config"]["zero_one_enabled"]:
+            argument, reason = "optimizer_config['zero_one_enabled']", "has left each rank with whole optimizer state"
+            advice = "Pass optimizer_config={'zero_one_enabled': True} to neuronx_distributed_config."
+            raise refused(type(self).__name__, argument, "False", reason, advice)
+        core, trained = _core_optimizer(config, optimizer_class, params, defaults)
+        super().__init__(core, config, trained)
+        norm = config.max_grad_norm if max_norm is None else max_norm
+        self.max_norm = norm if grad_clipping else None
+
+    @binds
+    def save_sharded_state_dict(self, output_dir: str) -> None:
+        """Save weights and state under the tag ``optim`` of ``output_dir``. Collective."""
+        save_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+
+    @binds
+    def load_sharded_state_dict(self, output_dir: str) -> None:
+        """Load what :meth:`save_sharded_state_dict` saved, in any layout. Collective."""
+        load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+
+
 def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:
     """The caller's groups with the names of their parameters; what is frozen is left out."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    expect(
-        _CALL, "parameters", parameters, "model.parameters(), or groups of them", when=isinstance(parameters, Iterable)
-    )
-    given = list(parameters)
+    given, made = list(parameters), []
     if not given and model.nxd_config.stages == 1:
         raise NotOfThisModel(call=_CALL, problem="there are no parameters")
-    groups = given if given and isinstance(given[0], Mapping) else [{"params": given}]
-    made = []
-    for group in groups:
+    for group in given if given and isinstance(given[0], Mapping) else [{"params": given}]:
         is_group = isinstance(group, Mapping) and "params" in group
         expect(_CALL, "parameters", group, "a dictionary with 'params' in each place", when=is_group)
-        listed = group["params"]
-        listed = [listed] if isinstance(listed, torch.Tensor) else list(listed)
+        listed = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
         held = [each[1] if isinstance(each, tuple) else each for each in listed]
-        foreign = [each for each in held if id(each) not in names]
+        foreign = sum(id(each) not in names for each in held)
         if foreign:
-            raise NotOfThisModel(call=_CALL, problem=f"{len(foreign)} of {len(held)} parameters are not")
+            raise NotOfThisModel(call=_CALL, problem=f"{foreign} of {len(held)} parameters are not")
         trained = [each for each in held if each.requires_grad]
         made.append({**group, "params": trained, "names": [names[id(each)] for each in trained]})
     return cast("list[ParameterGroup]", made)

@@ -12,57 +12,40 @@ without running anything that a pickle names. They can be loaded only in the lay
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
-from nxdt_core.distributed.devices import HOST
-from nxdt_core.distributed.placement import local_of
+from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.system.regular_files import replacing
-from nxdt_plugin_nxd_core.arguments import binds, expect, refused
+from nxdt_plugin_nxd_core.arguments import binds, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, current_config
-from nxdt_plugin_nxd_core.errors import (
-    ConfigNotMade,
-    NotOfThisModel,
-    RankFilesDoNotFit,
-    RankFileUnreadable,
-)
-from nxdt_plugin_nxd_core.model import NxDModel
+from nxdt_plugin_nxd_core.errors import ConfigNotMade, NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
+from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear
+from nxdt_plugin_nxd_core.model import NxDModel, own_parts
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
-from nxdt_plugin_nxd_core.rank_values import (
-    in_nxd_names,
-    in_our_names,
-    of_all_dp_ranks,
-    optimizer_state,
-    shards_of,
-    tensors_of,
-)
 
 __all__ = ["load", "save"]
 
-
 _RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 _FILE = "checkpoint.pt"
-_PLAIN = (bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
+_SAVED = (torch.Tensor, Piece, bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
 
 
-@binds(save_serially="all ranks write their files at the same time", save_xser="one file per rank holds its tensors")
+@binds
 def save(
-    state_dict: Mapping[str, Any],
-    save_dir: str,
-    save_serially: bool = True,
-    save_xser: bool = False,
-    down_cast_bf16: bool = False,
-    master_dp_only: bool = True,
+    state_dict: Mapping[str, Any], save_dir: str, down_cast_bf16: bool = False, master_dp_only: bool = True
 ) -> None:
     """Write this rank's tensors to ``save_dir/tp_rank_TT_pp_rank_PP/checkpoint.pt``. Collective.
 
@@ -70,7 +53,6 @@ def save(
         state_dict: tensors, such as ``{"model": model.state_dict()}``, numbers, text, and lists and dictionaries of
             them.
         save_dir: a directory.
-        save_serially, save_xser: no effect: each rank writes one file, all at the same time.
         down_cast_bf16: write float32 tensors as bfloat16.
         master_dp_only: write one file for all data parallel ranks, which combine their shards under ZeRO-1; False
             writes one for each.
@@ -80,13 +62,31 @@ def save(
         RankFilesDoNotFit: on all ranks: a file could not be written.
     """
     config = _config("parallel_layers.save")
-    expect("parallel_layers.save", "state_dict", state_dict, "a dictionary", when=isinstance(state_dict, Mapping))
-    expect("parallel_layers.save", "save_dir", save_dir, "a path", when=isinstance(save_dir, str | os.PathLike))
-
     path = Path(save_dir) / _name(config, master_dp_only) / _FILE
-    on_all_ranks(config.engine.ranks, lambda: _check(state_dict, "state_dict"), where=str(save_dir))
+
+    def check() -> None:
+        for where, value in tree_flatten_with_path(state_dict)[0]:
+            if not isinstance(value, _SAVED):
+                reason = "is not a tensor, a number, text, or a list or a dictionary of them"
+                kind, advice = type(value).__name__, "Leave it out, or save it elsewhere."
+                raise refused("parallel_layers.save", f"state_dict{keystr(where)}", kind, reason, advice)
+
+    on_all_ranks(config.engine.ranks, check, where=str(save_dir))
     writes = not (config.groups.rank("dp") and master_dp_only)
-    held = _held(state_dict, of_all_dp=master_dp_only, down_cast=down_cast_bf16, keeps=writes)
+
+    def on_the_host(value: Any) -> Any:
+        """Return this rank's elements of a tensor; collective where data parallel ranks have shards of it."""
+        if not isinstance(value, torch.Tensor | Piece):
+            return value
+        if master_dp_only and isinstance(value, DTensor):
+            value = value.redistribute(placements=_tp_placements(value))
+        local = piece_of(value).tensor.detach()
+        if not writes:
+            return None
+        local = local.to("cpu", copy=True)  # torch.save writes all of the memory that a view belongs to
+        return local.to(torch.bfloat16) if down_cast_bf16 and local.dtype == torch.float32 else local
+
+    held = tree_map(on_the_host, state_dict)
 
     def write() -> None:
         if not writes:
@@ -94,7 +94,7 @@ def save(
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
-                torch.save(in_nxd_names(held, config), file)
+                torch.save(_in_nxd_names(held, config), file)
         except OSError as error:
             advice = "Free space there, or choose another save_dir."
             raise RankFilesDoNotFit(path=str(path), problem=f"cannot be written: {error}", advice=advice) from error
@@ -102,12 +102,11 @@ def save(
     on_all_ranks(config.engine.ranks, write, where=str(save_dir))
 
 
-@binds(load_xser="the files show how they were written")
+@binds
 def load(
     load_dir: str,
     model_or_optimizer: Any = None,
     model_key: str | None = "model",
-    load_xser: bool = False,
     sharded: bool = True,
     model: Any = None,
     strict: bool = True,
@@ -119,7 +118,6 @@ def load(
         load_dir: the directory; with ``sharded=False`` a file of whole tensors.
         model_or_optimizer: what to load the values into; None returns them.
         model_key: of its values in the file; None where the file holds them alone.
-        load_xser: no effect: the files themselves show whether NxD Core wrote them with ``save_xser``.
         sharded: whether ``load_dir`` has a file for each rank.
         model: another name of ``model_or_optimizer``.
         strict: refuse a file that lacks parameters or has others.
@@ -136,7 +134,6 @@ def load(
     call = "parallel_layers.load"
     config = _config(call)
     target = model if model_or_optimizer is None else model_or_optimizer
-    expect(call, "load_dir", load_dir, "a path", when=isinstance(load_dir, str | os.PathLike))
     if target is not None and not isinstance(target, NxDModel | NxDOptimizer):
         raise NotOfThisModel(call=call, problem=f"model_or_optimizer is {type(target).__name__}, and must be one")
     if not sharded and not isinstance(target, NxDModel):
@@ -146,10 +143,30 @@ def load(
 
     def read() -> None:
         path = _path_of(config, source, master_dp_only) if sharded else source
-        found.update(_read(path))
-        if target is not None:
-            chosen = _chosen(found, model_key, path)
-            values.update(_values_for(target, chosen, path, sharded=sharded, strict=strict, of_all_dp=master_dp_only))
+        content = _read(path, f"{path.name}.tensors")
+        if not isinstance(content, dict):
+            reason = f"it holds a {type(content).__name__} instead of a dictionary"
+            raise RankFileUnreadable(path=str(path), reason=reason)
+        found.update(content)
+        if target is None:
+            return
+        chosen = found if model_key is None else found.get(model_key)
+        if not isinstance(chosen, dict):
+            known = listing(sorted(map(str, found)), 8)
+            advice = f"Pass model_key with one of: {known}; or None if the file holds the values alone."
+            raise RankFilesDoNotFit(path=str(path), problem=f"has no dictionary '{model_key}'", advice=advice)
+        if isinstance(target, NxDOptimizer):
+            chosen = _optimizer_state(target, chosen, path)
+        other = next((name for name, value in chosen.items() if not isinstance(value, torch.Tensor)), None)
+        if other is not None:
+            reason = f"'{other}' is a {type(chosen[other]).__name__}, not a tensor"
+            raise RankFileUnreadable(path=str(path), reason=reason)
+        if not sharded:
+            values.update(chosen)
+        elif isinstance(target, NxDModel):
+            values.update(_of_model(target, chosen, path, strict=strict, of_all_dp=master_dp_only))
+        else:
+            values.update(_of_optimizer(target, chosen, of_all_dp=master_dp_only))
 
     on_all_ranks(config.engine.ranks, read, where=str(source))
     if target is None:
@@ -160,20 +177,12 @@ def load(
     elif sharded:
         target.parallel.load_state_dict(values, strict=strict)
     else:
-        _load_whole(target, values, strict, source)
+        own = target.parallel.state_dict()
+        everywhere = {name for each in config.engine.ranks.all_gather_object([*own]) for name in each}
+        if strict and values.keys() - everywhere:
+            raise WeightsDoNotFit(missing=[], extra=sorted(values.keys() - everywhere), shapes=[])
+        target.load_state_dict({name: value for name, value in values.items() if name in own}, strict=strict)
     return {} if model_key is None else {key: value for key, value in found.items() if key != model_key}
-
-
-def _values_for(
-    target: NxDModel | NxDOptimizer, values: dict[str, Any], path: Path, *, sharded: bool, strict: bool, of_all_dp: bool
-) -> Mapping[str, torch.Tensor | Piece]:
-    """Return what ``target`` loads of the values of a file: this rank's part, or whole tensors."""
-    if isinstance(target, NxDOptimizer):
-        return optimizer_state(target, values, path, of_all_dp=of_all_dp)
-    if not sharded:
-        return tensors_of(values, path)
-    named = in_our_names(values, target, path, of_all_dp=of_all_dp)
-    return shards_of(target, named, strict=strict, of_all_dp=of_all_dp)
 
 
 def _config(call: str) -> NxDConfig:
@@ -208,32 +217,11 @@ def _path_of(config: NxDConfig, folder: Path, master_dp_only: bool) -> Path:
         problem = "is of tensor_parallel_size={} and pipeline_parallel_size={}, not {} and {}".format(*found, *own)
         advice = "Use the sizes of the save, then save_checkpoint, which every layout can load."
         raise RankFilesDoNotFit(path=str(folder), problem=problem, advice=advice)
-    wanted = _name(config, master_dp_only)
-    path = folder / wanted
+    path = folder / _name(config, master_dp_only)
     if not path.exists():
-        advice = f"Pass master_dp_only={not master_dp_only} if it was saved so." if ranks else ""
-        raise RankFilesDoNotFit(path=str(folder), problem=f"lacks {wanted}", advice=advice)
+        advice = f"Pass master_dp_only={not master_dp_only} if it was saved so."
+        raise RankFilesDoNotFit(path=str(folder), problem=f"lacks {path.name}", advice=advice)
     return path / _FILE if path.is_dir() else path
-
-
-def _read(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        advice = "Name a file or directory that exists."
-        raise RankFilesDoNotFit(path=str(path), problem="is not a file", advice=advice)
-    content = _resolved(_opened(path), path)
-    if not isinstance(content, dict):
-        raise RankFileUnreadable(path=str(path), reason=f"it holds a {type(content).__name__} instead of a dictionary")
-    return content
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return read_torch_file(path, [(_Reference, "torch_xla.utils.serialization.TensorReference")])
-    except TorchFileRefused as refused:
-        reason = f"it names {listing(refused.names, 4)}, which could run code"
-        raise RankFileUnreadable(path=str(path), reason=reason) from None
-    except TorchFileDamaged as damaged:
-        raise RankFileUnreadable(path=str(path), reason=str(damaged)) from damaged
 
 
 class _Reference:
@@ -245,77 +233,131 @@ class _Reference:
         return super().__new__(cls)
 
 
-def _resolved(value: Any, path: Path) -> Any:
-    """Return ``value`` with references replaced by their tensors."""
-    if isinstance(value, dict):
-        return {key: _resolved(each, path) for key, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_resolved(each, path) for each in value]
-    if not isinstance(value, _Reference):
-        return value
-    if type(value.tid) is not int or value.tid < 0:
-        raise RankFileUnreadable(path=str(path), reason=f"it refers to the tensor {value.tid!r}")
-    file = path.with_name(f"{path.name}.tensors") / f"tensor_{value.tid}.pt"
-    tensor = _opened(file) if file.is_file() else None
-    if not isinstance(tensor, torch.Tensor):
-        raise RankFileUnreadable(path=str(file), reason="it is missing, or holds no tensor")
-    return tensor
+def _read(path: Path, tensors: str) -> Any:
+    """Return what a file holds, with references replaced by the tensors of the folder ``tensors`` next to it."""
+    if not path.is_file():
+        raise RankFilesDoNotFit(path=str(path), problem="is not a file", advice="Name a file or directory that exists.")
+    try:
+        content = read_torch_file(path, [(_Reference, "torch_xla.utils.serialization.TensorReference")])
+    except TorchFileRefused as refused:
+        reason = f"it names {listing(refused.names, 4)}, which could run code"
+        raise RankFileUnreadable(path=str(path), reason=reason) from None
+    except TorchFileDamaged as damaged:
+        raise RankFileUnreadable(path=str(path), reason=str(damaged)) from damaged
+
+    def resolved(value: Any) -> Any:
+        if not isinstance(value, _Reference):
+            return value
+        if type(value.tid) is not int or value.tid < 0:
+            raise RankFileUnreadable(path=str(path), reason=f"it refers to the tensor {value.tid!r}")
+        file = path.with_name(tensors) / f"tensor_{value.tid}.pt"
+        tensor = _read(file, "") if file.is_file() else None
+        if not isinstance(tensor, torch.Tensor):
+            raise RankFileUnreadable(path=str(file), reason="it is missing, or holds no tensor")
+        return tensor
+
+    return tree_map(resolved, content)
 
 
-def _check(value: Any, where: str) -> None:
-    """Raises ArgumentMeansNothing: a value that cannot be saved without a pickle of code."""
-    if isinstance(value, Mapping):
-        for key, each in value.items():
-            _check(each, f"{where}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for number, each in enumerate(value):
-            _check(each, f"{where}[{number}]")
-    elif not isinstance(value, (torch.Tensor, Piece, *_PLAIN)):
-        reason = "is not a tensor, a number, text, or a list or a dictionary of them"
-        advice = "Leave it out, or save it elsewhere."
-        raise refused("parallel_layers.save", where, type(value).__name__, reason, advice)
+def _tp_placements(tensor: DTensor) -> list[Any]:
+    names = tensor.device_mesh.mesh_dim_names or ()
+    return [
+        placement if name.startswith("tp") else Replicate()
+        for name, placement in zip(names, tensor.placements, strict=True)
+    ]
 
 
-def _held(value: Any, *, of_all_dp: bool, down_cast: bool, keeps: bool) -> Any:
-    """``value`` with this rank's elements of its tensors, on the host.
+def _box(tensor: torch.Tensor | Piece, of_all_dp: bool) -> Box:
+    """Return the box of what a file holds: this rank's, or that of its tensor parallel rank, which data parallel ranks
+    may share out."""
+    if not of_all_dp or not isinstance(tensor, DTensor):
+        return piece_of(tensor).box
+    place = tensor.device_mesh, _tp_placements(tensor)
+    sizes, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), *place)
+    return Box(tuple(offsets), tuple(sizes))
 
-    Collective where tensors are sharded over data parallel ranks.
 
-    Args:
-        value: what was checked.
-        of_all_dp: with the elements that data parallel ranks hold of the same tensor parallel shard.
-        down_cast: float32 as bfloat16.
-        keeps: False where this rank only takes part.
+def _of_model(
+    model: NxDModel, values: Mapping[str, Any], path: Path, *, strict: bool, of_all_dp: bool
+) -> Mapping[str, torch.Tensor | Piece]:
+    """Return this rank's part of a file's values.
+
+    Raises:
+        WeightsDoNotFit: names or shapes differ.
     """
-    if isinstance(value, Piece):
-        value = value.tensor
-    if isinstance(value, torch.Tensor):
-        shard = of_all_dp_ranks(value.detach()) if of_all_dp else value.detach()
-        if not keeps:
-            return None
-        # A copy: torch.save writes all of the memory that a view belongs to.
-        local = local_of(shard).to(HOST, copy=True)
-        return local.to(torch.bfloat16) if down_cast and local.dtype == torch.float32 else local
-    options = {"of_all_dp": of_all_dp, "down_cast": down_cast, "keeps": keeps}
-    if isinstance(value, Mapping):
-        return {key: _held(each, **options) for key, each in value.items()}
-    return [_held(each, **options) for each in value] if isinstance(value, list | tuple) else value
+    own, values = model.parallel.state_dict(), _in_our_names(values, model, path, of_all_dp)
+    boxes = {name: _box(own[name], of_all_dp) for name in own.keys() & values.keys()}
+    shapes = [
+        f"{name}: {tuple(values[name].shape)} instead of {box.shape} on this rank"
+        for name, box in boxes.items()
+        if tuple(values[name].shape) != box.shape
+    ]
+    missing = sorted(own.keys() - values.keys()) if strict else []
+    extra = sorted(values.keys() - own.keys()) if strict else []
+    if missing or extra or shapes:
+        raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
+    return own_parts(own, {name: Piece(values[name], tuple(own[name].shape), box) for name, box in boxes.items()})
 
 
-def _chosen(content: dict[str, Any], key: str | None, path: Path) -> dict[str, Any]:
-    values = content if key is None else content.get(key)
-    if not isinstance(values, dict):
-        known = listing(sorted(map(str, content)), 8)
-        advice = f"Pass model_key with one of: {known}; or None if the file holds the values alone."
-        raise RankFilesDoNotFit(path=str(path), problem=f"has no dictionary '{key}'", advice=advice)
-    return values
+def _of_optimizer(optimizer: NxDOptimizer, state: Mapping[str, Any], *, of_all_dp: bool) -> dict[str, torch.Tensor]:
+    parameters = optimizer.nxd_config.model.parallel.state_dict()
+    found = dict(state)
+    for key, value in state.items() if of_all_dp else ():
+        parameter = parameters.get(key.rpartition("/")[0])
+        if parameter is not None and tuple(value.shape) == _box(parameter, True).shape:
+            found[key] = value[piece_of(parameter).box.within(_box(parameter, True))]
+    return found
 
 
-def _load_whole(model: NxDModel, values: Mapping[str, Any], strict: bool, source: Path) -> None:
-    """Load whole tensors, of which each rank takes its part. Collective."""
-    own = model.parallel.state_dict().keys()
-    everywhere = {name for each in model.nxd_config.engine.ranks.all_gather_object(sorted(own)) for name in each}
-    extra = sorted(values.keys() - everywhere) if strict else []
-    if extra:
-        raise WeightsDoNotFit(missing=[], extra=extra, shapes=[])
-    model.load_state_dict({name: value for name, value in values.items() if name in own}, strict=strict)
+def _fused(model: NxDModel) -> Iterator[tuple[str, GQAQKVColumnParallelLinear]]:
+    return ((name, part) for name, part in model.named_modules() if isinstance(part, GQAQKVColumnParallelLinear))
+
+
+def _in_nxd_names(state: Any, config: NxDConfig) -> Any:
+    """Return ``state`` with the names that NxD Core has for the projections of grouped-query attention."""
+    if config.model is None or not isinstance(state, Mapping):
+        return state
+    made = {key: _in_nxd_names(value, config) for key, value in state.items()}
+    for path, part in _fused(config.model):
+        for kind in ("weight", "bias"):
+            names = [f"{path}.{letter}.{kind}" for letter in "qkv"]
+            if part.kv_size_multiplier == 1 and all(name in made for name in names):
+                made[f"{path}.{kind}_qkv"] = torch.cat([made.pop(name) for name in names])
+    return made
+
+
+def _in_our_names(values: Mapping[str, Any], model: NxDModel, path: Path, of_all_dp: bool) -> dict[str, Any]:
+    """Return the values under the names of the layers here; see :func:`_in_nxd_names`."""
+    made = {str(key): value for key, value in values.items()}
+    for prefix, part in _fused(model):
+        for kind in ("weight", "bias"):
+            for letters in ("qkv", "q", "k", "v"):
+                name, held = f"{prefix}.{kind}_{letters}", [getattr(getattr(part, each), kind) for each in letters]
+                if name not in made or None in held:
+                    continue
+                if part.kv_size_multiplier > 1:
+                    problem = f"has '{name}', and NxD Core orders copies of keys and values otherwise"
+                    advice = "Convert it with NxD Core's checkpoint converter, and load the result with sharded=False."
+                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
+                value, rows = made.pop(name), [_box(each, of_all_dp).shape[0] for each in held]
+                if letters == "qkv" and len(value) != sum(rows):
+                    problem = f"has {len(value)} rows of '{prefix}', not {sum(rows)}"
+                    advice = "Give GQAQKVColumnParallelLinear the output_sizes of the save."
+                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
+                parts = value.split(rows) if letters == "qkv" else [value]
+                made |= {f"{prefix}.{letter}.{kind}": each for letter, each in zip(letters, parts, strict=True)}
+    return made
+
+
+def _optimizer_state(optimizer: NxDOptimizer, values: Mapping[str, Any], path: Path) -> Any:
+    """Return the tensors that an optimizer saved.
+
+    Raises:
+        RankFilesDoNotFit: another optimizer saved it, such as one of NxD Core.
+    """
+    state, groups = values.get("state"), values.get("param_groups")
+    named = isinstance(state, dict) and all("/" in str(key) for key in state)
+    if not named or not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
+        advice = "Load the weights alone: state of NxD Core's own optimizers has another form, which is not read."
+        raise RankFilesDoNotFit(path=str(path), problem="has no state that this optimizer saved", advice=advice)
+    return state
