@@ -353,7 +353,7 @@ def nxdt_formats() -> list[Component]:
     return [
         Component(
             name="hf",
-            target="nxdt_core.checkpoint.hf.format:HFFormat",
+            target="nxdt_core.hf.format:HFFormat",
             summary="a Hugging Face directory with config.json and safetensors weights",
         )
     ]
@@ -392,25 +392,25 @@ def nxdt_callbacks() -> list[Component]:
     return [
         Component(
             name="generations",
-            target="nxdt_core.train.callbacks.generations:Generations",
-            config="nxdt_core.train.callbacks.config:GenerationsConfig",
+            target="nxdt_core.run.callbacks.generations:Generations",
+            config="nxdt_core.run.callbacks.config:GenerationsConfig",
             summary="what the model writes behind some prompts, at each validation",
         ),
         Component(
             name="tensorboard",
-            target="nxdt_core.train.loggers:TensorBoard",
+            target="nxdt_core.run.loggers:TensorBoard",
             summary="TensorBoard event files in the run's directory",
         ),
         Component(
             name="wandb",
-            target="nxdt_core.train.loggers:Wandb",
-            config="nxdt_core.train.loggers:WandbConfig",
+            target="nxdt_core.run.loggers:Wandb",
+            config="nxdt_core.run.loggers:WandbConfig",
             summary="Weights & Biases; needs nxdt-core[wandb]",
         ),
         Component(
             name="mlflow",
-            target="nxdt_core.train.loggers:MLflow",
-            config="nxdt_core.train.loggers:MLFlowConfig",
+            target="nxdt_core.run.loggers:MLflow",
+            config="nxdt_core.run.loggers:MLFlowConfig",
             summary="MLflow; needs nxdt-core[mlflow]",
         ),
     ]

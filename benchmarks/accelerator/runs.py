@@ -203,8 +203,8 @@ def train_figures(bench: Bench, what: str, path: Path, *, intervals: int | None 
         more: figures of the first row.
     """
     from nxdt_core.config import load
+    from nxdt_core.run import train
     from nxdt_core.system.progress import PROGRESS
-    from nxdt_core.train import train
 
     PROGRESS.begin_start(bench.imports_s)
     PROGRESS.spent("import")

@@ -32,7 +32,7 @@ import torch
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_into, read_manifest
 from nxdt_core.checkpoint.format.shards import bytes_of
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.train.callbacks.checkpoints import STEPS, StepTimes
+from nxdt_core.run.callbacks.checkpoints import STEPS, StepTimes
 from tests.checkpoint.saving import save_checkpoint
 
 TENSOR_BYTES = 32 * 2**20

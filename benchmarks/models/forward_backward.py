@@ -31,8 +31,8 @@ from nxdt_plugin_mixtral.builder import MixtralBuilder
 from nxdt_plugin_mixtral.config import MixtralConfig, MoEConfig
 from torch.nn import functional
 
-from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.distributed.devices import HOST, current_device, profile_of
+from nxdt_core.hf.directory import load_hf
 from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts

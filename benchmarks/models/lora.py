@@ -23,9 +23,9 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.hf.directory import save_hf
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 
 CLOCK = Path(__file__).with_name("step_clock.py")
 WARM_UP = 3

@@ -11,7 +11,7 @@ from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
-    from nxdt_core.train.environment import Device, Environment
+    from nxdt_core.run.environment import Device, Environment
 
 
 @click.command(
@@ -37,7 +37,7 @@ def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json
         config = load(source, overrides)
     from nxdt_core.config.secrets import hide_secrets
     from nxdt_core.kernel import Kernel
-    from nxdt_core.train.environment import environment, problems_of_run
+    from nxdt_core.run.environment import environment, problems_of_run
 
     kernel = Kernel.start() if config is None else config.kernel
     problems = [] if config is None else [*map(hide_secrets, problems_of_run(config))]

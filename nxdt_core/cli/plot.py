@@ -12,9 +12,9 @@ import click
 
 from nxdt_core.cli.verb import Verb, say
 from nxdt_core.errors.training import NothingToPlot
+from nxdt_core.run.metric_files import Row, finite, fits_axes, lines_of, rows_by_step
 from nxdt_core.system.regular_files import replacing
 from nxdt_core.system.visible_text import visible
-from nxdt_core.train.run_directory.metric_files import Row, finite, fits_axes, lines_of, rows_by_step
 
 
 @click.command(

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias, final
 
+from nxdt_core.run.metric_files import fits_axes
 from nxdt_core.system.visible_text import visible
-from nxdt_core.train.run_directory.metric_files import fits_axes
 
 
 @final

@@ -11,7 +11,7 @@ from os.path import isfile, realpath
 from pathlib import Path
 
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.train.run_directory.metric_files import Row, json_object, lines_of, numbers_of, rows_by_step
+from nxdt_core.run.metric_files import Row, json_object, lines_of, numbers_of, rows_by_step
 
 Series = dict[int, float]
 """Value by step."""

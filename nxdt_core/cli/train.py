@@ -81,7 +81,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
-    from nxdt_core.train.run_directory.metric_files import mark_failed
+    from nxdt_core.run.metric_files import mark_failed
 
     try:
         outcome = launch(config, ["train", *options])
@@ -113,7 +113,7 @@ def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> Resol
 
 def _train(config: ResolvedConfig, client: Client | None = None, json_output: bool = False) -> int:
     check_torch_folder()
-    from nxdt_core.train.run.train import (
+    from nxdt_core.run.training import (
         train as run,  # imports torch: only a configuration that is right pays for it
     )
 

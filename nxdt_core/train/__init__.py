@@ -1,4 +1,4 @@
-"""Training: a session for custom training loops, and the run that a YAML file describes.
+"""Training as a library: a session for training loops of your own, and what a session consists of.
 
 The names below are imported on first use, so that a program pays for what it uses.
 """
@@ -9,7 +9,6 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nxdt_core.train.run.train import train
     from nxdt_core.train.session import TrainSession
     from nxdt_core.train.step import (
         initialize_parallel_model,
@@ -23,19 +22,12 @@ __all__ = [
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
     "start_engine",
-    "train",
     "train_step",
 ]
-
-_HOME = {
-    "TrainSession": "session",
-    "train": "run.train",
-}
-
 
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
 
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOME.get(name, 'step')}"), name)
+        return getattr(import_module(f"{__name__}.{'session' if name == 'TrainSession' else 'step'}"), name)

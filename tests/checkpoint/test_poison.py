@@ -32,13 +32,13 @@ from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, encode_manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
-from nxdt_core.checkpoint.hf.reader import INDEX
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.difference import Side, compare_checkpoints
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound
 from nxdt_core.errors.exchange import WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged
+from nxdt_core.hf.reader import INDEX
 from nxdt_core.protocols.model import ModelBuilder
 from tests.checkpoint.poison import DRESSES, HF_CONFIG, Payload, dressed, import_all, weights
 from tests.sampling import slow_except

@@ -19,8 +19,8 @@ import torch
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
+from nxdt_core.run.training import train
 from nxdt_core.train.generate import load_model
-from nxdt_core.train.run.train import train
 from tests.train.small import SMALL
 
 FEW = ("--max-new-tokens", "4")

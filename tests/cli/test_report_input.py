@@ -21,7 +21,7 @@ from nxdt_core.cli.report import POLICY, notice, page
 from nxdt_core.cli.report_plot import plot
 from nxdt_core.cli.report_records import read_run
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.train.run_directory import metric_files
+from nxdt_core.run import metric_files
 from tests import processes
 
 ROOT = Path(__file__).parents[2]

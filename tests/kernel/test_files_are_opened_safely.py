@@ -61,7 +61,7 @@ ALLOWED = {
         f"{CORE}/cli/plugin_checks.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
         f"{CORE}/kernel/lock.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
-        f"{CORE}/train/environment.py: module.read_bytes()",
+        f"{CORE}/run/environment.py: module.read_bytes()",
     },
     "files of the operating system": {
         f"{CORE}/checkpoint/owner.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
@@ -73,7 +73,7 @@ ALLOWED = {
         f"{CORE}/system/file_lock.py: MOUNTS.read_bytes()",
         f"{CORE}/system/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/distributed/device_operations.py: (system / file).read_text()",
-        f"{CORE}/train/environment.py: file.read_text()",
+        f"{CORE}/run/environment.py: file.read_text()",
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
@@ -82,7 +82,7 @@ ALLOWED = {
     },
     "read only, in a directory that is named; the line before checks that it is a file, and where a link leads": {
         f"{CORE}/data/tokenizers/files.py: path.read_bytes()",
-        f"{CORE}/checkpoint/hf/reader.py: safe_open(path, framework='pt', device=HOST.type)",
+        f"{CORE}/hf/reader.py: safe_open(path, framework='pt', device=HOST.type)",
         f"{CORE}/checkpoint/torch_file.py: torch.load(path, map_location=HOST, weights_only=True, mmap=True)",
         f"{CORE}/data/cache.py: path.open('rb')",
         f"{CORE}/data/files/compressed.py: path.open('rb')",
@@ -101,7 +101,7 @@ ALLOWED = {
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
         f"{CORE}/data/cache.py: open_memmap(path, mode='r')",
-        f"{CORE}/train/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
+        f"{CORE}/run/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {
         f"{CORE}/checkpoint/stores/local.py: os.link(temporary, path)",

@@ -52,8 +52,8 @@ def test_a_run_does_not_care_what_time_it_is(tmp_path, metric_rows):
 
 def test_runs_that_begin_at_the_same_time_have_directories_of_their_own(small_run, tmp_path, monkeypatch):
     """As after a clock was set back: the second run must not write into the directory of the first."""
-    from nxdt_core.train import train
-    from nxdt_core.train.run_directory import files as run_files
+    from nxdt_core.run import files as run_files
+    from nxdt_core.run import train
 
     class Stopped(run_files.datetime):
         @classmethod

@@ -14,7 +14,7 @@ import torch
 
 from nxdt_core.distributed.device_operations import DeviceOperations
 from nxdt_core.distributed.devices import HOST, PROFILES
-from nxdt_core.train import train
+from nxdt_core.run import train
 from nxdt_core.train.state import free_earlier_runs
 from tests.launch.launching import finish, start, words
 from tests.sampling import slow

@@ -12,7 +12,8 @@ import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.config import load
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from tests import processes
 from tests.launch.launching import environment, faulty, finish, gone, ranks_of, start, wait_for_rows, words
 from tests.sampling import slow

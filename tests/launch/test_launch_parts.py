@@ -33,10 +33,10 @@ from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hell
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.run.callbacks.console import Console
+from nxdt_core.run.callbacks.stopping import StopSignals
+from nxdt_core.run.out_of_memory import MemoryUse, compare, memory_errors_explained
 from nxdt_core.system.progress import process_age_s
-from nxdt_core.train.callbacks.console import Console
-from nxdt_core.train.callbacks.stopping import StopSignals
-from nxdt_core.train.run.out_of_memory import MemoryUse, compare, memory_errors_explained
 
 USUAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
 SLURM = {

@@ -7,7 +7,8 @@ import sys
 import pytest
 
 from nxdt_core import checkpoint
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from tests import processes
 from tests.launch.launching import environment, wait_for_rows
 from tests.sampling import slow
@@ -115,8 +116,8 @@ def test_a_signal_ends_a_validation_and_nothing_is_lost(validated, metric_rows, 
 
 def test_a_time_limit_ends_a_validation(validated, monkeypatch):
     config = validated(4, "trainer.max_time=1")
-    monkeypatch.setattr("nxdt_core.train.run.train.seconds_of", lambda limit: 0.0)
-    monkeypatch.setattr("nxdt_core.train.callbacks.stopping.TimeLimit.on_step_end", lambda *_: None)
+    monkeypatch.setattr("nxdt_core.run.training.seconds_of", lambda limit: 0.0)
+    monkeypatch.setattr("nxdt_core.run.callbacks.stopping.TimeLimit.on_step_end", lambda *_: None)
     assert train(config).step == 2
     assert seen(config) == [(2, 0)]
 

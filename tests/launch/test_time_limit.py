@@ -6,7 +6,8 @@ import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from tests import processes
 from tests.train.small import SMALL
 

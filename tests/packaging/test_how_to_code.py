@@ -11,7 +11,7 @@ import yaml
 
 from nxdt_core.config import check, load
 from nxdt_core.kernel import Kernel
-from nxdt_core.train import train
+from nxdt_core.run import train
 
 PAGES = {path.stem: path.read_text() for path in (Path(__file__).parents[2] / "docs/how-to").glob("*.md")}
 SMALL = (

@@ -1,7 +1,7 @@
 """A run with an average of its weights, on every rank of a pool."""
 
 from nxdt_core.config import load
-from nxdt_core.train import train
+from nxdt_core.run import train
 from tests.train.small import SMALL
 
 

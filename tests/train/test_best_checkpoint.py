@@ -13,8 +13,8 @@ from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import CheckpointNotFound, NoBestCheckpoint
+from nxdt_core.run.training import train
 from nxdt_core.train.generate import generate
-from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.found import find_weights
 from nxdt_core.train.weights.saved_config import locate

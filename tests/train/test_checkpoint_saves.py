@@ -18,9 +18,10 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.background import StagingBuffers
 from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
-from nxdt_core.train import build, train
-from nxdt_core.train.callbacks import checkpoints, console
-from nxdt_core.train.callbacks.checkpoints import STEPS, StepTimes
+from nxdt_core.run import train
+from nxdt_core.run.callbacks import checkpoints, console
+from nxdt_core.run.callbacks.checkpoints import STEPS, StepTimes
+from nxdt_core.train import build
 from tests.train.small import SMALL
 
 

@@ -7,9 +7,9 @@ import torch
 from nxdt_core.callback import Callback, Run
 from nxdt_core.engine.compile import compile_layers
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.run.callbacks.profiler import CompileTime
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train import TrainSession
-from nxdt_core.train.callbacks.profiler import CompileTime
 from nxdt_core.train.loop import fit
 
 

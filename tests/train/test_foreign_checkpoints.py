@@ -20,7 +20,7 @@ from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.data.chat.templates import shipped_template
-from nxdt_core.train.run.train import train
+from nxdt_core.run.training import train
 from tests.checkpoint.signed import write_key
 from tests.train.small import SMALL
 

@@ -8,7 +8,8 @@ import pytest
 
 from nxdt_core.config import load
 from nxdt_core.config.section import REQUIRED, keys_of
-from nxdt_core.train import TrainSession, build, train
+from nxdt_core.run import train
+from nxdt_core.train import TrainSession, build
 from nxdt_core.train.hidden_state import check_schedule, watch_optimizer
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step

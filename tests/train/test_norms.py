@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from nxdt_core import checkpoint
+from nxdt_core.run.training import train
 from nxdt_core.train import build
-from nxdt_core.train.run.train import train
 
 
 def saved(config, step):

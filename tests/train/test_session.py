@@ -11,7 +11,8 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager
 from nxdt_core.errors.checkpoints import CheckpointDamaged
-from nxdt_core.train import TrainSession, build, train
+from nxdt_core.run import train
+from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import capture_rng, restore_rng, seed_all
 from tests import processes
 from tests.checkpoint.saving import save_checkpoint

@@ -22,8 +22,9 @@ from nxdt_core.errors.checkpoints import (
     SigningKeyNotTrusted,
     SigningKeyUnusable,
 )
-from nxdt_core.train import TrainSession, build, train
-from nxdt_core.train.run.start import decide_start
+from nxdt_core.run import train
+from nxdt_core.run.start import decide_start
+from nxdt_core.train import TrainSession, build
 from tests.checkpoint.signed import load_trusted, write_key
 from tests.train.small import SMALL
 
@@ -117,7 +118,7 @@ def test_a_manifest_that_changes_after_it_was_checked_is_not_read_again(small_ru
         assert start.manifest == manifest
         return start
 
-    monkeypatch.setattr("nxdt_core.train.run.train.decide_start", decide_then_forge)
+    monkeypatch.setattr("nxdt_core.run.training.decide_start", decide_then_forge)
     assert train(small_run("trainer.max_steps=2", *signing(key), RESUME, name="run")).step == 2
 
 

@@ -10,7 +10,7 @@ from nxdt_testing.errors import raises
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.train.run.train import train
+from nxdt_core.run.training import train
 from nxdt_core.train.trainable import Trainable
 from nxdt_core.train.weights.found import find_weights
 

@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
+from nxdt_core.run.training import train
 from nxdt_core.train import build
-from nxdt_core.train.run.train import train
 from tests.sampling import slow
 from tests.train.small import SMALL
 

@@ -10,7 +10,8 @@ from safetensors.torch import load_file
 from nxdt_core.checkpoint import load_model, load_optimizer, open_storage, read_manifest
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from nxdt_core.train.plan import plan
 from tests.sampling import slow, slow_except
 from tests.train.ema_run import averaged_run

@@ -118,7 +118,7 @@ def _keys(bench: Bench, name: str, steps: int) -> list[str]:
 
 def _train(bench: Bench, name: str, steps: int, *keys: str) -> list[float]:
     from nxdt_core.config import load
-    from nxdt_core.train import train
+    from nxdt_core.run import train
 
     config = load("recipe:llama-tiny", [*_keys(bench, name, steps), *keys])
     train(config)

@@ -56,7 +56,7 @@ def tokens_per_second(bench: Bench) -> None:
 def _generate(bench: Bench, run: Callable[..., Path], sequence: int) -> None:
     from nxdt_core.config import load
     from nxdt_core.distributed.devices import PROFILES
-    from nxdt_core.train import train
+    from nxdt_core.run import train
     from nxdt_core.train.generate import load_model
     from nxdt_core.train.sampling import Sampling
 

@@ -12,7 +12,7 @@ from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json
 
 if TYPE_CHECKING:
-    from nxdt_core.checkpoint.hf.gguf import GgufDtype
+    from nxdt_core.hf.gguf import GgufDtype
     from nxdt_core.train.weights.export import ExportDtype, Exported
 
 

@@ -16,15 +16,15 @@ from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.format.manifest import FileEntry
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.directory import ReadShard, read_from, write_hf, write_shards
-from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
-from nxdt_core.checkpoint.hf.gguf import GgufDtype, write_gguf
 from nxdt_core.checkpoint.read.status import list_checkpoints, newest_first, nothing_at
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template
 from nxdt_core.errors.checkpoints import CheckpointNotFound
+from nxdt_core.hf.directory import ReadShard, read_from, write_hf, write_shards
+from nxdt_core.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.hf.gguf import GgufDtype, write_gguf
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore

@@ -29,7 +29,7 @@ from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.system.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
-from nxdt_core.train.run_directory.files import run_dir_explained
+from nxdt_core.train.run_dir import run_dir_explained
 
 __all__ = [
     "DatasetWithReference",

@@ -12,12 +12,12 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
-from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import ReadsHFConfig
 from nxdt_core.config.read import read_part
 from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.errors.models import HFExchangeUnsupported
+from nxdt_core.hf.directory import load_hf, save_hf
+from nxdt_core.hf.key_map import sources
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_testing.model_plan import tokens

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.directory import write_hf
-from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.hf.directory import write_hf
+from nxdt_core.hf.key_map import sources
 from nxdt_core.train import build
 from nxdt_core.train.weights.export import plan_export
 from nxdt_core.train.weights.saved_config import own_run

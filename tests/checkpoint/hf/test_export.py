@@ -13,11 +13,11 @@ from nxdt_testing.ranks import RankPool, RanksFailed
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.hf import directory as hf_write
-from nxdt_core.checkpoint.hf.directory import load_hf
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, StorageFull
 from nxdt_core.errors.models import HFNotWritable, WeightsDoNotFit
+from nxdt_core.hf import directory as hf_write
+from nxdt_core.hf.directory import load_hf
 from nxdt_core.train import build
 from nxdt_core.train.generate import generate
 from nxdt_core.train.weights.export import export_hf, plan_export

@@ -11,9 +11,9 @@ import torch
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.gguf import write_gguf
-from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.errors.exchange import GgufUnsupported
+from nxdt_core.hf.gguf import write_gguf
+from nxdt_core.hf.key_map import sources
 from nxdt_core.train import build
 from nxdt_core.train.weights.export import plan_export
 from nxdt_core.train.weights.saved_config import own_run

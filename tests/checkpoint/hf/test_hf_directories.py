@@ -16,8 +16,6 @@ from nxdt_testing.errors import raises
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nxdt_core.checkpoint.hf.directory import iterate_hf, load_hf, read_hf_config, save_hf
-from nxdt_core.checkpoint.hf.key_map import Source
 from nxdt_core.errors.exchange import WeightsPickled
 from nxdt_core.errors.models import (
     HFExchangeUnsupported,
@@ -28,6 +26,8 @@ from nxdt_core.errors.models import (
     WeightsDoNotFit,
     WeightsUnusable,
 )
+from nxdt_core.hf.directory import iterate_hf, load_hf, read_hf_config, save_hf
+from nxdt_core.hf.key_map import Source
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -14,10 +14,6 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.foreign import open_checkpoint
-from nxdt_core.checkpoint.hf import reader as hf_reader
-from nxdt_core.checkpoint.hf.directory import load_hf
-from nxdt_core.checkpoint.hf.key_map import Source
-from nxdt_core.checkpoint.hf.reader import HFWeights
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
@@ -31,11 +27,15 @@ from nxdt_core.errors.exchange import (
 )
 from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
 from nxdt_core.errors.plugins import UnknownComponent
+from nxdt_core.hf import reader as hf_reader
+from nxdt_core.hf.directory import load_hf
+from nxdt_core.hf.key_map import Source
+from nxdt_core.hf.reader import HFWeights
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
+from nxdt_core.run.start import ForeignStart, decide_start
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.generate import generate
-from nxdt_core.train.run.start import ForeignStart, decide_start
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights import importing
 from nxdt_core.train.weights.export import export_hf

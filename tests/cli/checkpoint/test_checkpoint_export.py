@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.checkpoint import list_checkpoints
-from nxdt_core.checkpoint.hf.directory import read_hf_config
 from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.hf.directory import read_hf_config
 from tests.checkpoint.hf.exchange import save_run, write_tokenizer
 from tests.processes import Popen
 

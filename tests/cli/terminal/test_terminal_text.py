@@ -92,7 +92,7 @@ def test_the_log_of_a_run(tmp_path, small_log):
 def small_log(tmp_path):
     from nxdt_core.config import load
     from nxdt_core.protocols.engine import RankInfo
-    from nxdt_core.train.run_directory.log import run_log
+    from nxdt_core.run.log import run_log
 
     config = load("recipe:llama-tiny", [f"exp_manager.exp_dir={tmp_path}", "name=run"])
     with run_log(config, RankInfo(rank=0, world_size=1, local_rank=0)):

@@ -15,7 +15,7 @@ from nxdt_core.config.tree import MASK
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.ranks import RanksDisagree
 from nxdt_core.launch.agreement import check_agreement
-from nxdt_core.train.run.report import resume_command
+from nxdt_core.run.report import resume_command
 
 CANARY = "canary-4711-value"
 BOARD = (

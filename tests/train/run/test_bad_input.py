@@ -9,7 +9,8 @@ import pytest
 
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from tests import private_mounts
 from tests.distributions import write_distribution
 

@@ -8,7 +8,8 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback, StepNotFinite
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from tests.train.ema_run import averaged_run
 
 PLUGIN = """

@@ -16,7 +16,8 @@ from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.exchange import SavedConfigUnusable
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import named_config, saved_run
 from tests.train.small import SMALL
 

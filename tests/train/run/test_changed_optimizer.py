@@ -6,7 +6,8 @@ from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
 from nxdt_core.errors.training import OptimizerChanged
-from nxdt_core.train import TrainSession, build, train
+from nxdt_core.run import train
+from nxdt_core.train import TrainSession, build
 
 STEPS = 2
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST, PROFILES
-from nxdt_core.train import train
+from nxdt_core.run import train
 
 HIGH = "trainer.float32_matmul_precision=high"
 UNSAVED = "checkpoint.enabled=false"

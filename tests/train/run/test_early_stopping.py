@@ -11,8 +11,9 @@ from nxdt_core import checkpoint
 from nxdt_core.config.training_schema import EarlyStoppingParams, mode_of
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MetricNotLogged
-from nxdt_core.train import build, train
-from nxdt_core.train.callbacks.stopping import EarlyStop
+from nxdt_core.run import train
+from nxdt_core.run.callbacks.stopping import EarlyStop
+from nxdt_core.train import build
 from tests.train.ema_run import averaged_run
 
 PARAMS = "exp_manager.early_stopping_callback_params"

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.train import train
+from nxdt_core.run import train
 from tests.launch.launching import FAULTY, finish, ranks_of, start, wait_for_rows
 from tests.train.small import SMALL
 

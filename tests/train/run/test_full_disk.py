@@ -14,8 +14,9 @@ from nxdt_testing.ranks import RankPool, RanksFailed
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.train import build, train
-from nxdt_core.train.loggers import TensorBoard
+from nxdt_core.run import train
+from nxdt_core.run.loggers import TensorBoard
+from nxdt_core.train import build
 from tests import private_mounts
 from tests.train.small import SMALL
 

@@ -12,7 +12,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
-from nxdt_core.train import train
+from nxdt_core.run import train
 from tests.sampling import slow
 from tests.train.ema_run import averaged_run
 

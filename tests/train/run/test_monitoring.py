@@ -18,9 +18,9 @@ from nxdt_testing.errors import raises
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable, StepNotFinite
-from nxdt_core.train import train
-from nxdt_core.train.callbacks.prometheus import Sample, exposition
-from nxdt_core.train.run_directory.metric_files import mark_failed
+from nxdt_core.run import train
+from nxdt_core.run.callbacks.prometheus import Sample, exposition
+from nxdt_core.run.metric_files import mark_failed
 from tests import processes
 from tests.train.small import SMALL
 

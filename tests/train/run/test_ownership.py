@@ -22,10 +22,11 @@ from nxdt_core.cli import main
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.train import build, train
-from nxdt_core.train.run.start import decide_start
-from nxdt_core.train.run_directory.files import directory_lock
-from nxdt_core.train.run_directory.metric_files import mark_failed
+from nxdt_core.run import train
+from nxdt_core.run.files import directory_lock
+from nxdt_core.run.metric_files import mark_failed
+from nxdt_core.run.start import decide_start
+from nxdt_core.train import build
 from tests import processes
 from tests.sampling import slow
 from tests.train.small import SMALL
@@ -233,7 +234,7 @@ def test_a_place_is_owned_before_the_checkpoint_to_start_from_is_chosen(small_ru
         refused.append(caught.value)
         return decide_start(*arguments, **keywords)
 
-    monkeypatch.setattr("nxdt_core.train.run.train.decide_start", own_then_decide)
+    monkeypatch.setattr("nxdt_core.run.training.decide_start", own_then_decide)
     train(config)
     assert len(refused) == 1
 

@@ -5,7 +5,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.cli import main
 from nxdt_core.errors.plugins import ComponentUnusable, PluginCodeExited
-from nxdt_core.train import train
+from nxdt_core.run import train
 
 PLUGIN = """
 import sys

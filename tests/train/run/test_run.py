@@ -23,7 +23,8 @@ from nxdt_core.errors.training import (
     StepNotFinite,
 )
 from nxdt_core.kernel import Kernel
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from nxdt_core.train.session import TrainSession
 from tests.sampling import slow
 
@@ -361,8 +362,8 @@ def test_the_summary_names_the_checkpoint_that_holds_what_was_trained(small_run)
 
 def test_a_trained_checkpoint_goes_to_hugging_face(small_run, tmp_path, weights):
     """The snippet of the Llama plugin's README."""
-    from nxdt_core.checkpoint.hf.directory import load_hf, save_hf
     from nxdt_core.config import load
+    from nxdt_core.hf.directory import load_hf, save_hf
 
     config = small_run("trainer.max_steps=1")
     train(config)

@@ -11,7 +11,7 @@ from nxdt_testing.ranks import RankPool
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import CannotCopyFile, StepNotFinite
-from nxdt_core.train import train
+from nxdt_core.run import train
 from tests import processes
 from tests.sampling import slow
 from tests.train.ema_run import averaged_run
@@ -30,7 +30,7 @@ def test_a_log_has_what_the_console_said_and_what_was_warned_of(small_run, capsy
     train(config)
     (text,) = logs(config.run_dir).values()
     assert re.search(r"INFO rank 0 nxdt_core\S*: step 1/2  loss", text)
-    assert "WARNING rank 0 nxdt_core.train.callbacks.checkpoints: step 2 has no metric 'nonsense'" in text
+    assert "WARNING rank 0 nxdt_core.run.callbacks.checkpoints: step 2 has no metric 'nonsense'" in text
     assert "step 1/2  loss" in capsys.readouterr().err
 
 
@@ -84,7 +84,7 @@ def warned_run(where, *overrides):
     import importlib
     import logging
 
-    module = importlib.import_module("nxdt_core.train.run.train")
+    module = importlib.import_module("nxdt_core.run.training")
     fit = module.fit
 
     def warning_fit(run):

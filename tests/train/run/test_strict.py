@@ -8,7 +8,8 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.train import TrainSession, train
+from nxdt_core.run import train
+from nxdt_core.train import TrainSession
 from tests import processes
 from tests.train.small import SMALL
 

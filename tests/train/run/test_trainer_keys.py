@@ -8,7 +8,8 @@ from nxdt_testing.errors import raises
 from nxdt_core import checkpoint
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import LengthUnknown
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from tests.sampling import slow
 
 SAVING = "checkpoint"

@@ -14,8 +14,8 @@ from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
 from nxdt_plugin_lora.targets import tables_of
 
-from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.hf.directory import save_hf
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.parallel_model import ParallelModel

@@ -21,15 +21,15 @@ from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import TrustedKeys
-from nxdt_core.checkpoint.hf import reader
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase, BaseDtypeChanged
 from nxdt_core.errors.training import CannotWriteRunDirectory
+from nxdt_core.hf import reader
 from nxdt_core.models.quantised import QuantisedWeight, requantised
+from nxdt_core.run.training import train
 from nxdt_core.train.generate import generate
-from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.export import export_hf
 from tests.checkpoint.hf.exchange import write_tokenizer
 from tests.checkpoint.hf.transformers_4 import read_here, transformers_4

@@ -17,11 +17,11 @@ from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, shortened, write_peft
 from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.hf.directory import save_hf
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import AdapterBaseUnknown
+from nxdt_core.hf.directory import save_hf
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer

@@ -11,7 +11,7 @@ from nxdt_plugin_s3.storage import S3Storage
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import StorageError
-from nxdt_core.train import train
+from nxdt_core.run import train
 from tests.http_faults import FaultProxy, Request, refuse, reset
 from tests.s3_server import refuse_s3
 from tests.sampling import sampled

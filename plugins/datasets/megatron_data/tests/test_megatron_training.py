@@ -14,7 +14,8 @@ from nxdt_testing.ranks import RankPool
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.train import build, train
+from nxdt_core.run import train
+from nxdt_core.train import build
 from tests import processes
 
 RECIPE = "recipe:gpt-indexed-tiny"

@@ -15,7 +15,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.errors import NxdtError
-from nxdt_core.train.run.train import train
+from nxdt_core.run.training import train
 from tests.train.small import SMALL
 
 

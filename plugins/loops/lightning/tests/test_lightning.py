@@ -12,7 +12,7 @@ from nxdt_plugin_lightning.strategy import EngineAccelerator
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.checkpoints import UnsavableState
-from nxdt_core.train import train
+from nxdt_core.run import train
 from tests import processes
 from tests.launch.launching import environment
 from tests.train.small import SMALL

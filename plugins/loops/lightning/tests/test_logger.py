@@ -10,7 +10,7 @@ from nxdt_testing.callback_contract import LoggerContract
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.training import LoggerCannotStart
-from nxdt_core.train import train
+from nxdt_core.run import train
 
 
 class TestCsv(LoggerContract):

@@ -17,7 +17,7 @@ from pytorch_lightning.demos.boring_classes import BoringModel
 
 from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import NotOurCallback
-from nxdt_core.train import train
+from nxdt_core.run import train
 from tests.sampling import slow
 from tests.train.small import SMALL
 
@@ -308,7 +308,7 @@ def test_another_strategy_is_named(small_run, tmp_path):
 
 
 def test_the_figures_of_a_run_of_nxdt_train_are_not_logged_twice(small_run):
-    from nxdt_core.train import train
+    from nxdt_core.run import train
 
     config = small_run("trainer.max_steps=2", "trainer.val_check_interval=2", "trainer.limit_val_batches=1")
     train(config)

@@ -20,8 +20,8 @@ from nxdt_plugin_migrate.errors import (
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
-from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config.section import Section
+from nxdt_core.hf.key_map import sources
 from nxdt_core.protocols.model import ModelBuilder
 from plugins.migration.nxd.tests.nxd_writer import Written, by_head
 from tests.checkpoint.poison import installed

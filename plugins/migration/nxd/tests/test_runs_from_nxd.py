@@ -3,8 +3,9 @@
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf.key_map import sources
-from nxdt_core.train import build, train
+from nxdt_core.hf.key_map import sources
+from nxdt_core.run import train
+from nxdt_core.train import build
 from nxdt_core.train.weights.importing import import_checkpoint
 from plugins.migration.nxd.tests.nxd_writer import Written
 from tests.sampling import slow

@@ -18,9 +18,9 @@ import pytest
 import torch
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
-from nxdt_core.checkpoint.hf.directory import save_hf
-from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import load
+from nxdt_core.hf.directory import save_hf
+from nxdt_core.hf.key_map import sources
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.train import build
 from plugins.migration.nxd.tests.nxd_writer import Written

@@ -12,8 +12,8 @@ from nxdt_plugin_gpt.builder import GPTBuilder
 from nxdt_plugin_gpt.config import GPTConfig
 from safetensors.torch import load_file, save_file
 
-from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
-from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.hf.key_map import sources
 from nxdt_core.models.random.init import initialize
 from tests.sampling import slow_except
 

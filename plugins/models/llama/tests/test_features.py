@@ -19,12 +19,12 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 from pydantic import Field
 
-from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
-from nxdt_core.checkpoint.hf.key_map import sources
 from nxdt_core.config import read
 from nxdt_core.config.section import Section
 from nxdt_core.config.tree import Node, Origin, from_plain
 from nxdt_core.errors.models import HFUnsupported, NoHFForm
+from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.hf.key_map import sources
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model

@@ -10,8 +10,8 @@ import torch
 from nxdt_plugin_llama.builder import MistralBuilder
 from nxdt_plugin_llama.config import MistralConfig
 
-from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.errors.models import HFUnsupported
+from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
 from tests.sampling import slow_except
 
 TOKENS = 150

@@ -8,7 +8,7 @@ import random
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.models.random.init import initialize
 from tests.sampling import slow_except
 

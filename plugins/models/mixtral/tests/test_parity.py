@@ -8,8 +8,8 @@ import random
 import pytest
 import torch
 
-from nxdt_core.checkpoint.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.config import load
+from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.step_context import StepContext

@@ -15,8 +15,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from nxdt_core.config import load
+from nxdt_core.run.training import train
 from nxdt_core.train import TrainSession
-from nxdt_core.train.run.train import train
 from tests.sampling import slow
 
 transformers = pytest.importorskip("transformers")

@@ -33,9 +33,9 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointNotFound
 from nxdt_core.errors.models import SequenceTooLongForModel
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.run.training import train
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.plan import plan
-from nxdt_core.train.run.train import train
 
 transformers = pytest.importorskip("transformers")
 

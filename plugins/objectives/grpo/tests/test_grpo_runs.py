@@ -24,10 +24,10 @@ from nxdt_core.distributed.device_operations import HostOperations
 from nxdt_core.distributed.devices import CPU, PROFILES
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.run.training import train
 from nxdt_core.train import TrainSession
 from nxdt_core.train.continuation import Writer
 from nxdt_core.train.plan import plan
-from nxdt_core.train.run.train import train
 from tests import processes
 from tests.sampling import slow
 

@@ -12,7 +12,7 @@ import pytest
 
 from nxdt_core.config import load
 from nxdt_core.errors import NxdtError
-from nxdt_core.train.run.train import train
+from nxdt_core.run.training import train
 from tests.distributions import write_distribution
 from tests.sampling import slow
 

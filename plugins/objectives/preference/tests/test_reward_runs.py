@@ -14,9 +14,9 @@ from nxdt_core.config import load
 from nxdt_core.data.sources import collate
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.run.training import train
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.generate import load_model
-from nxdt_core.train.run.train import train
 
 SMALL = (
     *("trainer.accelerator=cpu", "trainer.max_steps=3", "trainer.val_check_interval=null"),

@@ -17,7 +17,7 @@ from nxdt_core import callback
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, SplitName
-from nxdt_core.train.run.train import train
+from nxdt_core.run.training import train
 from nxdt_testing.runs.run import run_config
 
 __all__ = ["STEPS", "Tokens", "losses", "no_thread_left", "small_config", "train_small"]

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.checkpoint.format.hf_source import HFSource
-from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.errors.models import HFNotWritable
+from nxdt_core.hf.key_map import Source, sources
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.train import build
 from nxdt_core.train.weights.export import tokenizer_files

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from nxdt_core.checkpoint.hf.key_map import Source, sources
+from nxdt_core.hf.key_map import Source, sources
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_plugin_lora.errors import NoPeftForm
 

@@ -6,7 +6,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.checkpoint.hf.key_map import sources
+from nxdt_core.hf.key_map import sources
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_plugin_lora.errors import AdapterFileDamaged
 from nxdt_plugin_lora.peft_files import CONFIG, opened_weights, read_config, section_of

@@ -12,8 +12,8 @@ from nxdt_core.config import load as load_config
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.run.training import train
 from nxdt_core.train.generate import generate
-from nxdt_core.train.run.train import train
 from nxdt_core.train.weights.importing import import_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

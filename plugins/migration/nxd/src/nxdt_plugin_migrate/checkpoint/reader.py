@@ -17,8 +17,8 @@ import torch
 
 from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.format.hf_source import read_optional_json
-from nxdt_core.checkpoint.hf.key_map import Source, sources
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.hf.key_map import Source, sources
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.format import CheckpointReader

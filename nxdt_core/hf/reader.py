@@ -15,12 +15,12 @@ from safetensors import SafetensorError, safe_open
 from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
-from nxdt_core.checkpoint.hf.key_map import Source, sources
-from nxdt_core.checkpoint.hf.mxfp4 import BLOCKS, SCALES, PackedMatrices
 from nxdt_core.config.huggingface import architectures_of, unusable, weights_in
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
+from nxdt_core.hf.key_map import Source, sources
+from nxdt_core.hf.mxfp4 import BLOCKS, SCALES, PackedMatrices
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.format import CheckpointReader

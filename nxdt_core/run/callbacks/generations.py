@@ -14,10 +14,10 @@ from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.training import GenerationsNeedTokenizer
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.run.callbacks.config import GenerationsConfig
 from nxdt_core.system.regular_files import regular_opener
 from nxdt_core.system.visible_text import visible
 from nxdt_core.train import build
-from nxdt_core.train.callbacks.config import GenerationsConfig
 from nxdt_core.train.continuation import Writer
 from nxdt_core.train.sampling import Sampling
 

@@ -1,6 +1,6 @@
 """A model as one GGUF file, which llama.cpp and Ollama run: Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
-The file is made of the Hugging Face directory that :func:`nxdt_core.checkpoint.hf.export.plan_hf` plans: its weights
+The file is made of the Hugging Face directory that :func:`nxdt_core.hf.export.plan_hf` plans: its weights
 by llama.cpp's names, ``config.json`` as metadata, and the tokenizer. The package ``gguf`` writes it.
 """
 
@@ -17,9 +17,9 @@ import torch
 
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, HFSource
 from nxdt_core.checkpoint.format.shards import TensorSpec
-from nxdt_core.checkpoint.hf.export import HFPlan, HFShard
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
+from nxdt_core.hf.export import HFPlan, HFShard
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_core.models.rotary import frequencies
 from nxdt_core.system.regular_files import replacing

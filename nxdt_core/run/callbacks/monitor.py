@@ -19,10 +19,10 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable
 from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.run.callbacks.metrics import MetricsWriter
+from nxdt_core.run.callbacks.prometheus import MonitorServer, Sample, exposition, samples_of_row
+from nxdt_core.run.log import strict_json
 from nxdt_core.system.regular_files import replace_text
-from nxdt_core.train.callbacks.metrics import MetricsWriter
-from nxdt_core.train.callbacks.prometheus import MonitorServer, Sample, exposition, samples_of_row
-from nxdt_core.train.run_directory.log import strict_json
 
 _log = logging.getLogger(__name__)
 

@@ -21,9 +21,10 @@ from nxdt_core.checkpoint.ownership import is_owned
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
+from nxdt_core.run.files import directory_lock
+from nxdt_core.run.log import strict_json
 from nxdt_core.system.regular_files import read_text, regular_opener, replace_text, replacing
-from nxdt_core.train.run_directory.files import cannot_write, directory_lock
-from nxdt_core.train.run_directory.log import strict_json
+from nxdt_core.train.run_dir import cannot_write
 
 _ASIDE = ".replaced.jsonl"
 

@@ -14,8 +14,8 @@ from typing import Any, TextIO
 import click
 from tqdm import tqdm
 
+from nxdt_core.run.log import VALUES
 from nxdt_core.system.visible_text import colours_wanted, from_here, visible
-from nxdt_core.train.run_directory.log import VALUES
 
 _log = logging.getLogger(__name__)
 _BAR = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}, ETA {remaining}{postfix}"

@@ -15,8 +15,8 @@ from nxdt_core.config.secrets import shown_words
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.run.callbacks.console import human
 from nxdt_core.train import build
-from nxdt_core.train.callbacks.console import human
 from nxdt_core.train.session import TrainSession
 from nxdt_core.train.weights.average import has_average
 from nxdt_core.train.weights.saved_config import config_to_save
@@ -24,7 +24,7 @@ from nxdt_core.train.weights.saved_config import config_to_save
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunSummary:
-    """Result of :func:`nxdt_core.train.run.train`."""
+    """Result of :func:`nxdt_core.run.training`."""
 
     step: int
     max_steps: int

@@ -17,9 +17,9 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.training_schema import mode_of
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.run.metric_files import MetricFiles
 from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
-from nxdt_core.train.run_directory.metric_files import MetricFiles
 from nxdt_core.train.session import SaveFacts
 from nxdt_core.train.weights.export import HFForm
 

@@ -25,21 +25,23 @@ from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.models.token_flops import token_flops
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.system.garbage_collection import collect_as_usual
-from nxdt_core.system.progress import PROGRESS
-from nxdt_core.system.regular_files import make_directory, require_plain_files
-from nxdt_core.train import build
-from nxdt_core.train.callbacks.checkpoints import CheckpointSaver, SaveMetrics
-from nxdt_core.train.callbacks.console import Console
-from nxdt_core.train.callbacks.metrics import MetricsWriter
-from nxdt_core.train.callbacks.monitor import Monitor, MonitorReports, monitored
-from nxdt_core.train.callbacks.profiler import CompileTime, Profiler
-from nxdt_core.train.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
-from nxdt_core.train.data import RunData
-from nxdt_core.train.loop import fit
-from nxdt_core.train.run.out_of_memory import memory_errors_explained
-from nxdt_core.train.run.report import RunSummary, banner, resume_command, resume_notes
-from nxdt_core.train.run.start import (
+from nxdt_core.run.callbacks.checkpoints import CheckpointSaver, SaveMetrics
+from nxdt_core.run.callbacks.console import Console
+from nxdt_core.run.callbacks.metrics import MetricsWriter
+from nxdt_core.run.callbacks.monitor import Monitor, MonitorReports, monitored
+from nxdt_core.run.callbacks.profiler import CompileTime, Profiler
+from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
+from nxdt_core.run.files import (
+    keep_inputs,
+    owned_on_rank_zero,
+    previous_source,
+    with_dated_run_dir,
+)
+from nxdt_core.run.log import printed, run_log
+from nxdt_core.run.metric_files import MetricFiles
+from nxdt_core.run.out_of_memory import memory_errors_explained
+from nxdt_core.run.report import RunSummary, banner, resume_command, resume_notes
+from nxdt_core.run.start import (
     ForeignStart,
     Start,
     apply_fast_dev_run,
@@ -51,15 +53,13 @@ from nxdt_core.train.run.start import (
     epochs_to_steps,
     with_start_step,
 )
-from nxdt_core.train.run_directory.files import (
-    keep_inputs,
-    owned_on_rank_zero,
-    previous_source,
-    run_dir_explained,
-    with_dated_run_dir,
-)
-from nxdt_core.train.run_directory.log import printed, run_log
-from nxdt_core.train.run_directory.metric_files import MetricFiles
+from nxdt_core.system.garbage_collection import collect_as_usual
+from nxdt_core.system.progress import PROGRESS
+from nxdt_core.system.regular_files import make_directory, require_plain_files
+from nxdt_core.train import build
+from nxdt_core.train.data import RunData
+from nxdt_core.train.loop import fit
+from nxdt_core.train.run_dir import run_dir_explained
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any, final
 
@@ -14,57 +14,16 @@ import torch
 from nxdt_core.callback import Callback, Run
 from nxdt_core.distributed.devices import max_memory_bytes, peak_flops, reset_max_memory
 from nxdt_core.models.token_flops import TokenFlops
-from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.run.callbacks.console import Console
+from nxdt_core.run.metric_files import MetricFiles
 from nxdt_core.system.progress import PROGRESS
-from nxdt_core.train.callbacks.console import Console
-from nxdt_core.train.data import UNNAMED
-from nxdt_core.train.run_directory.metric_files import MetricFiles
 from nxdt_core.train.state import versions_of
 
-__all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter", "ValidationMetrics", "scalars"]
+__all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter", "scalars"]
 
 _log = logging.getLogger(__name__)
 
 Metrics = dict[str, float | int | None]
-
-
-class ValidationMetrics:
-    """Adds up losses and metrics on the device, batch by batch.
-
-    Args:
-        unit: what the loss is a mean over; of ``tokens`` there is a perplexity, too.
-    """
-
-    def __init__(self, unit: str) -> None:
-        self._unit = unit
-        self._names: tuple[str, ...] = ()
-        self._sums: dict[int, torch.Tensor] = {}
-
-    def add(self, number: int, found: StepLoss) -> None:
-        """Add a global batch of the ``number``-th set."""
-        self._names = tuple(found.metrics)
-        values = torch.stack([found.loss, *(found.metrics[name].to(found.loss) for name in self._names)]).double()
-        weight = found.weight.to(values)
-        sums = torch.cat([weight.reshape(1), torch.where(weight > 0, values * weight, 0)])
-        self._sums[number] = self._sums[number] + sums if number in self._sums else sums
-
-    def row(self, sets: Sequence[str]) -> dict[str, Any]:
-        """Means over the unit: of everything and, where ``sets`` have names, of each under ``sets``."""
-        if not self._sums:
-            return {}
-        by_set = dict(zip(self._sums, torch.stack(list(self._sums.values())).tolist(), strict=True))  # the one copy
-        together = self._metrics([sum(column) for column in zip(*by_set.values(), strict=True)])
-        if list(sets) == [UNNAMED]:
-            return dict(together)
-        return {**together, "sets": {sets[number]: self._metrics(sums) for number, sums in by_set.items()}}
-
-    def _metrics(self, sums: Sequence[float]) -> Metrics:
-        weight = sums[0]
-        loss, *metrics = [value / weight if weight else None for value in sums[1:]]
-        found: Metrics = {"loss": loss, self._unit: int(weight)}
-        if self._unit == "tokens":
-            found["perplexity"] = None if loss is None else math.exp(min(loss, 700.0))  # beyond, there is no such float
-        return {**found, **dict(zip(self._names, metrics, strict=True))}
 
 
 def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, float | None]:
@@ -77,7 +36,7 @@ def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, 
 
 
 METRICS_FILE = "metrics.jsonl"
-"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.train.run_directory.metric_files`."""
+"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.run.metric_files`."""
 VALIDATION_FILE = "validation.jsonl"
 """One JSON object per validation."""
 RESUMES_FILE = "resumes.jsonl"

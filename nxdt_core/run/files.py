@@ -17,12 +17,12 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.secrets import shown_words
 from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
-from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
+from nxdt_core.train.run_dir import run_dir_explained
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
@@ -95,24 +95,6 @@ def keep_inputs(config: ResolvedConfig) -> None:
                 raise CannotCopyFile(path=name, reason="another file to copy has the same name")
             source = _source(name)
             copy_file(source, make_directory(config.run_dir / "files") / source.name)
-
-
-@contextmanager
-def run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
-    """Turn an ``OSError`` of the block into :class:`CannotWriteRunDirectory`."""
-    try:
-        yield
-    except OSError as error:
-        raise cannot_write(config.run_dir, error) from error
-
-
-def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
-    """Return the error of a run whose directory cannot be written; its reason names the file, if the system does."""
-    reason = error.strerror or str(error)
-    name = os.path.relpath(os.fsdecode(error.filename), run_dir) if error.filename is not None else "."
-    if name.partition(os.sep)[0] not in (".", ".."):
-        reason = f"{name}: {reason}"
-    return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
 
 
 def _source(name: str) -> Path:

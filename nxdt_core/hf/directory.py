@@ -21,13 +21,13 @@ from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.shards import TensorSpec, Writable
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.hf.export import MAX_SHARD_BYTES, HFPlan, HFShard, plan_hf
-from nxdt_core.checkpoint.hf.key_map import HFTensor, room_for
-from nxdt_core.checkpoint.hf.reader import HFWeights
 from nxdt_core.checkpoint.pieces import dtype_name
 from nxdt_core.checkpoint.read.boxes import fill
 from nxdt_core.checkpoint.storage import explained_os_errors, open_storage
 from nxdt_core.errors.models import HFNotWritable
+from nxdt_core.hf.export import MAX_SHARD_BYTES, HFPlan, HFShard, plan_hf
+from nxdt_core.hf.key_map import HFTensor, room_for
+from nxdt_core.hf.reader import HFWeights
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement

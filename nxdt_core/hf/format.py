@@ -21,6 +21,6 @@ class HFFormat(CheckpointFormat):
         Raises:
             HFFileMissing, HFFileDamaged: of its ``config.json``.
         """
-        from nxdt_core.checkpoint.hf.reader import HFReader  # imports torch
+        from nxdt_core.hf.reader import HFReader  # imports torch
 
         return HFReader(path)

@@ -20,7 +20,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.system.regular_files import make_directory, regular_opener
 from nxdt_core.system.visible_text import VisibleFormatter, visible
-from nxdt_core.train.run_directory.files import run_dir_explained
+from nxdt_core.train.run_dir import run_dir_explained
 
 VALUES = "nxdt_values"
 """Attribute of a record: the values that its message shows, such as a row of ``metrics.jsonl``."""

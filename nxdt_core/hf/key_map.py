@@ -1,6 +1,6 @@
 """A builder's key map, spelled out: which Hugging Face tensors make which parameter, and back.
 
-No files here; :mod:`nxdt_core.checkpoint.hf.directory` reads and writes them.
+No files here; :mod:`nxdt_core.hf.directory` reads and writes them.
 """
 
 from __future__ import annotations
