@@ -92,7 +92,7 @@ def read_architecture(values: Mapping[str, Any]) -> Architecture:
     return Architecture(config=config, model_class=model_class)
 
 
-def _unknown(model_type: str, values: Mapping[str, Any], version: str, known: list[str]) -> NxdtError | NxdtError:
+def _unknown(model_type: str, values: Mapping[str, Any], version: str, known: list[str]) -> NxdtError:
     own_code = values.get("auto_map")
     if own_code:
         classes = ", ".join(map(str, own_code.values() if isinstance(own_code, Mapping) else [own_code]))
