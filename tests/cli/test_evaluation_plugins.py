@@ -20,10 +20,14 @@ def nxdt_tasks():
 """
     exams = """
 from nxdt_core.errors.evaluation import NothingToJudge
+from nxdt_core.protocols.evaluation import TaskSuite
 
-class Exams:
+class Exams(TaskSuite):
     def __init__(self, tasks, path):
         raise NothingToJudge(found=f"there is no exam {tasks[0]}")
+
+    def run(self, model, *, limit):
+        return {}
 """
     dist("nxdt_acme", entry, acme_exams=exams)
     done = nxdt("evaluate", "nowhere", "--task", "latin", uninstalled=("nxdt-plugin-evaluate",))

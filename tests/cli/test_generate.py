@@ -19,6 +19,7 @@ import torch
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
+from nxdt_core.protocols.parallel_model import CacheUnsupported
 from nxdt_core.run.training import train
 from nxdt_core.train.generate import load_model
 from tests.train.small import SMALL
@@ -107,6 +108,9 @@ class Counts:
         (answer,) = self.tokenizer.encode(str(marks))
         token = self.tokenizer.eos_id if seen[-1] == answer else answer
         return torch.nn.functional.one_hot(torch.tensor([[token]]), self.tokenizer.vocab_size).float()
+
+    def decoding(self, lengths, columns):
+        raise CacheUnsupported("it keeps none")
 
 
 def test_a_chat_keeps_its_turns_forgets_them_on_reset_and_ends(run, capsys, monkeypatch):

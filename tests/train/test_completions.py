@@ -20,6 +20,7 @@ from nxdt_core.data.tokenizers.config import (
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.data.tokenizers.tiktoken import TiktokenTokenizer
+from nxdt_core.protocols.parallel_model import CacheUnsupported
 from nxdt_core.train.continuation import Writer, completion
 from nxdt_core.train.sampling import Sampling
 
@@ -133,6 +134,9 @@ class Scripted:
 
     def forward(self, given):
         return torch.nn.functional.one_hot(torch.tensor([[self.ids[given.shape[1] - self.before]]]), 1_000).float()
+
+    def decoding(self, lengths, columns):
+        raise CacheUnsupported("it keeps none")
 
 
 @given(

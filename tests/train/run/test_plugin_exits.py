@@ -11,12 +11,23 @@ PLUGIN = """
 import sys
 from nxdt_core.api import Callback, Component, hookimpl
 from nxdt_core.protocols.dataset import DatasetSplits, MapDataset
+from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.tokenizer import Tokenizer
 
 class Panic(BaseException):
     "As the panics of pyo3, which are no Exception."
 
 def leaving(*arguments):
     exit()
+
+class Data(DatasetSplits):
+    __init__ = split = leaving
+
+class Text(Tokenizer):
+    __init__ = encode = decode = fingerprint = leaving
+
+class Loss(Objective):
+    __init__ = __call__ = leaving
 
 class Samples(DatasetSplits, MapDataset):
     def __init__(self, config, context): ...
@@ -56,11 +67,11 @@ def named(name, target):
 
 @hookimpl
 def nxdt_datasets():
-    return [named("leaving", "leaving"), named("samples", "Samples")]
+    return [named("leaving", "Data"), named("samples", "Samples")]
 
 @hookimpl
 def nxdt_tokenizers():
-    return [named("leaving", "leaving")]
+    return [named("leaving", "Text")]
 
 @hookimpl
 def nxdt_schedules():
@@ -73,7 +84,7 @@ def nxdt_optimizers():
 
 @hookimpl
 def nxdt_objectives():
-    return [named("leaving", "leaving")]
+    return [named("leaving", "Loss")]
 
 @hookimpl
 def nxdt_callbacks():
