@@ -1,7 +1,7 @@
 """Everything that a plugin's entry module may import: the hook marker and the component records.
 
-Neither torch nor any other heavy library is imported here, so that listing plugins stays cheap. What a
-component of each kind must implement is in :mod:`nxdt_core.protocols`, one file per kind.
+Neither torch nor any other heavy library is imported here, so that listing plugins stays cheap. The base
+class of each kind is in :mod:`nxdt_core.protocols`, one file per kind.
 
 A whole plugin's entry module::
 
@@ -231,7 +231,7 @@ class Kind:
     record: type[Component]
     """Record class that the hook's results must be instances of."""
     protocol: str
-    """``package.module:Class`` that documents what the target must look like."""
+    """``package.module:Class``: the base class of the target, or what a target that is a function looks like."""
     section: str
     """Key of the configuration, or option of a command, that selects the component: ``model.name``."""
     summary: str = ""
