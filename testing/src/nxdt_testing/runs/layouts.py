@@ -217,7 +217,8 @@ class TriesLayouts:
             pytest.skip(f"this run of pytest leaves {layout} out; run all with --samples=all")
         wrong = compare(builder, LAYOUTS[layout], **parts)
         settings = " ".join(LAYOUTS[layout].settings)
-        assert not wrong, f"in the layout {settings} it does not train as in one process: {'; '.join(wrong)}. {advice}"
+        said = "; ".join(wrong)  # behind the advice, since the stacks of ranks that hang are long
+        assert not wrong, f"in the layout {settings} it does not train as in one process. {advice}\n{said}"
 
 
 def component_of(builder: ModelBuilder) -> RegisteredComponent | None:

@@ -24,6 +24,7 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
@@ -83,7 +84,7 @@ def save(
         local = piece_of(value).tensor.detach()
         if not writes:
             return None
-        local = local.to("cpu", copy=True)  # torch.save writes all of the memory that a view belongs to
+        local = local.to(HOST, copy=True)  # torch.save writes all of the memory that a view belongs to
         return local.to(torch.bfloat16) if down_cast_bf16 and local.dtype == torch.float32 else local
 
     held = tree_map(on_the_host, state_dict)
