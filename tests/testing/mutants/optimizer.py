@@ -191,6 +191,8 @@ class SumsOverTheOutermostGroup(Normed):
 
 @mutant
 class LeavesRanksWithoutAGradientOut(Normed):
+    hangs_s = 15.0
+
     def update(self, weight, group):
         if weight.grad.any():
             super().update(weight, group)
@@ -224,6 +226,7 @@ def under_contract(made):
     class Contract(OptimizerContract):
         sharded = True
         rtol = getattr(made, "rtol", OptimizerContract.rtol)
+        hangs_s = getattr(made, "hangs_s", OptimizerContract.hangs_s)
 
         @pytest.fixture
         def factory(self):

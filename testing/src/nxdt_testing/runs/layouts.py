@@ -145,7 +145,9 @@ class _Work:
         )
 
 
-def compare(builder: ModelBuilder, layout: Layout, *, rtol: float = _UPDATE, **parts: Any) -> list[str]:
+def compare(
+    builder: ModelBuilder, layout: Layout, *, rtol: float = _UPDATE, timeout_s: float = 60.0, **parts: Any
+) -> list[str]:
     """Train in one process and in ``layout``.
 
     Args:
@@ -153,6 +155,7 @@ def compare(builder: ModelBuilder, layout: Layout, *, rtol: float = _UPDATE, **p
         layout: of the ranks.
         rtol: allowed difference of an update, relative to the largest element of the parameter's; that of losses
             grows with it.
+        timeout_s: for the steps on ranks.
         parts: ``optimizer``, ``objective`` and ``adapter``, each :class:`nxdt_testing.runs.run.Parts`, in place of
             gradient descent, next-token prediction and none; ``batches``, micro-batches in place of made-up ones.
 
@@ -163,7 +166,9 @@ def compare(builder: ModelBuilder, layout: Layout, *, rtol: float = _UPDATE, **p
     single = replace(layout, needs=frozenset(), settings=(), ranks=1, exhaustive=False)
     alone = _train_alone(pickle.dumps(replace(work, layout=single)))
     try:
-        found = RankPool(layout.ranks, lasting=True).run(train_on_rank, work.homes, pickle.dumps(work))
+        found = RankPool(layout.ranks, lasting=True).run(
+            train_on_rank, work.homes, pickle.dumps(work), timeout_s=timeout_s
+        )
     except RanksFailed as failed:
         return [f"it cannot be trained: {failed}"]
     problems = [each for each in found if isinstance(each, str)]
@@ -204,6 +209,8 @@ class TriesLayouts:
 
     exhaustive: ClassVar[Collection[str]] = ()
     """Layouts that are left out, unless the option ``--samples`` of pytest is ``all``."""
+    hangs_s: ClassVar[float] = 60.0
+    """Seconds that the steps in a layout may take: ranks that do not call the same collectives wait for each other."""
 
     def tries(self, layout: str, config: pytest.Config) -> bool:
         """Return whether this run of pytest trains in ``layout``, a key of :data:`LAYOUTS`."""
@@ -215,7 +222,7 @@ class TriesLayouts:
         """Fail with ``advice`` where :func:`compare` finds differences; skip what is not tried."""
         if not self.tries(layout, config):
             pytest.skip(f"this run of pytest leaves {layout} out; run all with --samples=all")
-        wrong = compare(builder, LAYOUTS[layout], **parts)
+        wrong = compare(builder, LAYOUTS[layout], timeout_s=self.hangs_s, **parts)
         settings = " ".join(LAYOUTS[layout].settings)
         said = "; ".join(wrong)  # behind the advice, since the stacks of ranks that hang are long
         assert not wrong, f"in the layout {settings} it does not train as in one process. {advice}\n{said}"
