@@ -125,7 +125,7 @@ def test_what_the_model_returns_is_what_forward_returns(run):
     assert {name.partition(".")[0] for name, _ in model.named_children()} >= {"embed", "layers", "head"}
     assert "layers.3.attention.out" in dict(model.named_modules())
     assert model.dtype == torch.float64
-    assert isinstance(model.local_module(), Decoder)
+    assert type(model.local_module()) is Decoder
     with pytest.raises(AttributeError, match="config"):
         _ = model.config
 

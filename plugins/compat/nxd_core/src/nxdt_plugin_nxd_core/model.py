@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -80,40 +81,29 @@ def initialize_parallel_model(
 class NxDModel(nn.Module):
     """This rank's part of a module: a ``torch.nn.Module`` whose names and parameters are those that this rank has."""
 
+    parallel: ParallelModel
+    """The model of the engine."""
+
     def __init__(self, parallel: ParallelModel, nxd_config: NxDConfig, original: nn.Module, plan: ParallelPlan) -> None:
         super().__init__()
+        object.__setattr__(self, "parallel", parallel)  # so that nothing of it is registered twice
         self.nxd_config = nxd_config
-        self._parallel = (parallel,)  # in a tuple, so that nothing of it is registered twice
+        if hasattr(original, "config"):
+            self._config = original.config
         # In a pipeline, the last stage takes the loss out of what the module returns.
         self.loss_place = None if nxd_config.stages > 1 else nxd_config.pipeline["output_loss_value_spec"]
         """``output_loss_value_spec`` for what :meth:`forward` returns."""
-        self._config = getattr(original, "config", None)
         self._check = call_check(original.forward)
         self._plan = plan
         self._has_run = False
-
-    @property
-    def parallel(self) -> ParallelModel:
-        """The model of the engine."""
-        return self._parallel[0]
 
     def local_module(self) -> nn.Module:
         """Return the module of this rank: its first stage, or the whole module without a pipeline."""
         return self.parallel.local_modules()[0]
 
-    def local_modules(self) -> list[nn.Module]:
-        """Return the modules of this rank, one per stage."""
-        return [*self.parallel.local_modules()]
-
     @property
     def config(self) -> Any:
-        """The caller's ``module.config``.
-
-        Raises:
-            AttributeError: the module has none.
-        """
-        if self._config is None:
-            raise AttributeError("the module that model_fn returned has no attribute 'config'")
+        """The caller's ``module.config``."""
         return self._config
 
     @property
@@ -134,7 +124,7 @@ class NxDModel(nn.Module):
         step = StepContext(ids=batch.input_ids, vocabulary_loss=vocabulary_parallel_cross_entropies)
         run, world = self.nxd_config.session.config.run, self.nxd_config.engine.rank_info.world_size
         sizes = run.distributed_strategy.mesh_sizes(world)
-        with nullcontext() if self._has_run else name_shape_errors(self.local_modules(), self._plan, sizes):
+        with nullcontext() if self._has_run else name_shape_errors(self.parallel.local_modules(), self._plan, sizes):
             output = self.local_module()(batch.input_ids, step=step, **batch.arguments())
         self._has_run = True
         return scaled_gradients(output, self.parallel.data_ranks)
@@ -164,7 +154,7 @@ class NxDModel(nn.Module):
     def train(self, mode: bool = True) -> NxDModel:
         """Set the mode of this rank's modules."""
         self.training = mode
-        for module in self.parallel.local_modules() if hasattr(self, "_parallel") else ():
+        for module in self.parallel.local_modules() if hasattr(self, "parallel") else ():
             module.train(mode)
         return self
 
@@ -175,24 +165,17 @@ class NxDModel(nn.Module):
         for name, parameter in self.parallel.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, torch.Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield this rank's buffers."""
-        for module in self.parallel.local_modules():
-            yield from module.named_buffers(prefix, recurse, remove_duplicate)
+        return chain(*(module.named_buffers(*args, **kwargs) for module in self.parallel.local_modules()))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the children of this rank's modules."""
-        for module in self.parallel.local_modules():
-            yield from module.named_children()
+        return chain(*(module.named_children() for module in self.parallel.local_modules()))
 
-    def named_modules(
-        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Module]]:
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Yield this rank's modules."""
-        for module in self.parallel.local_modules():
-            yield from module.named_modules(memo, prefix, remove_duplicate)
+        return chain(*(module.named_modules(*args, **kwargs) for module in self.parallel.local_modules()))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return this rank's shards by name; :func:`save_checkpoint` saves the whole."""

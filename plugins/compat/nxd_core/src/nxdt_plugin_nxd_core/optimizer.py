@@ -96,17 +96,14 @@ class NxDOptimizer(torch.optim.Optimizer):
         super().__init__(core.inner.param_groups, core.inner.defaults)
         self.state = core.inner.state
         self.core = core
+        self.optimizer = core.inner
+        """The optimizer of the caller's class."""
         self.nxd_config = nxd_config
         self.grad_norm: torch.Tensor | None = None
         self._finished = False
         self.max_norm = nxd_config.max_grad_norm
         self.trained = parameters
         nxd_config.optimizers = [*nxd_config.optimizers, self]
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer of the caller's class."""
-        return self.core.inner
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Finish the gradients, clip them, and update. Collective.
