@@ -1,4 +1,4 @@
-"""Training as a library: a session for training loops of your own, and what a session consists of.
+"""Training as a library: a session for custom training loops, and what it consists of.
 
 The names below are imported on first use, so that a program pays for what it uses.
 """
