@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 CORE = ROOT / "nxdt_core"
 
 LAYERS = (
-    {"_version", "capabilities", "system"},
+    {"_version", "system"},
     {"errors"},
     {"callback"},
     {"api"},
