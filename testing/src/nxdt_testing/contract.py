@@ -8,7 +8,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import pytest
 
 __all__ = ["ComponentContract", "copied", "difference", "global_random_numbers_kept", "no_error"]
@@ -46,6 +45,7 @@ def global_random_numbers_kept(said: str) -> Iterator[None]:
 
     A run draws from them, too, and saves their state.
     """
+    import numpy as np
     import torch
 
     def states() -> dict[str, str]:
