@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.components import class_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.exchange import ForeignFormatUnknown
 from nxdt_core.errors.models import WeightsDoNotFit
@@ -75,10 +74,10 @@ def open_checkpoint(
         component = recognise(path, kernel)
         if component is None:
             raise _unknown(path, kernel, "no installed format recognises its files")
-        chosen = class_of(component, CheckpointFormat)()
+        chosen = component.load_class(CheckpointFormat)()
     else:
         component = kernel.registry.get(_KIND, format)
-        chosen = class_of(component, CheckpointFormat)()
+        chosen = component.load_class(CheckpointFormat)()
         if not chosen.recognises(path):
             raise _unknown(path, kernel, f"it is not of the format {format!r}")
     found = chosen.open(path)
@@ -152,7 +151,7 @@ def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch
 def _recognises(component: RegisteredComponent, path: Path) -> bool:
     """Whether a format recognises the path. One that fails is skipped with a warning: the path may be another's."""
     try:
-        return class_of(component, CheckpointFormat)().recognises(path)
+        return component.load_class(CheckpointFormat)().recognises(path)
     except NxdtError as error:
         reason = error.what()
     except KeyboardInterrupt:

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from typing import Any
 
 from nxdt_core.checkpoint.format.file_names import step_of
-from nxdt_core.components import class_of
 from nxdt_core.errors.checkpoints import CheckpointIsNoFile, StorageDenied, StorageError, StorageFull, StoragePathIsFile
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
@@ -70,7 +69,7 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
     config_class = component.load_config()
     if config is None and config_class is not None:
         config = config_class()
-    return class_of(component, CheckpointStore)(uri, config)
+    return component.load_class(CheckpointStore)(uri, config)
 
 
 def scheme_of(uri: str) -> str:

@@ -7,7 +7,6 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.components import class_of
 from nxdt_core.config.annotations import Written
 from nxdt_core.config.section import is_model, keys_of
 from nxdt_core.config.tree import to_plain
@@ -102,7 +101,7 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
         return []  # it is reported as a value to set
     if absent := [path for path in paths if not path.exists()]:
         return [f"data.tokenizer: {absent[0]} is not on this machine; its vocabulary is not compared with the model's"]
-    tokenizer = class_of(selected.component, Tokenizer)(selected.config)
+    tokenizer = selected.component.load_class(Tokenizer)(selected.config)
     rows = _rows(config.selected("model").config)
     if rows is not None and tokenizer.vocab_size > rows:
         added = bool(getattr(selected.config, "added_tokens", ()))

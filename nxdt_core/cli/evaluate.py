@@ -10,7 +10,6 @@ import click
 from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
 from nxdt_core.cli.generate import window_option
 from nxdt_core.cli.verb import Verb, say
-from nxdt_core.components import class_of
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.protocols.evaluation import TaskSuite
 
@@ -136,7 +135,7 @@ def _suite(kernel: Kernel, name: str | None, tasks: tuple[str, ...], path: str |
         component = kernel.registry.choose("task", " ".join(tasks), offers)
     else:
         component = kernel.registry.get("task", name or "lm-eval")
-    return class_of(component, TaskSuite)(tasks, path)
+    return component.load_class(TaskSuite)(tasks, path)
 
 
 def _lines(found: dict[str, Any]) -> list[str]:

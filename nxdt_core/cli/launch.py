@@ -84,12 +84,11 @@ def _launchers() -> dict[str, RegisteredComponent]:
 
 
 def _submits(component: RegisteredComponent) -> bool:
-    from nxdt_core.components import class_of
     from nxdt_core.errors.plugins import ComponentUnusable
     from nxdt_core.protocols.launcher import Launcher
 
     try:
-        return class_of(component, Launcher).submits()
+        return component.load_class(Launcher).submits()
     except ComponentUnusable:  # its command says why
         return True
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from nxdt_core.api import Component, Kind, ModelComponent, StoreComponent
 from nxdt_core.errors.plugins import (
@@ -26,6 +26,8 @@ from nxdt_core.errors.plugins import (
 )
 from nxdt_core.kernel.discovery import import_reference
 from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, diagnose, names, normalise
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +55,20 @@ class RegisteredComponent:
         """
         return self._load("target", self.record.target)
 
+    def load_class(self, base: type[T]) -> type[T]:
+        """Import the class that the record names, which inherits from the base class of its kind: that has the
+        defaults of what is optional.
+
+        Raises:
+            ComponentUnusable: as :meth:`load_target`; or it does not inherit from ``base``, or lacks a method of it.
+        """
+        loaded, name = self.load_target(), f"{base.__module__}.{base.__qualname__}"
+        if not (isinstance(loaded, type) and issubclass(loaded, base)):
+            raise self.unusable("target", f"it does not inherit from {name}")
+        if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
+            raise self.unusable("target", f"it lacks {', '.join(missing)} of {name}")
+        return loaded
+
     def load_config(self) -> type | None:
         """Import the class of the component's section, or None where it has none.
 
@@ -63,7 +79,7 @@ class RegisteredComponent:
             return None
         loaded = self._load("config", self.config)
         if not (isinstance(loaded, type) and hasattr(loaded, "__pydantic_fields__")):
-            raise self._unusable("config", self.config, "it is not a pydantic model")
+            raise self.unusable("config", "it is not a pydantic model")
         return loaded
 
     def load_rules(self) -> Callable[[Any], Iterable[Any]] | None:
@@ -78,7 +94,7 @@ class RegisteredComponent:
             return None
         loaded = self._load("rules", reference)
         if not callable(loaded):
-            raise self._unusable("rules", reference, "it is not a function")
+            raise self.unusable("rules", "it is not a function")
         found: Callable[[Any], Iterable[Any]] = loaded
         return found
 
@@ -86,16 +102,17 @@ class RegisteredComponent:
         try:
             return import_reference(reference)
         except PluginDefect as defect:
-            raise self._unusable(field, reference, str(defect)) from defect.__cause__
+            raise self.unusable(field, str(defect)) from defect.__cause__
 
-    def _unusable(self, field: str, reference: str, reason: str) -> ComponentUnusable:
+    def unusable(self, field: str, reason: str) -> ComponentUnusable:
+        """Return the error about what ``field`` of the record names: ``target``, ``config`` or ``rules``."""
         return ComponentUnusable(
             kind=self.kind,
             name=self.record.name,
             plugin=self.plugin,
             dist=self.dist,
             field=field,
-            reference=reference,
+            reference=str(self.config if field == "config" else getattr(self.record, field)),
             reason=reason,
         )
 

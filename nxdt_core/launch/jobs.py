@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.read import read_part
@@ -100,7 +99,7 @@ def prepare(
         ClusterHasOtherNodes: the cluster file says another number of nodes.
         NxdtError: what the launcher refuses.
     """
-    launcher = class_of(component, Launcher)
+    launcher = component.load_class(Launcher)
     if not launcher.submits():
         raise CannotSubmit(launcher=component.record.name)
     options = read_options(component, cluster, given)

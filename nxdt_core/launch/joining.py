@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 
-from nxdt_core.components import class_of
 from nxdt_core.distributed.environment import LAUNCHER_VARIABLE, OWN_LAUNCHERS, read_rank_environment
 from nxdt_core.errors.launch import NotStartedByLauncher
 from nxdt_core.kernel import Kernel
@@ -31,7 +30,7 @@ def find_place() -> RankEnvironment:
     launcher = Kernel.start().registry.get("launcher", name)
     if launcher.plugin == BUILTIN:
         return read_rank_environment()
-    place = class_of(launcher, Launcher)().join(os.environ)
+    place = launcher.load_class(Launcher)().join(os.environ)
     if place is None:
         raise NotStartedByLauncher(launcher=name)
     if place.world_size > 1:

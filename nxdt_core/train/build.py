@@ -11,7 +11,6 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.storage import scheme_of
-from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.capabilities import check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
@@ -69,7 +68,7 @@ def engine(config: ResolvedConfig) -> ParallelEngine:
     """
     check_capabilities(config, world_size=Ranks.from_environment().world_size)
     register_profile_of(config)
-    return class_of(config.selected("engine").component, ParallelEngine)(config)
+    return config.selected("engine").component.load_class(ParallelEngine)(config)
 
 
 def model_builder(config: ResolvedConfig) -> ModelBuilder:
@@ -287,5 +286,5 @@ def step_uri(storage: CheckpointStore, step: int) -> str:
 
 def _construct(config: ResolvedConfig, slot: str, base: type[T], *more: Any) -> T:
     selected = config.selected(slot)
-    target: Callable[..., T] = class_of(selected.component, base)
+    target: Callable[..., T] = selected.component.load_class(base)
     return target(selected.config, *more)

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.sampler import first_batches
 from nxdt_core.protocols.dataset import MapDataset
@@ -31,7 +30,7 @@ def ahead_of(config: ResolvedConfig) -> CompileAhead:
         EngineCannotCompileAhead: it does not.
         NxdtError: the run compiles nothing, or the cache cannot be written.
     """
-    return class_of(config.selected("engine").component, ParallelEngine).compile_ahead(config)
+    return config.selected("engine").component.load_class(ParallelEngine).compile_ahead(config)
 
 
 def run_trial(config: ResolvedConfig, ahead: CompileAhead, say: Callable[[str], None]) -> GraphOrigins | None:

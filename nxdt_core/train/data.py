@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.components import unusable
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.preview import Preview
@@ -202,7 +201,7 @@ def _sets(config: ResolvedConfig, source: DatasetSplits, name: SplitName) -> dic
                 f"its split {name!r} is a {type(dataset).__name__}, which does not inherit from MapDataset or "
                 f"IterableDataset of {MapDataset.__module__}"
             )
-            raise unusable(config.selected("dataset").component, reason)
+            raise config.selected("dataset").component.unusable("target", reason)
     return sets
 
 

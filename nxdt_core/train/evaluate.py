@@ -8,7 +8,6 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.components import class_of
 from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, prompt_ids, runner_of
@@ -103,7 +102,7 @@ def metrics(kernel: Kernel) -> list[Metric]:
     Raises:
         NxdtError: one cannot be used, for instance without its library.
     """
-    return [class_of(component, Metric)() for component in kernel.registry.all("metric")]
+    return [component.load_class(Metric)() for component in kernel.registry.all("metric")]
 
 
 def scores(answers: Sequence[Answer], metrics: Iterable[Metric] = ()) -> dict[str, float]:

@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, Links, available_type
@@ -187,7 +186,7 @@ def plan(
         NxdtError: the run would not start, or machines of the product cannot run it.
     """
     known = None if product is None else product_of(config, product)
-    engine = class_of(config.selected("engine").component, ParallelEngine)
+    engine = config.selected("engine").component.load_class(ParallelEngine)
     if known is not None:
         engine.check_product(config, known.name)
     with build.plan_errors_named(config):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.components import class_of
 from nxdt_core.config import load
 from nxdt_core.errors.plugins import ComponentUnusable
 from nxdt_core.kernel import Kernel, PluginPolicy
@@ -51,7 +50,7 @@ def parts(tmp_path):
 
 def test_a_class_that_inherits_is_returned(parts):
     found = Kernel.start(PluginPolicy(allow=(), local=(parts,))).registry.get("metric", "Right")
-    assert class_of(found, Metric)().compute([], []) == {"right": 1.0}
+    assert found.load_class(Metric)().compute([], []) == {"right": 1.0}
 
 
 @pytest.mark.parametrize(
@@ -65,7 +64,7 @@ def test_a_class_that_inherits_is_returned(parts):
 def test_another_is_refused_with_the_name_of_the_base_class(parts, name, reason):
     found = Kernel.start(PluginPolicy(allow=(), local=(parts,))).registry.get("metric", name)
     with pytest.raises(ComponentUnusable) as raised:
-        class_of(found, Metric)
+        found.load_class(Metric)
     assert raised.value.reason == reason
     assert raised.value.code == "NXDT-K006"
 

@@ -28,7 +28,6 @@ LAYERS = (
     {"api"},
     {"protocols"},
     {"kernel", "scaffold"},
-    {"components"},
     {"config"},
     {"distributed"},
     {"models"},

@@ -9,7 +9,6 @@ import pytest
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
-from nxdt_core.components import class_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
@@ -120,7 +119,7 @@ def test_one_task_per_node_is_a_node_where_nodes_are_numbered():
 
 def test_every_launcher_of_the_core_is_one():
     for component in Kernel.start().registry.all("launcher"):
-        assert class_of(component, Launcher)().join({}) is None
+        assert component.load_class(Launcher)().join({}) is None
 
 
 def train_under_mpi(arguments):

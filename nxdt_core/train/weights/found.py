@@ -14,7 +14,6 @@ from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint, recognise
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
-from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.placement import piece_of
@@ -226,7 +225,7 @@ def _adapted(below: FoundWeights, adapter: SavedAdapter) -> FoundWeights:
 def _adapter_at(path: Path, kernel: Kernel) -> SavedAdapter | None:
     if not path.is_dir() or any(path.glob("step-*")):
         return None
-    opened = (class_of(component, Adapter).saved_at(path) for component in kernel.registry.all("adapter"))
+    opened = (component.load_class(Adapter).saved_at(path) for component in kernel.registry.all("adapter"))
     return next((found for found in opened if found is not None), None)
 
 

@@ -20,7 +20,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from nxdt_core.components import class_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.launch import EngineWithoutEstimate
@@ -198,7 +197,7 @@ class EngineContract(EngineRuns):
     def test_an_estimate_counts_the_parameters(self, settings: Settings) -> None:
         """Compare the estimate of an engine that gives one with its parameters."""
         config = settings.config()
-        engine = class_of(config.selected("engine").component, ParallelEngine)
+        engine = config.selected("engine").component.load_class(ParallelEngine)
         try:
             found = engine.estimate(config, run_parts(config))
         except EngineWithoutEstimate:

@@ -29,8 +29,6 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
 
     config = load(source, (*overrides, "model.name=hf"))
     tp = config.run.distributed_strategy.tensor_model_parallel_size
-
-    from nxdt_core.components import class_of
     from nxdt_core.protocols.engine import ParallelEngine
     from nxdt_core.train import build  # imports torch: only a configuration that is right pays for it
     from nxdt_plugin_hf.builder import HFBuilder
@@ -39,7 +37,7 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)
-    found = measure_sharding(builder, tp, class_of(config.selected("engine").component, ParallelEngine))
+    found = measure_sharding(builder, tp, config.selected("engine").component.load_class(ParallelEngine))
 
     def patterns(names: Iterable[str]) -> list[str]:
         return list(dict.fromkeys(map(pattern_of, names)))

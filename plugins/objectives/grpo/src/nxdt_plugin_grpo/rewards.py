@@ -28,7 +28,6 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.api import ConfigFinding
-from nxdt_core.components import class_of
 from nxdt_core.config.read import read_part
 from nxdt_core.config.section import ChecksItself
 from nxdt_core.config.tree import Origin, from_plain
@@ -215,7 +214,7 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
             raise problem
     elif options:
         raise RewardMisnamed(number=number, reason=f"has keys that {name!r} does not take: {', '.join(options)}")
-    function = class_of(component, Reward)(config)
+    function = component.load_class(Reward)(config)
     return Weighted(name=name, weight=float(weight), timeout=timeout, lenient=on_error == "none", function=function)
 
 

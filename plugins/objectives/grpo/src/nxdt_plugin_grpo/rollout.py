@@ -29,7 +29,7 @@ class Group:
     def texts(self, tokenizer: Tokenizer, ends: Collection[int], stops: Sequence[str]) -> list[Answer]:
         """Return the answers without what ends them: a token of ``ends``, or one of the texts ``stops``."""
         return [
-            Answer.of(completion(tokenizer, self.prompt, ids[:-1] if ids[-1] in ends else ids, stops), ids)
+            Answer.of(completion(tokenizer, self.prompt, ids[:-1] if ids and ids[-1] in ends else ids, stops), ids)
             for ids in self.answers
         ]
 

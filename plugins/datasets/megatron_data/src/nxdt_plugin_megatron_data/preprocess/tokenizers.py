@@ -11,7 +11,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.components import class_of
 from nxdt_core.config.read import read_part
 from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_overrides
 from nxdt_core.config.tree import Node, merge
@@ -33,7 +32,7 @@ class NamedTokenizer:
     def build(self) -> Tokenizer:
         """Make it."""
         component = Kernel.start().registry.get("tokenizer", self.component)
-        return class_of(component, Tokenizer)(self.config)
+        return component.load_class(Tokenizer)(self.config)
 
 
 _SECTION = "data.tokenizer"
