@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxdt_core.config.annotations import Written
 from nxdt_core.config.section import is_model, keys_of
-from nxdt_core.config.tree import to_plain
+from nxdt_core.config.tree import dotted
 from nxdt_core.errors.configuration import ValuesNotSet
 from nxdt_core.errors.models import VocabularyTooSmall
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -125,8 +125,10 @@ def is_placeholder(value: Any) -> bool:
 
 def values_to_set(config: ResolvedConfig) -> tuple[str, ...]:
     """Return the keys that were written with placeholders, in the order of the schema."""
-    leaves = config.tree.leaf_nodes()
-    return tuple(path for path, node in leaves if node.origin.kind != "default" and is_placeholder(to_plain(node)))
+    tree = config.tree
+    return tuple(
+        dotted(path) for path, value in tree.leaves() if tree.origins[path].kind != "default" and is_placeholder(value)
+    )
 
 
 def require_set(config: ResolvedConfig) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -17,7 +17,7 @@ from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.migration import MigratedConfig
+    from nxdt_core.protocols.migration import MigratedConfig, MigratedKey
 
 
 @click.command(
@@ -52,7 +52,6 @@ def migrate(
     still to be set are listed at the end. A file of another program is refused.
     """
     from nxdt_core.config.migration import migrate as migrated
-    from nxdt_core.config.migration import report_json, report_markdown
     from nxdt_core.errors.configuration import MigrationTargetExists
     from nxdt_core.kernel import Kernel
 
@@ -62,9 +61,9 @@ def migrate(
     done = migrated(source, output, framework, Kernel.start())
     _write(output, done.text)
     if report is not None:
-        _write(report, report_markdown(done))
+        _write(report, _report_markdown(done))
     if json_output:
-        print_json(report_json(done))
+        print_json(_report_json(done))
     else:
         _print(done, report)
 
@@ -96,6 +95,70 @@ def _print(done: MigratedConfig, report: Path | None) -> None:
             click.echo(title)
             for key, text in entries:
                 say(f"  {key}: {text}")
+
+
+_MEANINGS: dict[str, str] = {
+    "mapped": "kept under its name",
+    "renamed": "kept under another name",
+    "changed": "kept with another value",
+    "added": "not in the file; written since leaving it out would mean something else here",
+    "unneeded": "left out; nothing is lost without it",
+    "off": "left out; it is unset, switched off, or says what holds here anyway",
+    "ignored": "left out; the framework that the file is of did not read it",
+    "unsupported": "left out; it asks for something that is not done here",
+}
+
+
+def _report_markdown(migration: MigratedConfig) -> str:
+    """Return the report as a page."""
+    from nxdt_core.config.migration import summary
+
+    lines = [f"# {migration.source} → {migration.target}", "", f"A file of {migration.program}.", ""]
+    lines += ["| verdict | keys | meaning |", "|---|---|---|"]
+    lines += [f"| {verdict} | {count} | {_MEANINGS[verdict]} |" for verdict, count in summary(migration)]
+    lines += ["", "## Still to be set", "", *_entries(migration.to_set)]
+    lines += ["", "## What `nxdt config check` says of it now", "", *_entries(migration.remaining)]
+    lines += ["", "## Every key", "", "| line | key | value | verdict | now | why |", "|---|---|---|---|---|---|"]
+    lines += [_row(row) for row in migration.keys]
+    return "\n".join(lines) + "\n"
+
+
+def _report_json(migration: MigratedConfig) -> dict[str, Any]:
+    """Return the report of a migration as values of JSON."""
+    return {
+        "source": str(migration.source),
+        "target": str(migration.target),
+        "framework": migration.program,
+        "keys": [
+            {
+                "key": row.key,
+                "line": row.line or None,
+                "verdict": row.verdict,
+                "target": row.target or None,
+                "value": row.value,
+                "reason": row.reason or None,
+            }
+            for row in migration.keys
+        ],
+        "to_set": [{"key": key, "reason": reason} for key, reason in migration.to_set],
+        "remaining": [{"key": key, "problem": problem} for key, problem in migration.remaining],
+    }
+
+
+def _entries(entries: tuple[tuple[str, str], ...]) -> list[str]:
+    return [f"- `{key}`: {text}" for key, text in entries] or ["Nothing."]
+
+
+def _row(row: MigratedKey) -> str:
+    cells = (
+        str(row.line or ""),
+        f"`{row.key}`",
+        f"`{row.value}`" if row.value else "",
+        row.verdict,
+        f"`{row.target}`" if row.target else "",
+        row.reason,
+    )
+    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 @click.group(

@@ -78,9 +78,8 @@ def _defaults(config: ResolvedConfig) -> list[dict[str, Any]]:
     """Return the keys whose value a plugin's hook gave."""
     found = []
     for key, origin in config.origins.items():
-        node = config.tree.find(key) if origin.kind == "plugin" else None
-        if node is not None and not isinstance(node.value, dict | list):
-            value = node.value if node.shown is None else node.shown
+        value = config.tree.as_shown(key)
+        if origin.kind == "plugin" and not isinstance(value, dict | list):
             found.append({"key": key, "plugin": origin.where, "value": value})
     return found
 

@@ -94,8 +94,8 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
 
     def selected(name: str, key: str) -> str | None:
         for _ in trees:  # a chain of bases that leads back to its start ends, too
-            found = trees[name].plain(f"{key}.name")
-            name = str(trees[name].plain("base")).rpartition(":")[2]
+            found = trees[name].get(f"{key}.name")
+            name = str(trees[name].get("base")).rpartition(":")[2]
             if found is not None or name not in trees:
                 return found and str(found)
         return None

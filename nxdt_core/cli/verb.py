@@ -78,12 +78,12 @@ class Verb(WithExamples):
 
 def _keys_like(option: str) -> list[str]:
     """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
-    from nxdt_core.config.complete import Completion
-    from nxdt_core.config.schema import Composition
-    from nxdt_core.config.tree import Node, Origin
+    from nxdt_core.config.read import fill
+    from nxdt_core.config.schema import RunConfig
+    from nxdt_core.config.tree import DEFAULT, Tree
 
     name = option.lstrip("-").replace("-", "_")
-    known = Completion(Node({}, Origin(kind="file", where="")), Composition()).known
+    known = fill(Tree({}, {(): DEFAULT}), RunConfig).known
     found = [key for key in known if f".{key}".endswith(f".{name}")]
     return [key for key in found if key.count(".") == min(each.count(".") for each in found)]
 

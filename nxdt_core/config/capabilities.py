@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from nxdt_core.api import CAPABILITIES, AdapterComponent
 from nxdt_core.config.checks import CP, EP, PP, REPLICAS, TP, VPP, WORLD, Checked, mesh_sizes
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, Selected
-from nxdt_core.config.tree import Node, Origin
+from nxdt_core.config.tree import Origin, dotted
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
 from nxdt_core.kernel.registry import Registry
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -75,8 +75,10 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
     if world_size == trainer.devices * trainer.num_nodes:
         return  # that was checked as it was loaded
     started = Origin(kind="override", where="the processes that were started")
-    tree = config.tree.set(WORLD[0], Node(world_size, started)).set(WORLD[1], Node(1, started))
-    checked = Checked(dict(tree.leaves()), tree)
+    tree = config.tree.copy()
+    tree.set(WORLD[0], world_size, started)
+    tree.set(WORLD[1], 1, started)
+    checked = Checked({dotted(path): value for path, value in tree.leaves()}, tree)
     if problems := tuple(find_undeclared(checked, config.components, config.kernel.registry)):
         raise ConfigError(source=config.source, problems=problems)
 

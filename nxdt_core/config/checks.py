@@ -6,23 +6,23 @@ A setting without an effect gives a note, not an error: a file may run on fewer 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
 from nxdt_core.config.schema import Composition, Selected
-from nxdt_core.config.secrets import describe_node
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.training_schema import DistributedStrategyConfig, EarlyStoppingParams, EmaConfig, mode_of
-from nxdt_core.config.tree import Node, Origin, Place, find_node, join
+from nxdt_core.config.tree import Origin, Place, Tree, join
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit, WrongValue
 from nxdt_core.errors.launch import WorldDoesNotDivide
-from nxdt_core.protocols.engine import Settings
 from nxdt_core.protocols.mesh import MeshSizes
+
+if TYPE_CHECKING:  # its module imports the protocols of all that an engine runs
+    from nxdt_core.protocols.engine import Settings
 
 __all__ = [
     "BATCH",
@@ -61,7 +61,7 @@ class Checked:
     """The values that were read; a wrong one is absent, and rules that need it keep silent."""
 
     values: Mapping[str, Any]
-    tree: Node
+    tree: Tree
 
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
         """Return the values of ``keys``, or None where one of them is absent, ``null`` or no number."""
@@ -71,13 +71,7 @@ class Checked:
     def origin(self, key: str) -> Origin:
         """Return where the value of ``key``, such as ``objective.rewards[0]``, comes from; where there is none, where
         what is around it does."""
-        node = self.tree
-        for name, number in re.findall(r"([^.\[\]]+)|\[(\d+)\]", key):
-            inside = find_node(node, (name or int(number),))
-            if inside is None:
-                break
-            node = inside
-        return node.origin
+        return self.tree.origin(key)
 
     def place(self, *keys: str) -> Place:
         """Return the place of a problem between ``keys``: the first that is written, by default the first."""
@@ -132,12 +126,12 @@ def find_impossible(
             if (value := checked.values.get(key)) is not None:
                 seconds_of(value)
         except ValueError:
-            found = describe_node(checked.tree.find(key) or checked.tree)
+            found = checked.tree.describe(key)
             yield WrongValue(**checked.place(key), found=found, allowed=FORMS)
 
 
 def _of_the_run(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """How long it lasts, how often it validates, and what it writes on the way."""
+    """Yield problems of the run's length, its validations, and what it writes on the way."""
     given = checked.values.get
     stopping = "exp_manager.create_early_stopping_callback"
     by_steps, by_passes = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"

@@ -1,110 +1,130 @@
-"""Which components a configuration selects, by name or by the rules that apply where it names none."""
+"""Selection of components, loggers and callbacks, by name or by the rules that apply where a file names none."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import reduce
 from typing import Any
 
-from nxdt_core.config.huggingface import architectures_of
-from nxdt_core.config.schema import SLOTS, Composition, Slot, core_class
-from nxdt_core.config.section import Key, keys_of
-from nxdt_core.config.tree import Node, Origin, Place, join
+from pydantic import ValidationError
+from pydantic.errors import PydanticUserError
+
+from nxdt_core.config.huggingface import architectures_of, merge_hf_values, read_hf_config
+from nxdt_core.config.interpolation import interpolate, interpolations
+from nxdt_core.config.read import Reading, fill, read_part
+from nxdt_core.config.schema import SLOTS, Composition, RunConfig, Selected, Slot, core_class
+from nxdt_core.config.secrets import mask_secrets
+from nxdt_core.config.section import Key, Section, composed, keys_of
+from nxdt_core.config.tree import DEFAULT, Origin, Place, Tree, join, parts_of
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, ConfigProblem
+from nxdt_core.errors.configuration import (
+    BadComponentChoice,
+    BadComponentConfig,
+    ConfigProblem,
+    ImpossibleCombination,
+    MissingKey,
+    UnknownKey,
+    WrongValue,
+)
 from nxdt_core.errors.plugins import AmbiguousComponent
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.registry import reading_model
 
-__all__ = ["Replaced", "Selection", "drop_replaced", "find_replaced", "selecting_keys", "usable_class"]
+__all__ = [
+    "Extensions",
+    "Replaced",
+    "drop_replaced",
+    "find_replaced",
+    "mask_options",
+    "part_of",
+    "run_model",
+    "select",
+    "selected",
+    "usable_class",
+]
 
 
-_DEFAULT = "the default"
+_BY_DEFAULT = "the default"
 _RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
 """Keys that the rules below read in addition to the selectors."""
 
 
-def selecting_keys(given: Node) -> tuple[str, ...]:
-    """Return the keys whose values :class:`Selection` needs. A model without a name is sought by its whole section."""
-    whole = () if given.find("model.name") else ("model",)
-    return (*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole)
+def select(tree: Tree, kernel: Kernel, label: str) -> tuple[Composition, list[ConfigProblem]]:
+    """Return the component of every slot and what is wrong with the choices.
 
-
-class Selection:
-    """The component of every slot, and the tree in which each is named.
+    Names that follow from rules are added to the tree, and the values of ``model.model_config``.
 
     Args:
-        given: What was written; names that follow from rules are added to it.
-        view: The same with the core's defaults and with interpolations resolved; selectors are read from it.
+        tree: What was written.
         kernel: Knows the components.
-        hf: The Hugging Face configuration that ``model.model_config`` names, or nothing.
-        origin: Origin of problems with keys that are not written anywhere.
+        label: Place of problems with keys that are not written anywhere.
     """
-
-    def __init__(self, given: Node, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> None:
-        self.tree = given
-        self.composition = Composition()
-        """What completing and reading need to know."""
-        self.problems: list[ConfigProblem] = []
-        self.notes: list[str] = []
-        for slot in SLOTS:
-            around = slot.section.split(".")
-            nodes = [given.find(".".join(around[: depth + 1])) for depth in range(len(around))]
-            mappings = all(node is None or isinstance(node.value, (dict, type(None))) for node in nodes)
-            if mappings and isinstance(view.plain(slot.key), (str, type(None))):
-                self._choose(slot, view, kernel, hf, origin)
-            else:  # reported when it is read
-                self.composition.open.add(slot.section)
-
-    def _choose(self, slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any], origin: Origin) -> None:
-        written, key, name = self.tree.find(slot.key), slot.key, view.plain(slot.key)
-        if written is None and slot.kind == "store" and (written := self.tree.find("checkpoint.uri")) is not None:
+    view = tree
+    if any(interpolations(tree.data)):
+        view = tree.copy()
+        fill(view, RunConfig)
+        whole = () if "model.name" in tree else ("model",)  # a model without a name is sought by its whole section
+        interpolate(view, wanted=(*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole))
+    hf = read_hf_config(view)
+    composition, problems = Composition(), list[ConfigProblem]()
+    for slot in SLOTS:
+        around = slot.section.split(".")
+        sections = [tree.get(tuple(around[: depth + 1])) for depth in range(len(around))]
+        name = view.get(slot.key)
+        name = _default(slot) if name is None else name
+        mappings = all(isinstance(each, (dict, type(None))) for each in sections)
+        if not mappings or not isinstance(name, (str, type(None))):
+            composition.open.add(slot.section)  # reported when it is read
+            continue
+        key, why = slot.key, ""
+        if key not in tree and slot.kind == "store" and "checkpoint.uri" in tree:
             key = "checkpoint.uri"
-        written = written or self.tree.find(slot.section)
-        place = (written.origin if written is not None else origin).at(key)
-        why = ""
+        origin = tree.origin(key) if key in tree or slot.section in tree else Origin(kind="file", where=label)
         try:
+            if slot.kind == "store":
+                uri = view.get("checkpoint.uri")
+                scheme = uri.partition("://")[0] if isinstance(uri, str) and "://" in uri else "file"
+                kernel.registry.check_scheme(scheme)
             if name is None:
-                name, why = _implied_name(slot, view, kernel, hf)
-            component = self.composition.components[slot.kind] = _component(slot, name, view, kernel)
-            if component is not None and (cls := usable_class(component, {**place, "key": slot.key})) is not None:
-                self.composition.classes[slot.section] = cls
+                name, why = _implied_name(slot, view, kernel, hf.values)
+            component = None
+            if name is not None:
+                component = kernel.registry.get(slot.kind, name)
+            elif slot.kind == "store":
+                component = kernel.registry.storage_for_scheme(scheme)
+            composition.components[slot.kind] = component
+            if component is not None and (cls := component.load_config()) is not None:
+                composition.classes[slot.section] = cls
         except NxdtError as error:
             note = f" The name follows from {why}." if why else ""
-            found = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error, note=note)
-            self.problems.append(found)
-            self.composition.open.add(slot.section)
+            problems.append(BadComponentChoice(**origin.at(key), error=error, note=note))
+            composition.open.add(slot.section)
         if why:
-            origin = Origin(kind="default", where="" if why == _DEFAULT else f"by {why}")
-            self.tree = self.tree.set(slot.key, Node(name, origin))
+            tree.set(slot.key, name, replace(DEFAULT, where="" if why == _BY_DEFAULT else f"by {why}"))
             if slot.kind == "model":
-                self.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
+                composition.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
+    faults = merge_hf_values(tree, composition, hf)
+    if faults:
+        composition.unfilled["model"] = composition.classes["model"]
+    return composition, [*problems, *faults]
 
 
-def _component(slot: Slot, name: str | None, view: Node, kernel: Kernel) -> RegisteredComponent | None:
-    if slot.kind == "store":
-        uri = view.plain("checkpoint.uri")
-        scheme, separator, _ = (uri if isinstance(uri, str) else "").partition("://")
-        scheme = scheme if separator else "file"
-        kernel.registry.check_scheme(scheme)
-        if name is None:
-            return kernel.registry.storage_for_scheme(scheme)
-    return None if name is None else kernel.registry.get(slot.kind, name)
-
-
-def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any]) -> tuple[str | None, str]:
+def _implied_name(slot: Slot, view: Tree, kernel: Kernel, hf: Mapping[str, Any]) -> tuple[str | None, str]:
     """Return the name that a rule gives where the configuration gives none, and why; None and nothing: no rule does."""
     if slot.kind == "dataset":
-        return "hf-data", _DEFAULT
+        return "hf-data", _BY_DEFAULT
     if slot.kind == "tokenizer":
-        named = any(view.plain(f"data.tokenizer.{key}") is not None for key in ("type", "model"))
+        named = any(view.get(f"data.tokenizer.{key}") is not None for key in ("type", "model"))
         return ("huggingface", "data.tokenizer.type") if named else (None, "")
     if slot.kind != "model":
         return None, ""
     architectures = architectures_of(hf)
     if not architectures:
-        return "llama", _DEFAULT
+        return "llama", _BY_DEFAULT
     readers = kernel.registry.readers(architectures)
     if len(readers) > 1:
         raise AmbiguousComponent(
@@ -117,6 +137,66 @@ def _implied_name(slot: Slot, view: Node, kernel: Kernel, hf: Mapping[str, Any])
     return name, f"model.model_config ({architectures[0]})"
 
 
+def run_model(tree: Tree, composition: Composition) -> tuple[type, list[ConfigProblem]]:
+    """Return the model of the run: the core's sections with the keys of the selected components.
+
+    A component whose class pydantic cannot use is left out, which is a problem.
+    """
+    cls = composed(RunConfig, tuple(composition.classes.items()))
+    try:
+        cls.model_rebuild()
+        return cls, []
+    except PydanticUserError:
+        problems: list[ConfigProblem] = []
+        for slot in SLOTS:
+            component = composition.components.get(slot.kind)
+            try:
+                if component is not None:
+                    usable_class(component, tree.origin(slot.key).at(slot.key))
+            except BadComponentConfig as problem:
+                problems.append(problem)
+                composition.open.add(slot.section)
+                del composition.classes[slot.section]
+        return composed(RunConfig, tuple(composition.classes.items())), problems
+
+
+def selected(composition: Composition, reading: Reading) -> dict[str, Selected | None]:
+    """Return the selected components by kind, each with an instance of its own class."""
+    found: dict[str, Selected | None] = {}
+    for slot in SLOTS:
+        if slot.kind in composition.components:
+            component, cls = composition.components[slot.kind], composition.classes.get(slot.section)
+            section = None if component is None or cls is None else _own_section(cls, slot.section, reading)
+            found[slot.kind] = None if component is None else Selected(component=component, config=section)
+    return found
+
+
+def _own_section(cls: Any, path: str, reading: Reading) -> Any:
+    """Return an instance of a component's class from the section that was read; None where its keys are wrong."""
+    names = path.split(".")
+    if reading.instance is not None:
+        return part_of(reduce(getattr, names, reading.instance), cls)
+    own = {(*names, name) for name in keys_of(cls)}
+    if any(at[:depth] in own for at in reading.wrong for depth in range(len(at) + 1)):
+        return None  # what the component says of its defaults instead would mislead
+    section = reduce(lambda around, name: around.get(name) or {}, names, reading.data)
+    values = {name: section[name] for name in keys_of(cls) if name in section}
+    try:
+        return cls.model_validate_json(json.dumps(values, default=str), strict=True)
+    except ValidationError:
+        return None
+
+
+def part_of(section: Any, cls: Any) -> Any:
+    """Return an instance of ``cls``, whose keys are some of those of a section that is composed and valid."""
+    values = {}
+    for key in keys_of(cls).values():
+        value = getattr(section, key.attribute)
+        whole = key.section is None or value is None or type(value) is key.section
+        values[key.name] = value if whole else part_of(value, key.section)
+    return cls.model_construct(**values)
+
+
 def usable_class(component: RegisteredComponent, place: Place) -> type | None:
     """Return the class of the component's section; ``place`` is that of the key that selects it.
 
@@ -124,8 +204,6 @@ def usable_class(component: RegisteredComponent, place: Place) -> type | None:
         BadComponentChoice: it cannot be imported.
         BadComponentConfig: a field has a type that no YAML value can have.
     """
-    from pydantic.errors import PydanticUserError  # a component that has a class has imported it
-
     try:
         cls = component.load_config()
     except NxdtError as error:
@@ -144,6 +222,8 @@ def usable_class(component: RegisteredComponent, place: Place) -> type | None:
 
 
 _FILE = "file://"
+_IMPLIED = {"store": _FILE, "tokenizer": "huggingface"}
+"""Kind → what is replaced where the source below names no component."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,47 +237,48 @@ class Replaced:
     """Keys of the section that only the sources below give a value."""
 
 
-def find_replaced(low: Node, high: Node) -> list[Replaced]:
+def find_replaced(low: Tree, high: Tree) -> list[Replaced]:
     """Return where ``high`` names another component than ``low``, which it is about to be merged over."""
     found = []
     for slot in SLOTS:
-        before, after = _name(low, slot) or _default(slot), _name(high, slot)
-        section, above = low.find(slot.section), high.find(slot.section)
+        before = _name(low, slot) or _IMPLIED.get(slot.kind) or _default(slot)
+        after = _name(high, slot)
+        section, above = low.get(slot.section), high.get(slot.section)
         if section is None or before is None or after is None or before == after:
             continue
-        children = above.children if above is not None else {}
-        given = {key for key, child in children.items() if child.value is not None}
-        keys = tuple(key for key in section.children if key != slot.selector and key not in given)
+        given = {key for key, value in above.items() if value is not None} if isinstance(above, dict) else ()
+        below = section if isinstance(section, dict) else ()
+        keys = tuple(key for key in below if key != slot.selector and key not in given)
         found.append(Replaced(slot=slot, before=before, after=after, keys=keys))
     return found
 
 
-def drop_replaced(given: Node, replaced: Iterable[Replaced], kernel: Kernel) -> tuple[Node, list[str]]:
-    """Take keys out of ``given`` that only the component that was replaced declares.
+def drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> list[str]:
+    """Take keys out of the tree that only the component that was replaced declares.
 
     Keys of the core, and those that both components declare, stay.
 
     Returns:
-        The tree, and a note for each component whose keys were dropped.
+        A note for each component whose keys were dropped.
     """
     notes = []
     for each in replaced:
         before, after = _declared(each.slot, each.before, kernel), _declared(each.slot, each.after, kernel)
         if before is None or after is None:
             continue
-        core = _core_keys(each.slot.section)
-        dropped = [key for key in each.keys if key in before and key not in after and key not in core]
+        kept = {**after, **keys_of(core_class(each.slot.section) or Section)}
+        dropped = [key for key in each.keys if key in before and key not in kept]
         for key in dropped:
-            given = given.without(join(each.slot.section, key))
+            tree.remove(join(each.slot.section, key))
         if dropped:
             names = ", ".join(dropped)
             notes.append(f"{each.slot.key}: {each.after!r} replaces {each.before!r}, whose keys are left out: {names}")
-    return given, notes
+    return notes
 
 
-def _name(tree: Node, slot: Slot) -> str | None:
+def _name(tree: Tree, slot: Slot) -> str | None:
     """The name that a source gives, or of a store the scheme of its address, with ``://``."""
-    name, uri = tree.plain(slot.key), tree.plain("checkpoint.uri")
+    name, uri = tree.get(slot.key), tree.get("checkpoint.uri")
     if name is None and slot.kind == "store" and isinstance(uri, str):
         scheme, separator, _ = uri.partition("://")
         return f"{scheme}://" if separator else _FILE
@@ -205,17 +286,9 @@ def _name(tree: Node, slot: Slot) -> str | None:
 
 
 def _default(slot: Slot) -> str | None:
-    if slot.kind == "store":
-        return _FILE
-    if slot.kind == "tokenizer":
-        return "huggingface"
-    key = _core_keys(slot.section).get(slot.selector)
+    """Return the name that the core's section has by default."""
+    key = keys_of(core_class(slot.section) or Section).get(slot.selector)
     return key.default if key is not None and isinstance(key.default, str) else None
-
-
-def _core_keys(section: str) -> Mapping[str, Key]:
-    cls = core_class(section)
-    return keys_of(cls) if cls is not None else {}
 
 
 def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None:
@@ -230,3 +303,99 @@ def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None
         return keys_of(cls) if cls is not None else {}
     except NxdtError:
         return None
+
+
+_LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
+_FLAGS = {
+    "tensorboard": "summary_writer_kwargs",
+    "wandb": "wandb_logger_kwargs",
+    "mlflow": "mlflow_logger_kwargs",
+}
+"""Logger → key of ``exp_manager`` with its options; ``create_<logger>_logger`` switches it on."""
+
+
+def mask_options(tree: Tree, kernel: Kernel) -> None:
+    """Mask the secrets among the options of loggers and callbacks, selected or not."""
+    places = [(f"exp_manager.{options}", logger) for logger, options in _FLAGS.items()]
+    for path in (_LOGGERS, _CALLBACKS):
+        places += [(where, tree.get(f"{where}.name")) for where, _ in _entries(tree, path)]
+    for where, name in places:
+        if isinstance(tree.get(where), dict) and isinstance(name, str):
+            with suppress(NxdtError):  # of a component that cannot be had, which :class:`Extensions` reports
+                cls = usable_class(kernel.registry.get("callback", name), tree.origin(where).at(""))
+                for key in keys_of(cls).values() if cls is not None else ():
+                    mask_secrets(tree, key, (*parts_of(where), key.name))
+
+
+def _entries(tree: Tree, path: str) -> list[tuple[str, Any]]:
+    """Return path and value of each item of a list."""
+    items = tree.get(path)
+    return [(f"{path}[{number}]", item) for number, item in enumerate(items if isinstance(items, list) else ())]
+
+
+class Extensions:
+    """Loggers and callbacks of a configuration: each entry is a name, or a mapping of ``name`` and options."""
+
+    def __init__(self, tree: Tree, kernel: Kernel) -> None:
+        """Select from the completed, interpolated tree."""
+        self._tree, self._kernel = tree, kernel
+        self.problems: list[ConfigProblem] = []
+        self.notes: list[str] = []
+        self.loggers = tuple(self._selected(self._loggers()))
+        self.callbacks = tuple(self._selected(self._listed(_CALLBACKS)))
+
+    def _listed(self, path: str) -> Iterator[tuple[str, str, str]]:
+        """Yield the name of each entry of a list, the key that holds it, and the path of its options."""
+        for where, item in _entries(self._tree, path):
+            key = f"{where}.name"
+            name, place = self._tree.get(key), self._tree.origin(key).at(key)
+            if isinstance(item, str):
+                yield item, where, where
+            elif isinstance(name, str):
+                yield name, key, where
+            elif name is not None:  # `yes` is a boolean of YAML
+                found = self._tree.describe(key)
+                self.problems.append(WrongValue(**place, found=found, allowed="the component's name, a text"))
+            elif isinstance(item, dict):
+                self.problems.append(MissingKey(**place, allowed="the component's name"))
+
+    def _loggers(self) -> Iterator[tuple[str, str, str]]:
+        listed = list(self._listed(_LOGGERS))
+        yield from listed
+        names = {name for name, _, _ in listed}
+        for logger, options_name in _FLAGS.items():
+            key, path = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
+            flag = self._tree.get(key)
+            if key not in self._tree or not isinstance(flag, (bool, type(None))):  # reported when it is read
+                continue
+            by_default = logger == "tensorboard" and self._tree.get(_LOGGERS) is None
+            if (by_default if flag is None else flag) and logger not in names:
+                yield logger, key, path
+            elif flag is False and self._tree.origin(key).kind != "default" and logger in names:
+                place, reason = self._tree.origin(key).at(key), f"{key} is false, and {_LOGGERS} names {logger!r}"
+                self.problems.append(ImpossibleCombination(**place, reason=reason, advice="Keep one of the two."))
+            elif self._tree.get(path):
+                self.notes.append(f"{path}: no effect, since {key} does not select that logger")
+
+    def _selected(self, entries: Iterable[tuple[str, str, str]]) -> Iterator[Selected]:
+        """Yield the components with their options, without those that are not available."""
+        for name, key, path in entries:
+            place, instance = self._tree.origin(key).at(key), None
+            try:
+                component = self._kernel.registry.get("callback", name)
+                cls = usable_class(component, place)
+            except NxdtError as error:
+                problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
+                self.problems.append(problem)
+                continue
+            part = self._tree.copy(path)
+            if not isinstance(part.data, dict):
+                part = Tree({}, {(): self._tree.origin(key)})
+            if key == f"{path}.name":
+                part.remove("name")
+            if cls is not None:
+                instance, problems = read_part(cls, part, path)
+                self.problems += problems
+            else:
+                self.problems += [UnknownKey(**part.origin(each).at(f"{path}.{each}")) for each in part.data]
+            yield Selected(component=component, config=instance)

@@ -1,4 +1,4 @@
-"""Values of a Hugging Face ``config.json`` in the section ``model``: names, bounds, floats. No torch."""
+"""A Hugging Face ``config.json`` as a source of the section ``model``, and what one from elsewhere may hold."""
 
 from __future__ import annotations
 
@@ -7,75 +7,20 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.interpolation import has_interpolation
-from nxdt_core.config.read import located
 from nxdt_core.config.schema import Composition
 from nxdt_core.config.section import NamesHFKeys, ReadsHFConfig, keys_of
 from nxdt_core.config.sources import PackageNotFound, file_problem, resolve_path
-from nxdt_core.config.tree import Node, Origin, from_plain
+from nxdt_core.config.tree import Origin, Tree
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.regular_files import open_regular, read_text, require_inside
 
-__all__ = [
-    "HFConfig",
-    "HFValues",
-    "architectures_of",
-    "merge_hf_values",
-    "number_of",
-    "older_rope",
-    "read_floats",
-    "read_hf_config",
-    "rope_of",
-    "spell_floats",
-    "unusable",
-    "weights_in",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFValues:
-    """Which of our keys correspond to which of theirs; ours are dotted where they are in a section of the model's."""
-
-    model: str
-    """For messages."""
-    required: Mapping[str, str]
-    """Ours → theirs, where a file must have the key."""
-    optional: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
-    """Ours → theirs, and what transformers takes where a file lacks the key."""
-    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Theirs → the values that are implemented, of features without a key of ours; the first is named in the error."""
-
-    @property
-    def names(self) -> dict[str, str]:
-        """Return the key of the file for each key of ours."""
-        return dict(self.required) | {ours: theirs for ours, (theirs, _) in self.optional.items()}
-
-    def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the values of our keys from those of a ``config.json``.
-
-        Raises:
-            HFUnsupported: the model has a feature that is not implemented.
-            HFFileDamaged: a required key is missing.
-        """
-        for key, allowed in self.only.items():
-            if hf_config.get(key) not in (*allowed, None):
-                raise HFUnsupported(model=self.model, key=key, found=hf_config[key], supported=repr(allowed[0]))
-        missing = [theirs for theirs in self.required.values() if theirs not in hf_config]
-        if missing:
-            raise HFFileDamaged(path="config.json", reason=f"it has no {', '.join(missing)}")
-        ours = {key: hf_config[theirs] for key, theirs in self.required.items()}
-        return ours | {key: hf_config.get(theirs, default) for key, (theirs, default) in self.optional.items()}
-
-    def write(self, config: object) -> dict[str, Any]:
-        """Their keys from the section, and the first implemented value of each feature."""
-        features = {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
-        return features | {theirs: attrgetter(ours)(config) for ours, theirs in self.names.items()}
+__all__ = ["HFConfig", "architectures_of", "merge_hf_values", "read_hf_config", "unusable", "weights_in"]
 
 
 def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -88,76 +33,6 @@ def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
         raise HFFileDamaged(path="config.json", reason=f"architectures must be a list of names, and is {found!r}")
     return tuple(found)
-
-
-def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the mapping that describes the rotary embedding; empty where the file has none.
-
-    transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` next to ``rope_theta``. Both versions let
-    ``rope_scaling`` replace ``rope_parameters`` in a file with both: people add it to extend the context.
-
-    Raises:
-        HFFileDamaged: it is not a mapping.
-    """
-    for key in ("rope_scaling", "rope_parameters"):
-        found = hf_config.get(key)
-        if found and not isinstance(found, Mapping):
-            raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {found!r}")
-        if found:
-            return dict(found)
-    return {}
-
-
-def older_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys in which transformers 4 looks for what ``rope_parameters`` says; empty where a file has none."""
-    found = hf_config.get("rope_parameters") or {}
-    rope, local = (
-        found.get(kind, other) or {} for kind, other in (("full_attention", found), ("sliding_attention", {}))
-    )
-    older = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
-    if "rope_theta" in local:
-        older["rope_local_base_freq"] = local["rope_theta"]
-    kind = rope.get("rope_type", "default")
-    if kind == "default":
-        return older
-    name = "type" if kind == "longrope" else "rope_type"  # Phi-3 knows that by its first name alone
-    rest = {key: value for key, value in rope.items() if key not in {"rope_type", *older, *hf_config}}
-    return older | {"rope_scaling": {name: kind, **rest}}
-
-
-def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
-    """Return the number at ``key``, or ``default`` where there is none.
-
-    Raises:
-        HFFileDamaged: it is not a finite number.
-    """
-    found = values.get(key, default)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-        raise HFFileDamaged(path="config.json", reason=f"{key} must be a finite number, and is {found!r}")
-    return float(found)
-
-
-_TAG = "__float__"
-_VALUES = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-
-
-def read_floats(value: Any) -> Any:
-    """Return ``value`` with the floats that its spellings mean, at any depth."""
-    if isinstance(value, Mapping):
-        spelled = value.get(_TAG) if len(value) == 1 else None
-        if isinstance(spelled, str) and spelled in _VALUES:
-            return _VALUES[spelled]
-        return {key: read_floats(each) for key, each in value.items()}
-    return [read_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
-
-
-def spell_floats(value: Any) -> Any:
-    """Return ``value`` with a spelling for each float that JSON lacks, at any depth."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return {_TAG: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
-    if isinstance(value, Mapping):
-        return {key: spell_floats(each) for key, each in value.items()}
-    return [spell_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 _WEIGHTS = "model.safetensors"
@@ -255,14 +130,14 @@ class HFConfig:
     """Why it cannot be read; irrelevant where the user sets every key of the model."""
 
 
-def read_hf_config(view: Node) -> HFConfig:
+def read_hf_config(view: Tree) -> HFConfig:
     """Read the file that ``model.model_config`` names; nothing where it names none."""
-    node = view.find(_KEY)
-    if node is None or not isinstance(node.value, str) or not node.value:
+    named, origin = view.get(_KEY), view.origin(_KEY)
+    if not isinstance(named, str) or not named:
         return HFConfig()
-    place = node.origin.at(_KEY)
+    place = origin.at(_KEY)
     try:
-        path = resolve_path(located(node).value)
+        path = resolve_path(named, origin.directory)
     except PackageNotFound:  # reported as a wrong value when it is read
         return HFConfig()
     try:
@@ -287,39 +162,37 @@ def read_hf_config(view: Node) -> HFConfig:
     return HFConfig(values=parsed, path=path)
 
 
-def merge_hf_values(given: Node, composition: Composition, hf: HFConfig) -> tuple[Node, list[ConfigProblem]]:
-    """Return the tree with the file's values for keys of the model that it lacks."""
-    cls, node = composition.classes.get("model"), given.find(_KEY)
-    if hf.path is None or node is None or cls is None:
-        return given, []
-    section = given.find("model")
-    lacking = [name for name in keys_of(cls) if section is None or name not in section.children]
+def merge_hf_values(tree: Tree, composition: Composition, hf: HFConfig) -> list[ConfigProblem]:
+    """Put the file's values into the tree for keys of the model that it lacks; return what is wrong with the file."""
+    cls = composition.classes.get("model")
+    if hf.path is None or _KEY not in tree or cls is None:
+        return []
+    lacking = [name for name in keys_of(cls) if name not in tree.get("model")]
     if not lacking:
-        return given, []
-    place = node.origin.at(_KEY)
+        return []
+    place, model = tree.origin(_KEY).at(_KEY), f"model {tree.get('model.name')!r}"
     if hf.problem is not None:
-        return given, [hf.problem]
+        return [hf.problem]
     if not issubclass(cls, ReadsHFConfig):
-        message = f"{composition.label('model')} reads no Hugging Face configuration."
+        message = f"{model} reads no Hugging Face configuration."
         advice = f"Give its keys in the section model, or add the class method from_hf(hf) to {cls.__qualname__}."
-        return given, [ComponentFinding(**place, message=message, advice=advice)]
+        return [ComponentFinding(**place, message=message, advice=advice)]
     try:
         values = cls.from_hf(hf.values)
     except NxdtError as error:
         if isinstance(error, (HFFileDamaged, HFUnsupported)):
             error.path = str(hf.path)  # a plugin only gets its content
-        return given, [BadComponentChoice(**place, error=error)]
+        return [BadComponentChoice(**place, error=error)]
     except (ValueError, KeyError) as error:
         reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        return given, [ConfigUnreadable(**place, path=str(hf.path), reason=reason)]
+        return [ConfigUnreadable(**place, path=str(hf.path), reason=reason)]
     except (TypeError, AttributeError) as error:  # a value of a type that it does not expect, or its own mistake
         message = f"{cls.__qualname__}.from_hf cannot read '{hf.path}': {type(error).__name__}: {error}."
-        advice = f"Correct that file. If it is right, correct from_hf: {composition.label('model')} offers the class."
-        return given, [ComponentFinding(**place, message=message, advice=advice)]
+        advice = f"Correct that file. If it is right, correct from_hf: {model} offers the class."
+        return [ComponentFinding(**place, message=message, advice=advice)]
     names = cls.hf_names(hf.values) if issubclass(cls, NamesHFKeys) else {}
     for name, value in values.items():
-        if name in lacking or ("." in name and given.find(f"model.{name}") is None):
+        if name in lacking or ("." in name and f"model.{name}" not in tree):
             own = theirs if (theirs := names.get(name, "")) in hf.values else ""
-            origin = Origin(kind="hf", where=str(hf.path), own=own)
-            given = given.set(f"model.{name}", from_plain(value, origin))
-    return given, []
+            tree.set(f"model.{name}", value, Origin(kind="hf", where=str(hf.path), own=own))
+    return []

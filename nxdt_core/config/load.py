@@ -4,39 +4,51 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.capabilities import find_undeclared
 from nxdt_core.config.checks import Checked, find_impossible, find_notes
-from nxdt_core.config.complete import Completion, find_ungiven, merge_plugin_defaults, tidy_given
-from nxdt_core.config.components import Replaced, Selection, drop_replaced, find_replaced, selecting_keys
-from nxdt_core.config.huggingface import merge_hf_values, read_hf_config
-from nxdt_core.config.interpolation import interpolate
-from nxdt_core.config.migration import converted, explained
-from nxdt_core.config.plugins import (
+from nxdt_core.config.components import (
     Extensions,
-    component_findings,
-    engine_findings,
-    option_sections,
-    plugin_findings,
-    read_policy,
-    start_problem,
-    unusable_files,
+    Replaced,
+    drop_replaced,
+    find_replaced,
+    mask_options,
+    part_of,
+    run_model,
+    select,
+    selected,
 )
-from nxdt_core.config.read import Reading
-from nxdt_core.config.schema import Composition, ResolvedConfig, RunConfig, Selected
-from nxdt_core.config.secrets import describe_node, hide_credentials, hide_secrets, mask_fields, notes_on_secrets
+from nxdt_core.config.interpolation import MANDATORY, has_interpolation, interpolate
+from nxdt_core.config.migration import converted, explained
+from nxdt_core.config.read import fill, read, read_part
+from nxdt_core.config.schema import SLOTS, PluginsConfig, ResolvedConfig, RunConfig, Selected
+from nxdt_core.config.secrets import hide_credentials, hide_secrets, mask_secrets, notes_on_secrets
+from nxdt_core.config.section import ChecksItself, section_paths
 from nxdt_core.config.sources import BASE, COMMAND_LINE, Source, find_base, read_overrides, read_source
-from nxdt_core.config.tree import Node, Origin, Place, merge
+from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Place, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ImpossibleCombination, Misfit, NotSupported
-from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.kernel.plugin import plugin_notes
+from nxdt_core.errors.configuration import (
+    BadComponentChoice,
+    BadComponentConfig,
+    ComponentFinding,
+    ConfigError,
+    ConfigProblem,
+    ImpossibleCombination,
+    Misfit,
+    MissingKey,
+    NotSupported,
+)
+from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
+from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
+from nxdt_core.kernel.hookspecs import ConfigDefaultsContext, ValidateConfigContext
+from nxdt_core.kernel.plugin import LOCAL, plugin_notes
 
-__all__ = ["check", "error_report", "load"]
+__all__ = ["check", "load"]
 
 
 _NO_END = 2**31 - 1
@@ -108,40 +120,55 @@ class _Load:
         self.started: Kernel | None = None
         """The kernel in use; before it is known, one that was started to find a recipe."""
         self.problems: list[ConfigProblem] = []
-        self.mandatory: Mapping[str, Origin] = {}
-        self.reading: Reading | None = None
         self.notes: list[str] = []
         self.replaced: list[Replaced] = []
         """Components that something above the source that names them replaces."""
 
     def run(self) -> ResolvedConfig:
         source = self._read(converts=True)
-        given = self._collect(source)
-        kernel = self._start_kernel(given, source.label)
-        self.problems += unusable_files(kernel, given) if self.passed is None else ()
-        given, dropped = drop_replaced(given, self.replaced, kernel)
-        self.notes += dropped
-        given = self._keep(merge_plugin_defaults(given, source.label, kernel))
-        given, composition = self._compose(given, kernel, source.label)
-        passes = given.plain("trainer.max_epochs")
-        if given.plain("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
-            given = given.set("trainer.max_steps", Node(_NO_END, Origin(kind="default", where="")))
-        completion = Completion(given, composition)
-        filled = self._keep(interpolate(completion.tree, completion.known))
-        filled = self._hide(filled, composition, kernel)
-        reading = self.reading = Reading(filled, composition, completion.known)
-        run = reading.read(RunConfig, filled, "")
-        self.problems += explained(reading.problems, completion.known, kernel)
-        self.problems += find_ungiven(self.mandatory, reading.tree)
-        extensions = Extensions(reading.tree, kernel)
+        tree, mandatory = self._collect(source)
+        kernel = self._start_kernel(tree, source.label)
+        for plugin in kernel.plugins if self.passed is None else ():  # a file was asked for by name
+            if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):
+                message = f"the plugin file {plugin.location} is {plugin.state}: {plugin.reason}."
+                correct = "Correct it, or take it out of plugins.local."
+                advice = "Name one of the two." if plugin.state == "shadowed" else correct
+                place = tree.origin("plugins.local").at("plugins.local")
+                self.problems.append(ComponentFinding(**place, message=message, advice=advice))
+        self.notes += drop_replaced(tree, self.replaced, kernel)
+        tree, problems = _with_plugin_defaults(tree, source.label, kernel)
+        self.problems += problems
+        composition, problems = select(tree, kernel, source.label)
+        model, faults = run_model(tree, composition)
+        self.problems += [*problems, *faults]
+        passes = tree.get("trainer.max_epochs")
+        if tree.get("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
+            tree.set("trainer.max_steps", _NO_END, DEFAULT)
+
+        keys = fill(tree, model)
+        self.problems += interpolate(tree, keys.known)
+        mask_options(tree, kernel)
+        for path, key in keys.leaves.items():
+            mask_secrets(tree, key, path)
+        self.problems += hide_credentials(tree)
+        hide_secrets.learn(tree, references=False)
+        reading = read(tree, model, keys, open_sections=composition.open, unfilled=composition.unfilled)
+        self.problems += explained(reading.problems, keys.known, kernel)
+        for path, origin in mandatory.items():
+            if path in tree and tree.origin(path).kind == "default":
+                self.problems.append(MissingKey(**origin.at(dotted(path)), allowed=f"a value in place of {MANDATORY}"))
+        extensions = Extensions(tree, kernel)
         self.problems += extensions.problems
-        checked, components = Checked(reading.values, reading.tree), composition.selected(reading.instances)
-        self._validate(checked, components, kernel)
-        if self.problems or run is None:
-            raise self._error(source.label)
+        components = selected(composition, reading)
+        checked = Checked(reading.values, tree)
+        self.problems += find_problems(checked, components, kernel, asks_plugins=not self.problems)
+        if self.problems or reading.instance is None:
+            raise self._error(source.label, keys.followers)
+        run = part_of(reading.instance, RunConfig)
         notes = (
             *self.notes,
-            *notes_on_secrets(reading.tree),
+            *composition.notes,
+            *notes_on_secrets(tree),
             *find_notes(checked, composition),
             *extensions.notes,
             *plugin_notes(kernel.plugins),
@@ -154,54 +181,49 @@ class _Load:
             components=components,
             loggers=extensions.loggers,
             callbacks=extensions.callbacks,
-            origins={path: node.origin for path, node in reading.tree.leaf_nodes()},
             source=source.label,
             overrides=self.overrides,
             run_dir=run_dir,
             checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
             notes=tuple(map(hide_secrets, notes)),
-            tree=reading.tree,
+            tree=tree,
         )
 
     def kernel(self) -> Kernel:
         source = self._read(converts=False)
-        return self._start_kernel(self._collect(source), source.label)
+        return self._start_kernel(self._collect(source)[0], source.label)
 
-    def _keep(self, outcome: tuple[Node, list[ConfigProblem]]) -> Node:
-        """Take the tree of a step and note its problems."""
-        tree, problems = outcome
-        self.problems += problems
-        return tree
-
-    def _kernel_for_recipes(self, above: Node) -> Kernel:
+    def _kernel_for_recipes(self, above: Tree) -> Kernel:
         """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
-        return self._start_kernel(reduce(merge, self.set, above), str(self.wanted))
+        return self._start_kernel(_overridden(above, self.set), str(self.wanted))
 
     def _read(self, *, converts: bool) -> Source:
         """The source and, below it, what it is based on. ``converts`` reads files of other programs in keys of nxdt."""
-        top = below = self._read_one(self.wanted, Node({}, COMMAND_LINE), None, converts)
-        tree, problems, seen, stem = top.tree.without(BASE), [*top.problems], [top.label], top.stem
-        while below.readable and (node := below.tree.find(BASE)) is not None and node.value is not None:
-            named = find_base(node, seen)
+        top = below = self._read_one(self.wanted, Tree({}, {(): COMMAND_LINE}), None, converts)
+        tree, problems, seen, stem = top.tree.copy(), [*top.problems], [top.label], top.stem
+        tree.remove(BASE)
+        while below.readable and below.tree.get(BASE) is not None:
+            named = find_base(below.tree, seen)
             if isinstance(named, ConfigProblem):
                 return replace(top, problems=(*problems, named), readable=False)
             seen.append(named)
-            below = self._read_one(named, tree, node.origin.at(BASE), converts)
+            below = self._read_one(named, tree, below.tree.origin(BASE).at(BASE), converts)
             stem = stem or below.stem
             problems += below.problems
             self.replaced += find_replaced(below.tree, tree)
-            tree = merge(below.tree.without(BASE), tree)
+            tree = _overridden(below.tree, [tree])
+            tree.remove(BASE)
         return replace(top, tree=tree, problems=tuple(problems), readable=below.readable, stem=stem)
 
     def _read_one(
-        self, wanted: str | Path | Mapping[str, Any], above: Node, named: Place | None, converts: bool
+        self, wanted: str | Path | Mapping[str, Any], above: Tree, named: Place | None, converts: bool
     ) -> Source:
         source = read_source(wanted, partial(self._kernel_for_recipes, above), named, self.label)
         if not converts or source.path is None or source.problems:
             return source
         found = len(self.problems)
         try:
-            kernel = self._kernel_for_recipes(merge(source.tree, above))
+            kernel = self._kernel_for_recipes(_overridden(source.tree, [above]))
         except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
             del self.problems[found:]
             return source
@@ -209,115 +231,113 @@ class _Load:
         self.notes += notes
         return source
 
-    def _collect(self, source: Source) -> Node:
-        """What was written, overrides included."""
+    def _collect(self, source: Source) -> tuple[Tree, dict[KeyPath, Origin]]:
+        """Return what was written, overrides included, and where the keys are that said ``???``."""
         self.problems += source.problems
-        above = reduce(merge, self.set, Node({}, COMMAND_LINE))
+        above = _overridden(Tree({}, {(): COMMAND_LINE}), self.set)
         self.replaced += find_replaced(source.tree, above)
-        given = reduce(merge, self.set, source.tree)
+        tree = _overridden(source.tree, self.set)
         self.problems += self.unreadable
-        if (base := above.find(BASE)) is not None and base.value is not None:
+        if above.get(BASE) is not None:
             reason = "a base is read with the file that names it, and overrides come later"
-            place = base.origin.at(BASE)
-            self.problems.append(NotSupported(**place, found=describe_node(base), reason=reason, allowed="null"))
-        given, problems, self.mandatory = tidy_given(given)
-        self.problems += problems
-        if source.stem and given.find("name") is None:
-            given = given.set("name", Node(source.stem, Origin(kind="default", where="of the file's name")))
+            place = above.origin(BASE).at(BASE)
+            self.problems.append(NotSupported(**place, found=above.describe(BASE), reason=reason, allowed="null"))
+        mandatory = {path: tree.origins[path] for path, value in tree.leaves() if value == MANDATORY}
+        for path in mandatory:
+            tree.remove(path)
+        references = [path for path in section_paths(RunConfig) if has_interpolation(tree.get(path))]
+        self.problems += interpolate(tree, wanted=references) if references else ()
+        for slot in SLOTS:  # `section: name` is short for `section: {name: …}`
+            name = tree.get(slot.section)
+            if isinstance(name, str):
+                origin, shown = tree.origin(slot.section), tree.shown_at(slot.section)
+                tree.set(slot.section, {}, origin)
+                tree.set(slot.key, name, origin, shown)
+        if source.stem and "name" not in tree:
+            tree.set("name", source.stem, replace(DEFAULT, where="of the file's name"))
         if not source.readable:
             raise self._error(source.label)
-        return given
+        return tree, mandatory
 
-    def _start_kernel(self, given: Node, label: str) -> Kernel:
-        """The kernel that was passed in, else one under the policy of ``given``."""
+    def _start_kernel(self, tree: Tree, label: str) -> Kernel:
+        """The kernel that was passed in, else one under the policy of ``tree``."""
         if self.passed is not None:
             return self.passed
-        policy = read_policy(given)
-        if not isinstance(policy, PluginPolicy):
-            self.problems += policy
+        resolved = tree.copy()
+        faults = interpolate(resolved, wanted=("plugins",))
+        policy = PluginPolicy()
+        if resolved.get("plugins") is not None:
+            section, wrong = read_part(PluginsConfig, resolved.copy("plugins"), "plugins")
+            faults += wrong
+            policy = PluginPolicy(**section.model_dump(exclude={"on_resume"})) if section is not None else policy
+        if faults:  # no plugin is imported under a policy that was not understood
+            self.problems += faults
             raise self._error(label)
         if self.started is not None and self.started.policy == policy:
             return self.started
         try:
             self.started = Kernel.start(policy)
         except NxdtError as error:
-            self.problems.append(start_problem(given, error))
+            key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
+            place = (tree.origin(key) if "plugins" in tree else DEFAULT).at(key)
+            self.problems.append(BadComponentChoice(**place, error=error))
             raise self._error(label) from None
         return self.started
 
-    def _compose(self, given: Node, kernel: Kernel, label: str) -> tuple[Node, Composition]:
-        """Select components and take in the keys that they declare."""
-        view, _ = interpolate(Completion(given, Composition()).tree, wanted=selecting_keys(given))
-        hf = read_hf_config(view)
-        selection = Selection(given, view, kernel, hf.values, Origin(kind="file", where=label))
-        self.problems += selection.problems
-        self.notes += selection.notes
-        merged, problems = merge_hf_values(selection.tree, selection.composition, hf)
-        self.problems += problems
-        if problems:
-            selection.composition.unfilled.add("model")
-        return merged, selection.composition
+    def _error(self, label: str, followers: Mapping[str, str] | None = None) -> ConfigError:
+        """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
 
-    def _hide(self, filled: Node, composition: Composition, kernel: Kernel) -> Node:
-        """The tree with what is shown in place of secrets."""
-        sections = ((tuple(section.split(".")), cls) for section, cls in composition.classes.items())
-        hidden = self._keep(hide_credentials(mask_fields(filled, [*sections, *option_sections(filled, kernel)])))
-        hide_secrets.learn(hidden, references=False)
-        return hidden
-
-    def _validate(self, checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel) -> None:
-        """Rules over the values; plugins are asked only where every type is right."""
-        right = not self.problems
-        self.problems += find_impossible(checked, components)
-        self.problems += engine_findings(checked, components)
-        self.problems += find_undeclared(checked, components, kernel.registry)
-        self.problems += component_findings(checked, components)
-        if right:
-            self.problems += plugin_findings(checked, components, kernel)
-
-    def _error(self, label: str) -> ConfigError:
-        followers = self.reading.followers if self.reading is not None else {}
+        Args:
+            label: What the user named.
+            followers: Key → key that it takes its value from; where both have a problem, the latter is reported.
+        """
+        misfits: dict[str, list[Misfit]] = {}
         for problem in self.problems:
             hide_secrets.redact_error(problem)
-        return error_report(label, self.problems, followers)
+            if isinstance(problem, ImpossibleCombination) and problem.cause:
+                misfits.setdefault(problem.cause.of, []).append(problem.cause)
+        keys = {problem.key for problem in self.problems}
+        distinct: dict[tuple[str, str, str], ConfigProblem] = {}
+        for problem in self.problems:
+            if isinstance(problem, ImpossibleCombination) and problem.cause and len(misfits[problem.cause.of]) > 1:
+                problem = _merged(misfits[problem.cause.of])
+            if (followers or {}).get(problem.key) not in keys:
+                distinct.setdefault((problem.place, problem.key, problem.row()), problem)
+        if not distinct:
+            raise RuntimeError(f"{label} was refused without a problem that says why: {self.problems}")
+        ordered = sorted(distinct.values(), key=lambda problem: (problem.line == 0, problem.line))
+        return ConfigError(source=label, problems=tuple(ordered))
 
 
-def error_report(label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str]) -> ConfigError:
-    """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
-
-    Args:
-        label: What the user named.
-        problems: In the order in which they were found.
-        followers: Key → key that it takes its value from.
-    """
-    found = list(_one_per_cause(problems))
-    keys = {problem.key for problem in found}
-    kept: dict[tuple[str, str, str], ConfigProblem] = {}
-    for problem in found:
-        if followers.get(problem.key) not in keys:
-            kept.setdefault((problem.place, problem.key, problem.row()), problem)
-    if not kept:
-        raise RuntimeError(f"{label} was refused without a problem that says why: {found}")
-    ordered = sorted(kept.values(), key=lambda problem: (problem.line == 0, problem.line))
-    return ConfigError(source=label, problems=tuple(ordered))
+def _overridden(tree: Tree, above: Iterable[Tree]) -> Tree:
+    """Return a tree with others merged over it."""
+    found = tree.copy()
+    for each in above:
+        found.merge(each)
+    return found
 
 
-def _one_per_cause(problems: Iterable[ConfigProblem]) -> Iterator[ConfigProblem]:
-    """Yield the problems; those of values that one other value does not divide become one, in place of the first."""
-    found = list(problems)
-    sharing: dict[str, list[Misfit]] = {}
-    for problem in found:
-        if isinstance(problem, ImpossibleCombination) and problem.cause:
-            sharing.setdefault(problem.cause.of, []).append(problem.cause)
-    for problem in found:
-        cause = problem.cause if isinstance(problem, ImpossibleCombination) else None
-        if cause is None or len(sharing[cause.of]) == 1:
-            yield problem
-        elif cause is sharing[cause.of][0]:
-            yield _merged(sharing[cause.of])
+def _with_plugin_defaults(tree: Tree, label: str, kernel: Kernel) -> tuple[Tree, list[ConfigProblem]]:
+    """Return the tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
+    try:
+        context = ConfigDefaultsContext(config=plain(tree.data), source=label)
+        results = list(kernel.call("nxdt_config_defaults", context=context))
+    except NxdtError as error:
+        return tree, [BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error)]
+    problems: list[ConfigProblem] = []
+    for plugin, defaults in results:
+        origin = Origin(kind="plugin", where=plugin.name)
+        if isinstance(defaults, Mapping):
+            tree = _overridden(Tree.of(defaults, origin), [tree])
+        else:
+            reason = f"nxdt_config_defaults gave a {type(defaults).__name__}, not a mapping"
+            fault = BadComponentConfig(**origin.at(""), component=plugin.name, dist=plugin.dist, reason=reason)
+            problems.append(fault)
+    return tree, problems
 
 
 def _merged(misfits: Sequence[Misfit]) -> ImpossibleCombination:
+    """Return one problem of values that one other value does not divide."""
     first = misfits[0]
     numbers = {each.name: each.number for each in misfits}
     fitting = math.gcd(*numbers.values())
@@ -329,3 +349,60 @@ def _merged(misfits: Sequence[Misfit]) -> ImpossibleCombination:
         if fitting > 1
         else "Set it to 1, or change those values.",
     )
+
+
+def find_problems(
+    checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel, *, asks_plugins: bool
+) -> list[ConfigProblem]:
+    """Return the problems that the rules of the core, of the components and of plugins find in values that are right.
+
+    Args:
+        checked: The values.
+        components: Those that are selected, by kind.
+        kernel: Knows who declares what.
+        asks_plugins: Whether to call the hook ``nxdt_validate_config``, which expects a configuration of right types.
+    """
+    problems = list(find_impossible(checked, components))
+    engine = components.get("engine")
+    if engine is not None:
+        with _guarded(engine.component, checked.place("parallel_engine.name"), "rules", problems):
+            rules = engine.component.load_rules()
+            problems.extend(() if rules is None else rules(checked))
+    problems += find_undeclared(checked, components, kernel.registry)
+    for slot in SLOTS:
+        selected = components.get(slot.kind)
+        if selected is not None and isinstance(selected.config, ChecksItself):
+            with _guarded(selected.component, checked.place(slot.section), "check", problems):
+                for key, message in selected.config.check():
+                    place = checked.place(join(slot.section, key))
+                    problems.append(ComponentFinding(**place, message=_sentence(message)))
+    if not asks_plugins:
+        return problems
+    names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
+    context = ValidateConfigContext(config=plain(checked.tree.data), components=names, kernel=kernel)
+    try:
+        for plugin, findings in kernel.call("nxdt_validate_config", context=context):
+            for finding in findings:
+                message = _sentence(f"{finding.message} (plugin {plugin.name!r})")
+                place = checked.place(finding.key)
+                problems.append(ComponentFinding(**place, message=message, advice=finding.remedy))
+    except NxdtError as error:
+        problems.append(BadComponentChoice(**checked.place("plugins"), error=error))
+    return problems
+
+
+@contextmanager
+def _guarded(component: RegisteredComponent, place: Place, what: str, problems: list[ConfigProblem]) -> Iterator[None]:
+    """Add any exception of a plugin's code in the block to ``problems``, with the plugin's name."""
+    try:
+        yield
+    except ComponentUnusable as error:
+        problems.append(BadComponentChoice(**place, error=error))
+    except Exception as error:
+        reason = f"its {what} raised {type(error).__name__}: {error}"
+        name, dist = component.qualified_name, component.dist
+        problems.append(BadComponentConfig(**place, component=name, dist=dist, reason=reason))
+
+
+def _sentence(message: str) -> str:
+    return message if message.endswith((".", "!", "?")) else f"{message}."

@@ -1,4 +1,4 @@
-"""The schema and a resolved configuration as text: reference in Markdown, JSON Schema, YAML with origins."""
+"""The schema and a resolved configuration as text: documentation of keys, JSON Schema, YAML with origins."""
 
 from __future__ import annotations
 
@@ -6,21 +6,18 @@ import ast
 import inspect
 import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
-from nxdt_core.config.annotations import DefaultsTo
-from nxdt_core.config.complete import section_keys
 from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, Slot
+from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig
 from nxdt_core.config.secrets import Redaction
-from nxdt_core.config.section import REQUIRED, Key, keys_of
-from nxdt_core.config.tree import Node, Origin, Place, from_plain, join, to_plain
+from nxdt_core.config.section import REQUIRED, Key, composed, keys_of
+from nxdt_core.config.tree import KeyPath, Place, Tree, join
 from nxdt_core.errors import NxdtError
-from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.kernel import Kernel
 
-__all__ = ["class_doc", "field_docs", "json_schema", "reference_markdown", "render_show"]
+__all__ = ["class_doc", "field_docs", "json_schema", "render_show"]
 
 
 def field_docs(cls: Any) -> dict[str, str]:
@@ -80,54 +77,35 @@ def _section(cls: type, path: str, kernel: Kernel, sections: dict[str, Any]) -> 
     """An object; where it selects a component, one branch for each component. The schemas of sections below it are put
     into ``sections``: each is needed in many branches, and written out there they would make megabytes."""
     slot = next((slot for slot in SLOTS if slot.section == path), None)
+    everything = {name: _property(key, join(path, name), kernel, sections) for name, key in keys_of(cls).items()}
+    closed = {"type": "object", "properties": everything, "additionalProperties": False}
     if slot is None:
-        return _closed(_properties(cls, None, path, kernel, sections), class_doc(cls))
-    branches = []
-    everything = _properties(cls, None, path, kernel, sections)
-    for component, extra in _usable(kernel.registry.all(slot.kind)):
-        properties = _properties(cls, extra, path, kernel, sections)
-        everything = {**everything, **properties}
-        branches.append({"if": _named(slot, component), "then": _closed(properties)})
-    unnamed = {"not": {"required": [slot.selector]}}
-    branches.append({"if": unnamed, "then": _closed(everything)})
-    names = {"properties": {slot.selector: _selector(slot, kernel, everything)}}
-    whole = {"type": "object", "description": class_doc(cls), **names, "allOf": branches}
-    return {"anyOf": [whole, {"type": "string", "description": f"short for {slot.selector}: …"}]}
-
-
-def _usable(components: Iterable[RegisteredComponent]) -> Iterable[tuple[RegisteredComponent, type | None]]:
-    for component in components:
+        return {**closed, "description": class_doc(cls)} if class_doc(cls) else closed
+    branches: list[dict[str, Any]] = []
+    names: dict[str | None, None] = {}
+    for component in kernel.registry.all(slot.kind):
+        spelled = [component.record.name, *component.record.aliases]
+        spelled += [f"{plugin}:{name}" for plugin in (component.plugin, component.dist) for name in spelled]
+        names |= dict.fromkeys(spelled)
         try:
-            yield component, usable_class(component, Place(place=component.dist, line=0, key=""))
+            own = usable_class(component, Place(place=component.dist, line=0, key=""))
         except NxdtError:  # its own section cannot be described; choosing it says why
             continue
-
-
-def _spellings(component: RegisteredComponent) -> list[str]:
-    names = [component.record.name, *component.record.aliases]
-    return [*names, *(f"{plugin}:{name}" for plugin in (component.plugin, component.dist) for name in names)]
-
-
-def _named(slot: Slot, component: RegisteredComponent) -> dict[str, Any]:
-    return {"properties": {slot.selector: {"enum": _spellings(component)}}, "required": [slot.selector]}
-
-
-def _selector(slot: Slot, kernel: Kernel, properties: Mapping[str, Any]) -> dict[str, Any]:
-    names = [name for component in kernel.registry.all(slot.kind) for name in _spellings(component)]
-    description = properties.get(slot.selector, {}).get("description", "")
-    return {"anyOf": [{"enum": [*dict.fromkeys(names), None]}, _INTERPOLATION], "description": description}
-
-
-def _closed(properties: Mapping[str, Any], description: str = "") -> dict[str, Any]:
-    closed = {"type": "object", "properties": dict(properties), "additionalProperties": False}
-    return {**closed, "description": description} if description else closed
-
-
-def _properties(cls: type, extra: type | None, path: str, kernel: Kernel, sections: dict[str, Any]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, keys in section_keys(cls, extra).items():
-        found[name] = _property(keys[-1], join(path, name), kernel, sections)
-    return found
+        whole: Any = cls if own is None else composed(cls, ((path, own),), path)
+        keys = {name: _property(key, join(path, name), kernel, sections) for name, key in keys_of(whole).items()}
+        everything |= keys
+        chosen = {"properties": {slot.selector: {"enum": spelled}}, "required": [slot.selector]}
+        branches.append({"if": chosen, "then": {**closed, "properties": keys}})
+    branches.append({"if": {"not": {"required": [slot.selector]}}, "then": {**closed, "properties": dict(everything)}})
+    description = everything.get(slot.selector, {}).get("description", "")
+    selector = {"anyOf": [{"enum": [*names, None]}, _INTERPOLATION], "description": description}
+    schema = {
+        "type": "object",
+        "description": class_doc(cls),
+        "properties": {slot.selector: selector},
+        "allOf": branches,
+    }
+    return {"anyOf": [schema, {"type": "string", "description": f"short for {slot.selector}: …"}]}
 
 
 def _property(key: Key, path: str, kernel: Kernel, sections: dict[str, Any]) -> dict[str, Any]:
@@ -143,66 +121,6 @@ def _property(key: Key, path: str, kernel: Kernel, sections: dict[str, Any]) -> 
     return {**described, "description": text} if text else described
 
 
-_HEAD = ("| key | value | default | meaning |", "|---|---|---|---|")
-
-
-def reference_markdown(kernel: Kernel | None = None) -> str:
-    """Return the tables of every key of the core and, with a kernel, of the components that it knows."""
-    lines = ["# YAML reference", ""]
-    for path, cls in _sections(RunConfig, ""):
-        lines += [f"## `{path}`" if path else "## Top level", "", class_doc(cls), "", *_table(cls), ""]
-    if kernel is not None:
-        lines += ["# Keys of components", "", *_components(kernel)]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _sections(cls: type, path: str) -> Iterator[tuple[str, type]]:
-    yield path, cls
-    for name, key in keys_of(cls).items():
-        if key.section is not None:
-            yield from _sections(key.section, join(path, name))
-
-
-def _components(kernel: Kernel) -> Iterator[str]:
-    for slot in SLOTS:
-        for component in kernel.registry.all(slot.kind):
-            try:
-                cls = usable_class(component, Place(place=component.dist, line=0, key=""))
-            except NxdtError:  # `nxdt plugins show` reports what is wrong with it
-                continue
-            record = component.record
-            yield from (f"## `{slot.key}: {record.name}`", "", f"{record.summary} ({component.dist}).", "")
-            if cls is not None and keys_of(cls):
-                yield from (*_table(cls), "")
-
-
-def _table(cls: type) -> list[str]:
-    docs = field_docs(cls)
-    return [*_HEAD, *(_row(key, docs.get(name, "")) for name, key in keys_of(cls).items())]
-
-
-def _row(key: Key, doc: str) -> str:
-    allowed = "section" if key.section is not None else key.describe()
-    cells = (f"`{key.name}`", allowed, _default(key), doc)
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-
-def _default(key: Key) -> str:
-    follows = key.mark(DefaultsTo)
-    if follows is not None:
-        return f"`{follows.key}`"
-    if key.section is not None:
-        return "`null`" if key.optional else ""
-    return "required" if key.default is REQUIRED else f"`{_literal(key.default)}`"
-
-
-def _literal(value: Any) -> str:
-    plain = to_plain(from_plain(value, Origin(kind="default", where="")))
-    if plain is None or isinstance(plain, bool):
-        return {None: "null", True: "true", False: "false"}[plain]
-    return str(plain)
-
-
 _COLUMN = 48
 """Where comments start, unless a value is longer."""
 _PLAIN = re.compile(r"(?!(?:true|false|yes|no|on|off|null)$)[a-z][\w./-]*|/[\w./-]+", re.IGNORECASE | re.ASCII)
@@ -214,22 +132,20 @@ def render_show(resolved: ResolvedConfig, *, only_set: bool = False) -> str:
     redact = Redaction(resolved.tree)
     lines = [f"# {resolved.source}, resolved"]
     lines += [f"# note: {note}" for note in resolved.notes]
-    for key, node in resolved.tree.children.items():
-        lines += _lines(key, node, 0, only_set, redact)
+    for key in resolved.tree.data:
+        lines += _lines(resolved.tree, (key,), only_set, redact)
     return "\n".join(lines) + "\n"
 
 
-def _lines(key: str, node: Node, depth: int, only_set: bool, redact: Redaction) -> list[str]:
-    name = f"{'  ' * depth}{_scalar(key)}:"
-    if node.children:
-        below = [
-            line for name, child in node.children.items() for line in _lines(name, child, depth + 1, only_set, redact)
-        ]
+def _lines(tree: Tree, path: KeyPath, only_set: bool, redact: Redaction) -> list[str]:
+    name, value, origin = f"{'  ' * (len(path) - 1)}{_scalar(path[-1])}:", tree.get(path), tree.origins[path]
+    if isinstance(value, dict) and value:
+        below = [line for key in value for line in _lines(tree, (*path, key), only_set, redact)]
         return [name, *below] if below else []
-    if only_set and node.origin.kind == "default":
+    if only_set and origin.kind == "default":
         return []
-    text = f"{name} {_scalar(to_plain(node, shown=True))}"
-    return [f"{text:<{_COLUMN}}  # {redact(str(node.origin))}"]
+    text = f"{name} {_scalar(tree.as_shown(path))}"
+    return [f"{text:<{_COLUMN}}  # {redact(str(origin))}"]
 
 
 def _scalar(value: object) -> str:

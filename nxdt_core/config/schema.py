@@ -21,7 +21,7 @@ from nxdt_core.config.training_schema import (
     ExpManagerConfig,
     TrainerConfig,
 )
-from nxdt_core.config.tree import Node, Origin, join, to_plain
+from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
 from nxdt_core.kernel import Kernel, RegisteredComponent
 
 __all__ = [
@@ -171,7 +171,7 @@ class ModelConfig(Section):
     name: str
     """Component of kind ``model``. Where it is not set: the one that reads the architecture of
     ``model_config``, else ``llama``. A note says which."""
-    hf_config: Path | None = Field(default=None, alias="model_config")
+    config_json: Path | None = Field(default=None, alias="model_config")
     """Hugging Face ``config.json``, or its directory. Keys given next to it take precedence."""
     optim: OptimConfig
     """Optimizer and learning rate."""
@@ -282,23 +282,11 @@ class Composition:
     """By path of the section: the class that the component declares."""
     open: set[str] = field(default_factory=set)
     """Sections whose component is unknown, so that their keys are unknown too."""
-    unfilled: set[str] = field(default_factory=set)
-    """Sections whose keys would have come from a file that cannot be read: missing keys are reported there."""
-
-    def selected(self, instances: Mapping[str, Any]) -> dict[str, Selected | None]:
-        """Return the components by kind, with those of ``instances``, which are by path of the section."""
-        found: dict[str, Selected | None] = {}
-        for slot in SLOTS:
-            if slot.kind in self.components:
-                component, section = self.components[slot.kind], instances.get(slot.section)
-                found[slot.kind] = None if component is None else Selected(component=component, config=section)
-        return found
-
-    def label(self, section: str) -> str:
-        """Return a description of a section's component: ``model 'llama'``; empty where there is none."""
-        slot = next((slot for slot in SLOTS if slot.section == section), None)
-        component = self.components.get(slot.kind) if slot else None
-        return f"{component.kind} {component.record.name!r}" if component else ""
+    unfilled: dict[str, type] = field(default_factory=dict)
+    """Sections whose keys would have come from a file that cannot be read, with the class of these keys: that they are
+    missing is reported at the file."""
+    notes: list[str] = field(default_factory=list)
+    """Lines on choices that follow from rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -322,8 +310,6 @@ class ResolvedConfig:
     ``store``, ``objective``, ``adapter``, ``engine``. None: the run uses none."""
     loggers: tuple[Selected, ...]
     callbacks: tuple[Selected, ...]
-    origins: Mapping[str, Origin] = field(compare=False)
-    """By key path of each value."""
     source: str = field(compare=False)
     """What the user named: a path or ``recipe:NAME``."""
     run_dir: Path
@@ -332,8 +318,13 @@ class ResolvedConfig:
     """What the user gave in addition to the source, as written."""
     notes: tuple[str, ...] = field(compare=False)
     """Lines to print: settings that are accepted and have no effect."""
-    tree: Node = field(compare=False, repr=False)
+    tree: Tree = field(compare=False, repr=False)
     """All values with their origins."""
+
+    @property
+    def origins(self) -> dict[str, Origin]:
+        """Return the origin of each value by key path."""
+        return {dotted(path): self.tree.origins[path] for path, _ in self.tree.leaves()}
 
     def selected(self, slot: str) -> Selected:
         """Return the component of a slot that is never empty."""
@@ -344,7 +335,7 @@ class ResolvedConfig:
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Yield the key path and plain value of every leaf, in the order of the schema."""
-        return self.tree.leaves()
+        return ((dotted(path), plain(value)) for path, value in self.tree.leaves())
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON-able tree that :func:`nxdt_core.config.load` reads back to an equal configuration.
@@ -352,10 +343,10 @@ class ResolvedConfig:
         It can be written: what comes from the environment is the reference to it (``${oc.env:NAME}``), and secrets
         are masked. A configuration with a masked secret does not load.
         """
-        shown: dict[str, Any] = to_plain(self.tree, shown=True)
+        shown: dict[str, Any] = self.tree.as_shown()
         return shown
 
     def to_values(self) -> dict[str, Any]:
         """Return the same tree with every value resolved, secrets included; it is never written or printed."""
-        plain: dict[str, Any] = to_plain(self.tree)
-        return plain
+        values: dict[str, Any] = plain(self.tree.data)
+        return values

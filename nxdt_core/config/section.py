@@ -1,13 +1,8 @@
-"""A section of the configuration as a pydantic model: the base class, its keys, and how a section is read.
-
-Values are read in pydantic's strict JSON mode, which has YAML's types: a list gives a tuple and a text a path, but no
-text gives a number. What is wrong is said in the words that all sections have: what was found, and what is allowed.
-"""
+"""A section of the configuration as a pydantic model: the base class, its keys, and descriptions of what they allow."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import types
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, MutableSequence, Sequence
 from dataclasses import dataclass
@@ -27,11 +22,10 @@ from typing import (
     runtime_checkable,
 )
 
-from pydantic import BaseModel, ConfigDict, ValidationError
-from pydantic_core import ErrorDetails
+from pydantic import BaseModel, ConfigDict, create_model
 
 from nxdt_core.config.annotations import Range, StartsAtFile
-from nxdt_core.config.tree import KeyPath, describe_value, join
+from nxdt_core.config.tree import KeyPath, join, walk
 from nxdt_core.errors.base import either
 
 __all__ = [
@@ -43,11 +37,11 @@ __all__ = [
     "NamesHFKeys",
     "ReadsHFConfig",
     "Section",
+    "composed",
     "is_model",
     "keys_of",
     "members",
     "nearest_keys",
-    "read_section",
     "section_paths",
 ]
 
@@ -66,61 +60,6 @@ class Section(BaseModel):
     def changed(self, **values: Any) -> Self:
         """Return the section with other values, which are not checked."""
         return self.model_copy(update=values)
-
-
-def read_section(cls: type[Section], values: Mapping[str, Any]) -> tuple[Section | None, dict[KeyPath, str]]:
-    """Return the section, or None and what was found by keys that do not take it. A missing key is not among them.
-
-    Raises:
-        ValueError: a validator of the section itself refuses the values.
-    """
-    try:
-        return cls.model_validate_json(json.dumps(values, default=str), strict=True), {}
-    except ValidationError as error:
-        return None, _faults(cls, error.errors(include_url=False), values)
-
-
-def _faults(cls: type[Section], errors: list[ErrorDetails], values: Mapping[str, Any]) -> dict[KeyPath, str]:
-    """Return one for each key; pydantic reports each member of a union, and the one furthest inside counts."""
-    found: dict[KeyPath, tuple[int, str]] = {}
-    for error in errors:
-        if not error["loc"]:
-            raise error["ctx"]["error"]
-        path, value, inside = _located(cls, error["loc"], values)
-        if error["type"] == "missing" and not inside:  # reported where the keys are completed
-            continue
-        told = [describe_value(value)]
-        if isinstance(value, list) and error["type"] in ("missing", "too_long", "too_short"):
-            told.append(f"a list of {len(value)}")
-        else:
-            told += [f"{describe_value(item)} {where}" for item, where in _descended(value, inside)]
-        found[path] = max(found.get(path, (0, "")), (len(told), told[-1]))
-    return {path: words for path, (_, words) in found.items()}
-
-
-def _located(cls: type[Section], loc: KeyPath, values: Any) -> tuple[KeyPath, Any, list[int | str]]:
-    """Return the key of an error, its value, and the rest of the place."""
-    path: list[str] = []
-    section: type | None = cls
-    rest = list(loc)
-    while section is not None and rest:
-        name = str(rest.pop(0))
-        path.append(name)
-        values = values.get(name)
-        key = keys_of(section).get(name)
-        section = key.section if key is not None and isinstance(values, Mapping) else None
-    return tuple(path), values, rest
-
-
-def _descended(value: Any, parts: list[int | str]) -> Iterator[tuple[Any, str]]:
-    """Yield the values inside a list or a mapping on the way to an error; members of a union are passed over."""
-    for part in parts:
-        if isinstance(value, list) and isinstance(part, int):
-            value = value[part]
-            yield value, f"as item {part + 1} of the list"
-        elif isinstance(value, Mapping) and part in value:
-            value = value[str(part)]
-            yield value, f"under {part!r}"
 
 
 @runtime_checkable
@@ -184,13 +123,13 @@ class Key:
     default: Any
     """Plain value, or :data:`REQUIRED`; None of a section that may be left out."""
     marks: tuple[Any, ...]
-    """What :data:`typing.Annotated` carries in addition to bounds."""
+    """Marks that :data:`typing.Annotated` carries in addition to bounds."""
     section: type | None
     """The model, if the key is a section."""
     optional: bool
     """Whether ``null`` is allowed."""
-    holds_path: bool
-    """Whether a value may hold a path, which starts at the file that sets it."""
+    marks_inside: frozenset[type]
+    """Classes of all marks within the annotation; one of type ``Path`` counts as :class:`StartsAtFile`."""
     owner: type
     """The model that declares the key."""
     attribute: str
@@ -199,6 +138,10 @@ class Key:
     def mark(self, kind: type[M]) -> M | None:
         """Return the mark of a class, or None."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
+
+    def marked(self, mark: type, value: Any, path: KeyPath) -> Iterator[KeyPath]:
+        """Yield where scalars of the key's value are that have a mark, such as :class:`Secret`, or are inside one."""
+        return _marked(mark, self.annotation, value, path)
 
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema of its values, without documentation and default."""
@@ -216,6 +159,33 @@ def keys_of(cls: type) -> dict[str, Key]:
     """Return the keys that a section declares, in order."""
     fields: Mapping[str, Any] = cls.__pydantic_fields__  # type: ignore[attr-defined]
     return {info.alias or name: _key(cls, name, info) for name, info in fields.items()}
+
+
+@cache
+def composed(core: type[Section], components: tuple[tuple[str, type], ...], path: str = "") -> type[Section]:
+    """Return the model of a section of the core in which each section has the keys of its component, too.
+
+    A key that both declare has the type and the default that the component gives it.
+
+    Args:
+        core: The section.
+        components: Path of a section, and the class with the keys of the component that it selects.
+        path: Path of the section.
+    """
+    below: dict[str, Any] = {}
+    for key in keys_of(core).values():
+        where = join(path, key.name)
+        if key.section is not None and any(at == where or at.startswith(f"{where}.") for at, _ in components):
+            section: Any = composed(key.section, components, where)
+            info = core.model_fields[key.attribute]
+            below[key.attribute] = (section | None if key.optional else section, info)
+    bases = (*(cls for at, cls in components if at == path), core)
+    if not below and len(bases) == 1:
+        return core
+    found: Any = create_model(core.__name__, __base__=bases, __module__=core.__module__, **below)
+    found.composed_of = bases
+    model: type[Section] = found
+    return model
 
 
 def section_paths(cls: type, path: str = "") -> tuple[str, ...]:
@@ -246,33 +216,61 @@ def _key(cls: type, attribute: str, info: Any) -> Key:
     annotation: Any = info.annotation
     for mark in info.metadata:
         annotation = Annotated[annotation, mark]
-    found = members(annotation)
-    one = [member for member in found if member is not type(None)]
+    one = [member for member in members(annotation) if member is not type(None)]
     section = one[0] if len(one) == 1 and is_model(one[0]) else None
+    inside = () if section is not None else tuple(_parts(annotation))
     # A section's default is not made here: pydantic would build a validator for each, and its keys have their own.
     default = None if section is not None else info.get_default(call_default_factory=True)
+    bases = getattr(cls, "composed_of", ())
     return Key(
         name=info.alias or attribute,
         annotation=annotation,
         default=REQUIRED if info.is_required() else default,
         marks=tuple(mark for mark in info.metadata if not isinstance(mark, Range)),
         section=section,
-        optional=type(None) in found or annotation is Any,
-        holds_path=any(part is Path or isinstance(part, StartsAtFile) for part in _parts(annotation)),
-        owner=cls,
+        optional=len(one) < len(members(annotation)) or annotation is Any,
+        marks_inside=frozenset(StartsAtFile if part is Path else type(part) for part in inside),
+        owner=next((base for base in bases if attribute in base.__pydantic_fields__), cls),
         attribute=attribute,
     )
 
 
 def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield an annotation and everything inside it; choices of a ``Literal`` and other sections are left out."""
+    """Yield an annotation and everything inside it, keys of other sections included; not the words of a ``Literal``."""
     yield annotation
     if get_origin(annotation) is Annotated:
         yield from annotation.__metadata__
         yield from _parts(annotation.__origin__)
+    elif is_model(annotation):
+        for key in keys_of(annotation).values():
+            yield from _parts(key.annotation)
     elif get_origin(annotation) is not Literal:
         for inner in get_args(annotation):
             yield from _parts(inner)
+
+
+def _marked(mark: type, annotation: Any, value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    marks = annotation.__metadata__ if origin is Annotated else ()
+    if any(isinstance(each, mark) for each in marks) or (mark is StartsAtFile and annotation is Path):
+        yield from (below for below, each in walk(value, path) if not isinstance(each, (dict, list)))
+    elif origin is Annotated:
+        yield from _marked(mark, annotation.__origin__, value, path)
+    elif origin in (Union, types.UnionType):
+        for member in arguments:
+            yield from _marked(mark, member, value, path)
+    elif is_model(annotation) and isinstance(value, dict):
+        for name, key in keys_of(annotation).items():
+            if name in value:
+                yield from _marked(mark, key.annotation, value[name], (*path, name))
+    elif origin in TABLES and len(arguments) == 2 and isinstance(value, dict):
+        for name, each in value.items():
+            yield from _marked(mark, arguments[1], each, (*path, name))
+    elif origin in LISTS and isinstance(value, list) and arguments:
+        fixed = origin is tuple and arguments[-1] is not Ellipsis
+        kinds = arguments if fixed else arguments[:1] * len(value)
+        for number, (kind, each) in enumerate(zip(kinds, value, strict=False)):
+            yield from _marked(mark, kind, each, (*path, number))
 
 
 _ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}

@@ -1,8 +1,9 @@
-"""Where values come from: files, recipes of plugins, what a file is based on, and the command line."""
+"""Sources of values: files, recipes of plugins, what a file is based on, and the command line."""
 
 from __future__ import annotations
 
 import difflib
+import glob
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -11,7 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.tree import Node, Origin, Place, describe_value, from_plain, mapped, parse_yaml, to_plain
+from nxdt_core.config.tree import Origin, Place, Tree, describe_value, parse_yaml
 from nxdt_core.errors.configuration import (
     BadOverride,
     ConfigFileNotFound,
@@ -144,57 +145,55 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     Raises:
         UnknownRecipe: there is none, there is more than one, or its plugin cannot be used.
     """
-    recipes = list(_recipes(kernel.plugins))
     plugin, _, short = name.rpartition(":")
-    meant = [recipe for recipe in recipes if recipe.name == short and plugin in ("", recipe.plugin)]
+    meant = [recipe for recipe in _recipes(kernel.plugins, short) if plugin in ("", recipe.plugin)]
     meant.sort(key=lambda recipe: recipe.plugin)
     if len(meant) == 1:
         return meant[0]
-    place = f"{RECIPE_SCHEME}{name}"
+    others = (each for each in kernel.plugins if each.state not in ("ok", "shadowed") and plugin in ("", each.name))
+    reason, advice, candidates = "no plugin has a recipe of that name", "", tuple[str, ...]()
     if len({recipe.plugin for recipe in meant}) == 1:
         files = " and ".join(f"'{recipe.path}'" for recipe in meant)
-        advice = "rename all but one of these files"
-        raise UnknownRecipe(place=place, key="", reason=f"{files} are recipes of the same name", advice=advice)
-    if meant:
-        spelled = tuple(f"{RECIPE_SCHEME}{recipe.plugin}:{recipe.name}" for recipe in meant)
-        raise UnknownRecipe(
-            place=place, key="", reason="several plugins have a recipe of that name", candidates=spelled
-        )
-    for unusable in (each for each in kernel.plugins if each.state not in ("ok", "shadowed")):
-        own = _recipes([unusable], usable=False) if plugin in ("", unusable.name) else ()
-        if any(recipe.name == short for recipe in own):
-            reason = f"the recipe {short!r} belongs to a plugin that is not used: {diagnose(unusable)}"
-            raise UnknownRecipe(place=place, key="", reason=reason, advice=advise(unusable))
-    if dist := missing_dist("recipe", short, kernel.plugins):
+        reason, advice = f"{files} are recipes of the same name", "rename all but one of these files"
+    elif meant:
+        reason = "several plugins have a recipe of that name"
+        candidates = tuple(f"{RECIPE_SCHEME}{recipe.plugin}:{recipe.name}" for recipe in meant)
+    elif unusable := next((each for each in others if any(_recipes([each], short, usable=False))), None):
+        reason = f"the recipe {short!r} belongs to a plugin that is not used: {diagnose(unusable)}"
+        advice = advise(unusable)
+    elif dist := missing_dist("recipe", short, kernel.plugins):
         reason, advice = "no installed plugin has a recipe of that name", f"install it: pip install {dist}"
-        raise UnknownRecipe(place=place, key="", reason=reason, advice=advice)
-    close = difflib.get_close_matches(short, [recipe.name for recipe in recipes], n=3)
-    candidates = tuple(f"{RECIPE_SCHEME}{match}" for match in dict.fromkeys(close))
-    raise UnknownRecipe(place=place, key="", reason="no plugin has a recipe of that name", candidates=candidates)
+    else:
+        close = difflib.get_close_matches(short, [recipe.name for recipe in _recipes(kernel.plugins)], n=3)
+        candidates = tuple(f"{RECIPE_SCHEME}{match}" for match in dict.fromkeys(close))
+    place = f"{RECIPE_SCHEME}{name}"
+    raise UnknownRecipe(place=place, key="", reason=reason, advice=advice, candidates=candidates)
 
 
-def _recipes(plugins: Iterable[PluginInfo], *, usable: bool = True) -> Iterator[Recipe]:
-    for plugin in plugins:
+def _recipes(plugins: Iterable[PluginInfo], name: str | None = None, *, usable: bool = True) -> Iterator[Recipe]:
+    """Yield the recipes of plugins, those of one name or all."""
+    pattern = "*" if name is None else glob.escape(name)
+    for plugin in plugins if "/" not in pattern else ():
         package = plugin.module.partition(":")[0].partition(".")[0] if plugin.state == "ok" or not usable else ""
         if (directory := _package_directory(package)) is not None:
-            for path in sorted((directory / "recipes").rglob("*.yaml")):
+            for path in sorted((directory / "recipes").rglob(f"{pattern}.yaml")):
                 yield Recipe(name=path.stem, plugin=plugin.name, path=path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """A source of a configuration, parsed into a tree with positions."""
+    """A source of a configuration: a file, a recipe or a mapping, parsed."""
 
     label: str
-    """What the user named."""
-    tree: Node
+    """Name that the user gave."""
+    tree: Tree
     problems: tuple[ConfigProblem, ...]
     path: Path | None = None
-    """Of a file that was named."""
+    """Path of a file that was named."""
     stem: str = ""
     """Name of the file or recipe without its ending; empty for a mapping."""
     readable: bool = True
-    """False where there is nothing to check, since the text could not be had or parsed."""
+    """False where there is nothing to check, since the text could not be read or parsed."""
 
 
 def read_source(
@@ -211,40 +210,35 @@ def read_source(
         named: Where the source is named; None: by the user.
         label: What a mapping is called.
     """
+    label = (label or "mapping") if isinstance(source, Mapping) else str(source)
+    nothing = Tree({}, {(): Origin(kind="file", where=label)})
+    problems: Sequence[ConfigProblem] = ()
+    path, stem = None, ""
     if isinstance(source, Mapping):
-        label = label or "mapping"
-        return _checked(label, from_plain(source, Origin(kind="file", where=label)))
-    label = str(source)
-    named = named or Place(place=label, line=0, key="")
-    if label.startswith(RECIPE_SCHEME):
+        tree = Tree.of(source, nothing.origins[()])
+    else:
+        named = named or Place(place=label, line=0, key="")
         try:
-            recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME))
+            if label.startswith(RECIPE_SCHEME):
+                recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME))
+                text, stem, directory = recipe.text, recipe.name, recipe.path.parent.absolute()
+            else:
+                path = expand_home(source)
+                text, stem, directory = path.read_text(encoding="utf-8-sig"), path.stem, path.absolute().parent
         except UnknownRecipe as unknown:
-            found = {name: getattr(unknown, name) for name in ("reason", "candidates", "advice")}
-            return _failed(label, UnknownRecipe(**named, **found))
-        return replace(
-            _checked(label, *parse_yaml(recipe.text, label, recipe.path.parent.absolute())), stem=recipe.name
-        )
-    path = expand_home(source)
-    try:
-        text = path.read_text(encoding="utf-8-sig")
-    except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
-        return _failed(label, file_problem(path, error, named, find_kernel))
-    return replace(_checked(label, *parse_yaml(text, label, path.absolute().parent)), path=path, stem=path.stem)
-
-
-def _checked(label: str, tree: Node, problems: Sequence[ConfigProblem] = ()) -> Source:
-    if problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)):
-        return _failed(label, problems[0])
-    if not isinstance(tree.value, dict):
-        found = "no mapping at the top"
-        return _failed(label, WrongValue(**tree.origin.at(""), found=found, allowed="a mapping of keys and values"))
-    return Source(label=label, tree=tree, problems=tuple(problems))
-
-
-def _failed(label: str, problem: ConfigProblem) -> Source:
-    tree = Node({}, Origin(kind="file", where=label))
-    return Source(label=label, tree=tree, problems=(problem,), readable=False)
+            reasons = {name: getattr(unknown, name) for name in ("reason", "candidates", "advice")}
+            problem: ConfigProblem = UnknownRecipe(**named, **reasons)
+            return Source(label=label, tree=nothing, problems=(problem,), readable=False)
+        except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
+            problem = file_problem(expand_home(source), error, named, find_kernel)
+            return Source(label=label, tree=nothing, problems=(problem,), readable=False)
+        tree, problems = parse_yaml(text, label, directory)
+    if not isinstance(tree.data, dict):
+        place, found = tree.origins[()].at(""), "no mapping at the top"
+        problems = [WrongValue(**place, found=found, allowed="a mapping of keys and values")]
+        return Source(label=label, tree=nothing, problems=tuple(problems), readable=False)
+    readable = not (problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)))
+    return Source(label=label, tree=tree, problems=tuple(problems), path=path, stem=stem, readable=readable)
 
 
 def file_problem(
@@ -275,57 +269,48 @@ COMMAND_LINE = Origin(kind="override", where="command line")
 _PATH = re.compile(r"[^\s.=\[\]{}]+(\.[^\s.=\[\]{}]+)*")
 
 
-def read_overrides(overrides: Sequence[str]) -> tuple[list[Node], list[ConfigProblem]]:
+def read_overrides(overrides: Sequence[str]) -> tuple[list[Tree], list[ConfigProblem]]:
     """Return the tree that each ``key.path=value`` sets, and what is wrong with others; values are read as YAML."""
-    found = [_override(text) for text in overrides]
-    problems = [each for each in found if isinstance(each, ConfigProblem)]
-    return [each for each in found if isinstance(each, Node)], problems
-
-
-def _override(text: str) -> Node | ConfigProblem:
-    path, equals, value = text.partition("=")
-    if not equals:
-        return _bad(text, "it has no '='")
-    if not _PATH.fullmatch(path):
-        return _bad(text, f"{path!r} is not a key path")
-    document, problems = parse_yaml(f"value: {value}", COMMAND_LINE.where)
-    if problems or "value" not in document.children:
-        return _bad(f"{path}=…", _reason(problems))  # the value may hold a secret
-    return Node({}, COMMAND_LINE).set(
-        path,
-        mapped(
-            document.children["value"], lambda each: replace(each, origin=replace(COMMAND_LINE, text=each.origin.text))
-        ),
-    )
-
-
-def _reason(problems: list[ConfigProblem]) -> str:
-    if not problems:
-        return "the value is empty"
-    problem = problems[0]
-    if isinstance(problem, YamlSyntax):
-        return f"the value is not valid YAML: {problem.reason}"
-    return f"the value cannot be used: {problem.what().rstrip('.')}"
-
-
-def _bad(text: str, reason: str) -> ConfigProblem:
-    return BadOverride(place=COMMAND_LINE.where, key="", text=text, reason=reason)
+    trees, problems = list[Tree](), list[ConfigProblem]()
+    for word in overrides:
+        path, equals, value = word.partition("=")
+        if not equals or not _PATH.fullmatch(path):
+            reason = f"{path!r} is not a key path" if equals else "it has no '='"
+            problems.append(BadOverride(place=COMMAND_LINE.where, key="", text=word, reason=reason))
+            continue
+        document, faults = parse_yaml(f"value: {value}", COMMAND_LINE.where)
+        if faults or "value" not in document:
+            reason = "the value is empty"
+            if faults and isinstance(faults[0], YamlSyntax):
+                reason = f"the value is not valid YAML: {faults[0].reason}"
+            elif faults:
+                reason = f"the value cannot be used: {faults[0].what().rstrip('.')}"
+            text = f"{path}=…"  # the value may hold a secret
+            problems.append(BadOverride(place=COMMAND_LINE.where, key="", text=text, reason=reason))
+            continue
+        tree, parts = Tree({}, {(): COMMAND_LINE}), tuple(path.split("."))
+        tree.set(parts, document.get("value"), COMMAND_LINE)
+        for below, origin in document.origins.items():
+            if origin.text:
+                tree.origins[*parts, *below[1:]] = replace(COMMAND_LINE, text=origin.text)
+        trees.append(tree)
+    return trees, problems
 
 
 BASE = "base"
 """The key that names what a source is based on."""
 
 
-def find_base(node: Node, seen: Sequence[str]) -> str | ConfigProblem:
+def find_base(tree: Tree, seen: Sequence[str]) -> str | ConfigProblem:
     """Return the source that ``base`` names; a problem where it names none, or one of ``seen``, which need it."""
-    text, allowed = node.value, f"the path of a YAML file, or {RECIPE_SCHEME}NAME"
+    text, origin, allowed = tree.get(BASE), tree.origin(BASE), f"the path of a YAML file, or {RECIPE_SCHEME}NAME"
     if not isinstance(text, str):
-        return WrongValue(**node.origin.at(BASE), found=describe_value(to_plain(node)), allowed=allowed)
+        return WrongValue(**origin.at(BASE), found=describe_value(text), allowed=allowed)
     try:
-        named = text if text.startswith(RECIPE_SCHEME) else str(resolve_path(text, node.origin.directory))
+        named = text if text.startswith(RECIPE_SCHEME) else str(resolve_path(text, origin.directory))
     except PackageNotFound as error:
-        return WrongValue(**node.origin.at(BASE), found=f"{text!r}, but {error}", allowed=allowed)
+        return WrongValue(**origin.at(BASE), found=f"{text!r}, but {error}", allowed=allowed)
     if named in seen:
         found = f"{text!r}, which is itself based on this file"
-        return WrongValue(**node.origin.at(BASE), found=found, allowed="a file that is not")
+        return WrongValue(**origin.at(BASE), found=found, allowed="a file that is not")
     return named

@@ -1,15 +1,14 @@
-"""The untyped tree between the sources and the schema, in which every value knows where it was written.
+"""Plain data, and a table of where each of its values was written; YAML is read into both.
 
-Nodes are never changed in place; merging and setting give new ones. From YAML nothing but plain data is constructed.
-What differs from PyYAML's constructors: a key that occurs twice is a problem, ``1e-4`` is a number, dates and ``1:30``
-stay text, and a tag such as ``!!python/object`` is a problem.
+From YAML nothing but plain data is constructed. What differs from PyYAML's constructors: a key that occurs twice is a
+problem, ``1e-4`` is a number, dates and ``1:30`` stay text, and a tag such as ``!!python/object`` is a problem.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
 from typing import Any, Literal, TypedDict
 
@@ -18,42 +17,34 @@ import yaml
 from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax, YamlTooLarge
 
 __all__ = [
+    "DEFAULT",
     "LARGEST_INTEGER",
     "MASK",
     "KeyPath",
-    "Node",
     "Origin",
     "Place",
+    "Tree",
     "describe_value",
     "dotted",
-    "find_node",
-    "from_plain",
     "join",
-    "mapped",
-    "merge",
-    "parse_scalar",
     "parse_yaml",
-    "replaced",
-    "to_plain",
+    "parts_of",
+    "plain",
     "walk",
 ]
 
 MASK = "********"
 """Shown in place of a value that has no reference to show."""
 
-
 LARGEST_INTEGER = 2**63 - 1
 """Integers go to torch, to C and to JSON, where they have 64 bits."""
-
-_FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
-
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root."""
 
 
 class Place(TypedDict):
-    """What every problem says of where it is."""
+    """Place of a problem: keywords of every :class:`ConfigProblem`."""
 
     place: str
     line: int
@@ -62,7 +53,7 @@ class Place(TypedDict):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """Where a value comes from."""
+    """Source of a value."""
 
     kind: Literal["file", "override", "default", "plugin", "hf"]
     where: str
@@ -70,13 +61,13 @@ class Origin:
     line: int = 0
     """Line in the file, counted from 1; 0 where there is none."""
     written: str = ""
-    """Of a value that follows another key: where that key was written."""
+    """Place of the key that the value follows; empty where it follows none."""
     own: str = ""
-    """Of a Hugging Face ``config.json``: its own name of the key."""
+    """Name of the key in a Hugging Face ``config.json``."""
     text: str = ""
-    """Of a number: its characters, which may be those of a name, such as ``2026_11_28``."""
+    """Characters of a number, which may be those of a name, such as ``2026_11_28``."""
     directory: Path | None = None
-    """Of a file: its directory, where its relative paths start; None for a mapping in memory."""
+    """Directory of the file, where its relative paths start; None for a mapping in memory."""
 
     def __str__(self) -> str:
         return self.where if self.kind in ("file", "override", "hf") else f"{self.kind} {self.where}".rstrip()
@@ -87,66 +78,140 @@ class Origin:
         return Place(place=self.written or f"{self}{own}", line=self.line, key=key)
 
 
-@dataclass(frozen=True, slots=True)
-class Node:
-    """A mapping of nodes, a list of nodes, or a scalar."""
+DEFAULT = Origin(kind="default", where="")
 
-    value: Any
-    """``dict[str, Node]``, ``list[Node]`` or a scalar."""
-    origin: Origin
-    shown: str | None = None
-    """What is shown and written in place of a value that must not be: a reference to the environment, or
-    :data:`MASK`; None: the value itself."""
 
-    @property
-    def children(self) -> dict[str, Node]:
-        """The children of a mapping; none for anything else."""
-        return self.value if isinstance(self.value, dict) else {}
+@dataclass(slots=True)
+class Tree:
+    """Plain data with the origin of each value."""
 
-    def find(self, path: str) -> Node | None:
-        """Return the node at a dotted path below this one."""
-        node: Node | None = self
-        for part in path.split("."):
-            node = node.children.get(part) if node is not None else None
-        return node
+    data: Any
+    """Dictionaries, lists and scalars; a dictionary at the top, unless a file has something else there."""
+    origins: dict[KeyPath, Origin]
+    """Origin of each mapping, list and scalar. Entries of values that were replaced may remain."""
+    shown: dict[KeyPath, str] = field(default_factory=dict)
+    """Text that is shown and written in place of a value: a reference to the environment, or :data:`MASK`."""
 
-    def plain(self, path: str, default: Any = None) -> Any:
-        """Return the plain value at a dotted path, or ``default``."""
-        node = self.find(path)
-        return default if node is None else to_plain(node)
+    @classmethod
+    def of(cls, value: Any, origin: Origin) -> Tree:
+        """Return the tree of plain data, or of a section, whose values all have one origin."""
+        data = plain(value)
+        return cls(data, {path: origin for path, _ in walk(data)})
 
-    def set(self, path: str, child: Node) -> Node:
-        """This tree with ``child`` at a dotted path; mappings on the way are made where they lack."""
-        head, _, rest = path.partition(".")
-        if rest:
-            below = self.children.get(head)
-            start = below if below is not None and isinstance(below.value, dict) else Node({}, child.origin)
-            child = start.set(rest, child)
-        return replace(self, value={**self.children, head: child}, shown=None)
+    def copy(self, path: str | KeyPath = ()) -> Tree:
+        """Return a tree of the values below a path, which can be changed without changing this one."""
+        parts = parts_of(path)
+        below = [(each[len(parts) :], each) for each, _ in walk(self.get(parts), parts)]
+        origins = {at: self.origins[each] for at, each in below}
+        return Tree(plain(self.get(parts)), origins, {at: self.shown[each] for at, each in below if each in self.shown})
 
-    def without(self, path: str) -> Node:
-        """Return this tree without the value at a dotted path."""
-        head, _, rest = path.partition(".")
-        if head not in self.children:
-            return self
-        if rest:
-            return replace(self, value={**self.children, head: self.children[head].without(rest)}, shown=None)
-        return replace(self, value={key: child for key, child in self.children.items() if key != head}, shown=None)
+    def get(self, path: str | KeyPath, default: Any = None) -> Any:
+        """Return the value at a dotted path or key path, or ``default`` where there is none."""
+        parts = parts_of(path)
+        depth, value = self._reach(parts)
+        return value if depth == len(parts) else default
 
-    def leaves(self, prefix: str = "") -> Iterator[tuple[str, Any]]:
-        """Yield dotted path and plain value of everything that is not a mapping; an empty mapping counts as a value."""
-        yield from ((path, to_plain(node)) for path, node in self.leaf_nodes(prefix))
+    def __contains__(self, path: str | KeyPath) -> bool:
+        return self.get(path, self) is not self
 
-    def leaf_nodes(self, prefix: str = "") -> Iterator[tuple[str, Node]]:
-        """Yield the same with nodes instead of values."""
-        if not self.children:
-            yield prefix, self
-        for key, child in self.children.items():
-            path = join(prefix, key)
-            if child.children:
-                yield from child.leaf_nodes(path)
+    def origin(self, path: str | KeyPath) -> Origin:
+        """Return the origin of the value at a path; where there is none, that of what is around it."""
+        parts = parts_of(path)
+        return self.origins[parts[: self._reach(parts)[0]]]
+
+    def _reach(self, parts: KeyPath) -> tuple[int, Any]:
+        """Return how many parts of a path lead to a value, and that value."""
+        value = self.data
+        for depth, part in enumerate(parts):
+            if not (
+                part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
+            ):
+                return depth, value
+            value = value[part]
+        return len(parts), value
+
+    def set(self, path: str | KeyPath, value: Any, origin: Origin, shown: str | None = None) -> None:
+        """Put a value of one origin at a path; mappings on the way are made."""
+        parts, into = parts_of(path), self.data
+        for depth, part in enumerate(parts[:-1], 1):
+            if not isinstance(self.get(parts[:depth]), (dict, list)):
+                into[part] = {}
+                self.origins[parts[:depth]] = origin
+            into = into[part]
+        into[parts[-1]] = value = plain(value)
+        self.origins |= {below: origin for below, _ in walk(value, parts)}
+        self.shown.pop(parts, None)
+        if shown is not None:
+            self.shown[parts] = shown
+
+    def remove(self, path: str | KeyPath) -> None:
+        """Remove the value at a path of keys, if it is there."""
+        *section, name = parts_of(path)
+        around = self.get(tuple(section))
+        if isinstance(around, dict):
+            around.pop(name, None)
+
+    def merge(self, above: Tree, path: KeyPath = ()) -> None:
+        """Put the values of another tree over those below ``path``. Lists are replaced, not joined.
+
+        A mapping of a file keeps its line when another source adds to it: there a key of it is missing.
+        """
+        own, over = self.get(path), above.get(path)
+        if isinstance(own, dict) and isinstance(over, dict):
+            if self.origins[path].kind != "file":
+                self.origins[path] = above.origins[path]
+            for key in over:
+                self.merge(above, (*path, key))
+        else:
+            self.set(path, over, above.origins[path])
+            self.origins |= {below: above.origins[below] for below, _ in walk(over, path)}
+            self.shown |= {below: above.shown[below] for below, _ in walk(over, path) if below in above.shown}
+
+    def leaves(self) -> Iterator[tuple[KeyPath, Any]]:
+        """Yield path and value of everything that is not a mapping; an empty mapping counts as a value."""
+        pending: list[tuple[KeyPath, Any]] = [((), self.data)]
+        while pending:
+            path, value = pending.pop()
+            if isinstance(value, dict) and value:
+                pending += [((*path, key), value[key]) for key in reversed(value)]
             else:
-                yield path, child
+                yield path, value
+
+    def as_shown(self, path: str | KeyPath = ()) -> Any:
+        """Return the data at a path with references and masks in place of the values that must not be shown."""
+        parts = parts_of(path)
+        value = self.get(parts)
+        if parts in self.shown:
+            return self.shown[parts]
+        if isinstance(value, dict):
+            return {key: self.as_shown((*parts, key)) for key in value}
+        return [self.as_shown((*parts, number)) for number in range(len(value))] if isinstance(value, list) else value
+
+    def shown_at(self, path: str | KeyPath) -> str | None:
+        """Return what is shown in place of the value at a path; None: the value itself."""
+        return self.shown.get(parts_of(path))
+
+    def hides(self, path: str | KeyPath) -> bool:
+        """Return whether the value at a path, or one below it, must not be shown."""
+        parts = parts_of(path)
+        return any(below[: len(parts)] == parts for below in self.shown)
+
+    def describe(self, path: str | KeyPath) -> str:
+        """Return a description of the value at a path, as :func:`describe_value`, without what must not be shown."""
+        value = describe_value(self.get(path))
+        if not self.hides(path):
+            return value
+        kind = value.rpartition(" (")[2].rstrip(")")
+        return f"{describe_value(self.as_shown(path)).rpartition(' (')[0]} ({kind})"
+
+
+def parts_of(path: str | KeyPath) -> KeyPath:
+    """Return the parts of a path that may be written as in messages: ``exp_manager.loggers[0].token``."""
+    if isinstance(path, tuple):
+        return path
+    if "[" not in path:
+        return tuple(path.split(".")) if path else ()
+    return tuple(name or int(number) for name, number in re.findall(r"([^.\[\]]+)|\[(\d+)\]", path))
 
 
 def join(prefix: str, key: str) -> str:
@@ -155,88 +220,35 @@ def join(prefix: str, key: str) -> str:
 
 
 def dotted(path: KeyPath) -> str:
-    """Return a place as messages name it: ``exp_manager.loggers[0].token``."""
+    """Return a path as messages name it: ``exp_manager.loggers[0].token``."""
     return "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path).lstrip(".")
 
 
-def walk(node: Node, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Node]]:
-    """Yield a node and all below it, each with its place; mappings and lists before what they hold."""
-    yield path, node
-    children: Any = node.value
-    if isinstance(children, (dict, list)):
-        for part, child in children.items() if isinstance(children, dict) else enumerate(children):
-            if isinstance(child.value, (dict, list)):
+def walk(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Yield plain data and all below it, each with its path; mappings and lists before what they hold."""
+    yield path, value
+    if isinstance(value, (dict, list)):
+        for part, child in value.items() if isinstance(value, dict) else enumerate(value):
+            if isinstance(child, (dict, list)):
                 yield from walk(child, (*path, part))
-            else:  # most nodes: a generator for each would take most of the time
+            else:  # most values: a generator for each would take most of the time
                 yield (*path, part), child
 
 
-def mapped(node: Node, change: Callable[[Node], Node]) -> Node:
-    """Return the tree with each node changed, after those below it."""
-    value = node.value
-    if isinstance(value, dict):
-        node = Node({key: mapped(child, change) for key, child in value.items()}, node.origin, node.shown)
-    elif isinstance(value, list):
-        node = Node([mapped(child, change) for child in value], node.origin, node.shown)
-    return change(node)
-
-
-def find_node(node: Node | None, path: KeyPath) -> Node | None:
-    """Return the node at keys and list indices, or None."""
-    for part in path:
-        value: Any = None if node is None else node.value
-        inside = part in value if isinstance(value, dict) else isinstance(value, list) and part in range(len(value))
-        node = value[part] if inside else None
-    return node
-
-
-def merge(low: Node, high: Node) -> Node:
-    """Return both trees in one; where both give a value, that of ``high``. Lists are replaced, not joined.
-
-    A mapping of a file keeps its line when another source adds to it: there a key of it is missing.
-    """
-    if not isinstance(low.value, dict) or not isinstance(high.value, dict):
-        return high
-    merged = dict(low.value)
-    for key, child in high.value.items():
-        merged[key] = merge(merged[key], child) if key in merged else child
-    return Node(merged, low.origin if low.origin.kind == "file" else high.origin)
-
-
-def from_plain(value: Any, origin: Origin) -> Node:
-    """Return a tree of nodes that all have one origin; sections are mappings of their keys."""
+def plain(value: Any) -> Any:
+    """Return a copy of a value, such as a section's default, as dictionaries, lists and scalars."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
     if hasattr(value, "model_dump"):
         value = value.model_dump(by_alias=True)
     if isinstance(value, Mapping):
-        return Node({str(key): from_plain(child, origin) for key, child in value.items()}, origin)
+        return {str(key): plain(child) for key, child in value.items()}
     if isinstance(value, (list, tuple)):
-        return Node([from_plain(child, origin) for child in value], origin)
-    return Node(str(value) if isinstance(value, PurePath) else value, origin)
+        return [plain(child) for child in value]
+    return str(value) if isinstance(value, PurePath) else value
 
 
-def to_plain(node: Node, *, shown: bool = False) -> Any:
-    """Return the tree without origins: dictionaries, lists and scalars.
-
-    Args:
-        node: the tree.
-        shown: put references and masks in place of the values that must not be shown.
-    """
-    if shown and node.shown is not None:
-        return node.shown
-    if isinstance(node.value, dict):
-        return {key: to_plain(child, shown=shown) for key, child in node.value.items()}
-    if isinstance(node.value, list):
-        return [to_plain(child, shown=shown) for child in node.value]
-    return node.value
-
-
-def replaced(node: Node, path: KeyPath, new: Node) -> Node:
-    """Return the tree with ``new`` at the keys and list indices of ``path``, which exist."""
-    if not path:
-        return new
-    children: Any = node.value.copy()
-    children[path[0]] = replaced(children[path[0]], path[1:], new)
-    return Node(children, node.origin)
+_FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
 
 
 def describe_value(value: Any) -> str:
@@ -259,6 +271,7 @@ _TAG = "tag:yaml.org,2002:"
 _SCALARS = set(map(_TAG.__add__, ("null", "bool", "int", "float")))
 _TEXTS = set(map(_TAG.__add__, ("str", "timestamp", "value")))
 _COLLECTIONS = set(map(_TAG.__add__, ("map", "seq")))
+_MERGE = f"{_TAG}merge"
 _DECIMAL = re.compile(r"[-+]?0[0-9_]+")
 """``010``: eight in YAML 1.1, ten in YAML 1.2 and for everybody who writes it."""
 _INTEGER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9][0-9_]*)")
@@ -276,7 +289,7 @@ _SHOWN = 60
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
-def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[Node, list[ConfigProblem]]:
+def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[Tree, list[ConfigProblem]]:
     """Return the tree of a YAML document and what is wrong with it. An empty document is an empty mapping.
 
     Args:
@@ -287,58 +300,47 @@ def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[N
     return _Document(source, directory).read(text)
 
 
-def parse_scalar(text: str) -> Any:
-    """Return the plain value that YAML reads from ``text``; invalid YAML is returned as text."""
-    tree, problems = parse_yaml(f"value: {text}", "")
-    return text if problems else tree.plain("value")
-
-
 class _Document:
-    """One pass over one document's nodes."""
+    """One pass over the nodes of one document."""
 
     def __init__(self, source: str, directory: Path | None) -> None:
         self.source = source
         self.directory = directory
         self.problems: list[ConfigProblem] = []
+        self.origins: dict[KeyPath, Origin] = {}
         self.open: set[int] = set()
         """Identities of the collections that are being read: an anchor inside itself would never end."""
-        self.nodes = 0
-        """Nodes read so far; those of an alias count each time."""
+        self.count = 0
+        """Values read so far; those of an alias count each time."""
 
-    def read(self, text: str) -> tuple[Node, list[ConfigProblem]]:
+    def read(self, text: str) -> tuple[Tree, list[ConfigProblem]]:
+        nothing = Tree({}, {(): self._origin(None)})
         try:
             loader = _Loader(text)
         except UnicodeEncodeError as error:  # a command line whose bytes are not UTF-8
             reason = f"it holds half a character, {error.object[error.start]!r}"
-            return Node({}, self._origin(1)), [YamlSyntax(place=self.source, line=0, key="", reason=reason)]
+            return nothing, [YamlSyntax(place=self.source, line=0, key="", reason=reason)]
         try:
-            self._check_depth(text)
+            depth = 0
+            for event in yaml.parse(text, Loader=_Loader):  # before anything recurses, which the parser itself does not
+                if isinstance(event, yaml.CollectionStartEvent):
+                    depth += 1
+                    if depth > _MOST_LEVELS:
+                        raise YamlTooLarge(**self._origin(event.start_mark).at(""), reason=_TOO_DEEP)
+                elif isinstance(event, yaml.CollectionEndEvent):
+                    depth -= 1
             root = loader.get_single_node()
             if root is None:
-                return Node({}, self._origin(1)), []
+                return nothing, []
             self.construct = loader.construct_object
-            return self._node(root, ""), self.problems
+            data = self._value(root, (), self._origin(root.start_mark))
+            return Tree(data, self.origins), self.problems
         except yaml.YAMLError as error:
-            return Node({}, self._origin(1)), [self._syntax(error)]
+            return nothing, [self._syntax(error)]
         except YamlTooLarge as problem:
-            return Node({}, self._origin(1)), [problem]
+            return nothing, [problem]
         finally:
             loader.dispose()
-
-    def _check_depth(self, text: str) -> None:
-        """Refuse deep nesting before anything recurses into it; the parser itself does not."""
-        depth = 0
-        for event in yaml.parse(text, Loader=_Loader):
-            if isinstance(event, yaml.CollectionStartEvent):
-                depth += 1
-                if depth > _MOST_LEVELS:
-                    line = event.start_mark.line + 1 if event.start_mark else 1
-                    raise self._too_large(line, _TOO_DEEP)
-            elif isinstance(event, yaml.CollectionEndEvent):
-                depth -= 1
-
-    def _too_large(self, line: int, reason: str) -> YamlTooLarge:
-        return YamlTooLarge(**self._origin(line).at(""), reason=reason)
 
     def _syntax(self, error: yaml.YAMLError) -> YamlSyntax | YamlTooLarge:
         mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
@@ -346,74 +348,77 @@ class _Document:
         reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
         if parts[0] == "while scanning an alias":
             reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
-        line = mark.line + 1 if mark is not None else 0
+        place = self._origin(mark).at("") if mark is not None else Place(place=self.source, line=0, key="")
         if "maximum nesting depth" in reason:  # libyaml 0.2.6 reads ahead, and is the first to notice
-            return self._too_large(line, _TOO_DEEP)
-        return YamlSyntax(place=f"{self.source}:{line}" if line else self.source, line=line, key="", reason=reason)
+            return YamlTooLarge(**place, reason=_TOO_DEEP)
+        return YamlSyntax(**place, reason=reason)
 
-    def _origin(self, line: int) -> Origin:
+    def _origin(self, mark: Any) -> Origin:
+        line = 1 if mark is None else mark.line + 1
         return Origin(kind="file", where=f"{self.source}:{line}", line=line, directory=self.directory)
 
-    def _node(self, node: yaml.Node, path: str) -> Node:
-        origin = self._origin(node.start_mark.line + 1)
-        self.nodes += 1
-        if self.nodes > _MOST_NODES:
-            raise self._too_large(
-                origin.line, f"with its aliases (*name) written out it has over {_MOST_NODES:,} values"
-            )
+    def _value(self, node: Any, path: KeyPath, origin: Origin) -> Any:
+        """Return the plain value of a node and note its origin, which is the line of its key."""
+        self.origins[path] = origin
+        self.count += 1
+        if self.count > _MOST_NODES:
+            reason = f"with its aliases (*name) written out it has over {_MOST_NODES:,} values"
+            raise YamlTooLarge(**self._origin(node.start_mark).at(""), reason=reason)
         if isinstance(node, yaml.ScalarNode):
-            scalar = self._scalar(node, path, origin)
-            return Node(scalar, replace(origin, text=node.value if type(scalar) in (int, float) else ""))
+            value = self._scalar(node, path, origin)
+            if type(value) in (int, float):
+                self.origins[path] = replace(origin, text=node.value)
+            return value
         if id(node) in self.open:
             self._wrong(path, origin, "an anchor that contains itself", "values that end")
-            return Node(None, origin)
+            return None
         if node.tag not in _COLLECTIONS:
-            self._tagged(node, path, origin)
+            self._wrong(path, origin, *_tag_of(node))
         self.open.add(id(node))
         if isinstance(node, yaml.SequenceNode):
-            value: Any = [self._node(item, f"{path}[{number}]") for number, item in enumerate(node.value)]
+            value = [
+                self._value(item, (*path, number), self._origin(item.start_mark))
+                for number, item in enumerate(node.value)
+            ]
         else:
             value = self._mapping(node, path)
         self.open.remove(id(node))
-        return Node(value, origin)
+        return value
 
-    def _mapping(self, node: Any, path: str) -> dict[str, Node]:
-        merged: dict[str, Node] = {}
-        own: dict[str, Node] = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            if key_node.tag == f"{_TAG}merge":
-                merged = {**self._merged(value_node, path), **merged}
-                continue
-            if not isinstance(key_node, yaml.ScalarNode):
-                self._wrong(path, self._origin(line), "a key that is a list or mapping", "keys that are text")
-                continue
-            # The text of the key, so that `on:` and `1:` are keys as written.
-            name = key_node.value
-            if name in own:
-                place = self._origin(line).at(join(path, name))
-                self.problems.append(DuplicateKey(**place, first=own[name].origin.where))
-            child = self._node(value_node, join(path, name))
-            own[name] = Node(child.value, replace(self._origin(line), text=child.origin.text))
-        return {**merged, **own}
-
-    def _merged(self, node: yaml.Node, path: str) -> dict[str, Node]:
-        """Keys that ``<<`` brings; of several mappings the first wins."""
-        merged: dict[str, Node] = {}
-        for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
-            read = self._node(part, path)
-            if isinstance(read.value, dict):
-                merged = {**read.value, **merged}
+    def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
+        """Return a mapping. What ``<<`` brings is below its own keys; of several such mappings the first wins."""
+        found: dict[str, Any] = {}
+        own: dict[str, Origin] = {}
+        brought = [value for key, value in node.value if key.tag == _MERGE]
+        parts = [part for each in brought for part in (each.value if isinstance(each, yaml.SequenceNode) else [each])]
+        for mapping in reversed(parts):
+            value = self._value(mapping, path, self.origins[path])
+            if isinstance(value, dict):
+                found |= value
             else:
-                self._wrong(join(path, "<<"), read.origin, "no mapping", "a mapping or a list of mappings")
-        return merged
+                origin = self._origin(mapping.start_mark)
+                self._wrong((*path, "<<"), origin, "no mapping", "a mapping or a list of mappings")
+        for key, value in node.value:
+            origin = self._origin(key.start_mark)
+            if key.tag == _MERGE:
+                continue
+            if not isinstance(key, yaml.ScalarNode):
+                self._wrong(path, origin, "a key that is a list or mapping", "keys that are text")
+                continue
+            name = key.value  # the text, so that `on:` and `1:` are keys as written
+            if name in own:
+                place = origin.at(dotted((*path, name)))
+                self.problems.append(DuplicateKey(**place, first=own[name].where))
+            own[name] = origin
+            found[name] = self._value(value, (*path, name), origin)
+        return found
 
-    def _scalar(self, node: Any, path: str, origin: Origin) -> Any:
+    def _scalar(self, node: Any, path: KeyPath, origin: Origin) -> Any:
         if node.tag in _TEXTS:
-            plain = node.style is None or node.style == ""
-            return float(node.value.replace("_", "")) if plain and _FLOAT.fullmatch(node.value) else node.value
+            unquoted = node.style is None or node.style == ""
+            return float(node.value.replace("_", "")) if unquoted and _FLOAT.fullmatch(node.value) else node.value
         if node.tag not in _SCALARS:
-            self._tagged(node, path, origin)
+            self._wrong(path, origin, *_tag_of(node))
             return None
         if ":" in node.value:  # YAML 1.1 reads 1:30 as the number 90
             return node.value
@@ -430,8 +435,10 @@ class _Document:
                 self._wrong(path, origin, f"{text!r} tagged {node.tag.replace(_TAG, '!!')}", "a value of that type")
             return None
 
-    def _tagged(self, node: Any, path: str, origin: Origin) -> None:
-        self._wrong(path, origin, f"the tag {node.tag.replace(_TAG, '!!')}", "plain values without tags")
+    def _wrong(self, path: KeyPath, origin: Origin, found: str, allowed: str) -> None:
+        self.problems.append(WrongValue(**origin.at(dotted(path)), found=found, allowed=allowed))
 
-    def _wrong(self, key: str, origin: Origin, found: str, allowed: str) -> None:
-        self.problems.append(WrongValue(**origin.at(key), found=found, allowed=allowed))
+
+def _tag_of(node: Any) -> tuple[str, str]:
+    """Return what is found and what is allowed where a node has a tag that is not of plain data."""
+    return f"the tag {node.tag.replace(_TAG, '!!')}", "plain values without tags"

@@ -9,11 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
 from nxdt_core.config.checks import BATCH, CP, EP, MICRO_BATCH, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit
 from nxdt_core.kernel.metadata import admits
-from nxdt_core.protocols.engine import Settings
+
+if TYPE_CHECKING:  # its module imports the protocols of all that an engine runs
+    from nxdt_core.protocols.engine import Settings
 
 _VOCAB_MULTIPLE = "model.make_vocab_size_divisible_by"
 _HEADS, _KV_HEADS = "model.num_attention_heads", "model.num_kv_heads"

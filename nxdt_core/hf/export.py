@@ -15,11 +15,11 @@ from typing import Any
 
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, SPECIAL, HFSource, json_bytes
 from nxdt_core.checkpoint.format.shards import SafetensorsLayout, TensorSpec, grouped
-from nxdt_core.config.huggingface import older_rope
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.hf.key_map import HFTensor, sources
 from nxdt_core.hf.reader import INDEX, WEIGHTS
+from nxdt_core.models.rope_scaling import older_rope
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.tokenizer import Tokenizer
 

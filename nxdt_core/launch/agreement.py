@@ -15,8 +15,7 @@ import torch
 
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets import is_hidden
-from nxdt_core.config.tree import to_plain
+from nxdt_core.config.tree import dotted
 from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
 from nxdt_core.kernel.lock import digest_plugin
 from nxdt_core.protocols.launcher import RankEnvironment
@@ -75,11 +74,11 @@ def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
     for plugin in config.kernel.plugins:
         if plugin.state == "ok":
             facts[f"plugin {plugin.name}"] = f"{plugin.dist} {plugin.version} {digest_plugin(plugin)[:8]}".strip()
-    for key, node in config.tree.leaf_nodes():
-        if key not in _MAY_DIFFER:
-            facts[key] = json.dumps(to_plain(node, shown=True))
-            if is_hidden(node):
-                digest = hashlib.sha256(f"{salt}{json.dumps(to_plain(node))}".encode()).hexdigest()
+    for path, value in config.tree.leaves():
+        if (key := dotted(path)) not in _MAY_DIFFER:
+            facts[key] = json.dumps(config.tree.as_shown(path))
+            if config.tree.hides(path):
+                digest = hashlib.sha256(f"{salt}{json.dumps(value)}".encode()).hexdigest()
                 facts[key] += f" (value {digest[:8]})"
     return facts
 

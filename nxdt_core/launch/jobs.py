@@ -16,8 +16,8 @@ from nxdt_core.config.interpolation import interpolate
 from nxdt_core.config.read import read_part
 from nxdt_core.config.secrets import drop_replaced, shown_words
 from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
-from nxdt_core.config.tree import MASK, Node
-from nxdt_core.errors.configuration import ComponentFinding, ConfigError
+from nxdt_core.config.tree import MASK, Tree
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.launch import (
     CannotSubmit,
     ClusterHasOtherDevices,
@@ -51,19 +51,16 @@ def read_options(component: RegisteredComponent, cluster: Path | None, given: Ma
     cls = component.load_config()
     if cls is None:
         return None
-    label, tree = COMMAND_LINE.where, Node({}, COMMAND_LINE)
+    label, tree = COMMAND_LINE.where, Tree({}, {(): COMMAND_LINE})
     if cluster is not None:
         source = read_source(cluster, Kernel.start)
         label, tree = source.label, source.tree
         if source.problems:
             raise ConfigError(source=label, problems=source.problems)
     for name, value in given.items():
-        tree = tree.set(name, _node(value))
-    tree, problems = interpolate(tree)
-    try:
-        options, wrong = read_part(cls, tree, "")
-    except ValueError as error:  # raised by a __post_init__
-        options, wrong = None, [ComponentFinding(**tree.origin.at(""), message=f"{error}.")]
+        tree.set(name, value, COMMAND_LINE)
+    problems = interpolate(tree)
+    options, wrong = read_part(cls, tree)
     if problems or wrong:
         raise ConfigError(source=label, problems=(*problems, *wrong))
     return options
@@ -156,14 +153,6 @@ def submit(job: Job, submission: Submission) -> str:
     if done.returncode != 0:
         raise SubmitFailed(command=command, status=done.returncode, output=said, directory=str(job.directory))
     return said
-
-
-def _node(value: Any) -> Node:
-    if isinstance(value, Mapping):
-        return Node({name: _node(each) for name, each in value.items()}, COMMAND_LINE)
-    if isinstance(value, (list, tuple)):
-        return Node([_node(each) for each in value], COMMAND_LINE)
-    return Node(value, COMMAND_LINE)
 
 
 def _check_devices(config: ResolvedConfig, options: Any, cluster: Path | None) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
-from nxdt_core.config.huggingface import HFValues, architectures_of, number_of, rope_of
-from nxdt_core.errors.models import HFUnsupported
-from nxdt_core.models.rope_scaling import scaling_from_hf
+from nxdt_core.config.huggingface import architectures_of
+from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
+from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf
 from nxdt_core.protocols.model import KeyMap
 
 __all__ = [
@@ -21,10 +23,54 @@ __all__ = [
     "SWIGLU_MODULES",
     "WITHOUT_EFFECT",
     "HFFamily",
+    "HFValues",
     "architecture_to_hf",
     "bias_key",
+    "read_floats",
+    "spell_floats",
     "weight_keys",
 ]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFValues:
+    """Which of our keys correspond to which of theirs; ours are dotted where they are in a section of the model's."""
+
+    model: str
+    """For messages."""
+    required: Mapping[str, str]
+    """Ours → theirs, where a file must have the key."""
+    optional: Mapping[str, tuple[str, Any]] = field(default_factory=dict)
+    """Ours → theirs, and what transformers takes where a file lacks the key."""
+    only: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Theirs → the values that are implemented, of features without a key of ours; the first is named in the error."""
+
+    @property
+    def names(self) -> dict[str, str]:
+        """Return the key of the file for each key of ours."""
+        return dict(self.required) | {ours: theirs for ours, (theirs, _) in self.optional.items()}
+
+    def read(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the values of our keys from those of a ``config.json``.
+
+        Raises:
+            HFUnsupported: the model has a feature that is not implemented.
+            HFFileDamaged: a required key is missing.
+        """
+        for key, allowed in self.only.items():
+            if hf_config.get(key) not in (*allowed, None):
+                raise HFUnsupported(model=self.model, key=key, found=hf_config[key], supported=repr(allowed[0]))
+        missing = [theirs for theirs in self.required.values() if theirs not in hf_config]
+        if missing:
+            raise HFFileDamaged(path="config.json", reason=f"it has no {', '.join(missing)}")
+        ours = {key: hf_config[theirs] for key, theirs in self.required.items()}
+        return ours | {key: hf_config.get(theirs, default) for key, (theirs, default) in self.optional.items()}
+
+    def write(self, config: object) -> dict[str, Any]:
+        """Their keys from the section, and the first implemented value of each feature."""
+        features = {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
+        return features | {theirs: attrgetter(ours)(config) for ours, theirs in self.names.items()}
+
 
 REQUIRED: Mapping[str, str] = {
     "num_layers": "num_hidden_layers",
@@ -154,3 +200,26 @@ class HFFamily:
                 raise HFUnsupported(model=self.values.model, key="id2label", found=found, supported="one label")
             ours["score_head"] = True
         return ours
+
+
+_TAG = "__float__"
+_VALUES = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
+
+
+def read_floats(value: Any) -> Any:
+    """Return ``value`` with the floats that its spellings mean, at any depth."""
+    if isinstance(value, Mapping):
+        spelled = value.get(_TAG) if len(value) == 1 else None
+        if isinstance(spelled, str) and spelled in _VALUES:
+            return _VALUES[spelled]
+        return {key: read_floats(each) for key, each in value.items()}
+    return [read_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def spell_floats(value: Any) -> Any:
+    """Return ``value`` with a spelling for each float that JSON lacks, at any depth."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_TAG: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    if isinstance(value, Mapping):
+        return {key: spell_floats(each) for key, each in value.items()}
+    return [spell_floats(each) for each in value] if isinstance(value, (list, tuple)) else value

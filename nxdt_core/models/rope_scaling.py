@@ -7,11 +7,10 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from nxdt_core.config.annotations import PositiveInt
-from nxdt_core.config.huggingface import number_of
 from nxdt_core.config.section import Section
-from nxdt_core.errors.models import HFUnsupported
+from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
-__all__ = ["RopeScalingConfig", "RopeType", "scaling_from_hf", "scaling_to_hf"]
+__all__ = ["RopeScalingConfig", "RopeType", "number_of", "older_rope", "rope_of", "scaling_from_hf", "scaling_to_hf"]
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
@@ -142,7 +141,7 @@ def scaling_from_hf(rope: Mapping[str, Any], *, model: str, max_position_embeddi
     """Return the keys ``rope_scaling``, a mapping or None, and ``max_position_embeddings`` of a model's section.
 
     Args:
-        rope: the result of :func:`nxdt_core.config.huggingface.rope_of`, with the keys of older files.
+        rope: the result of :func:`rope_of`, with the keys of older files.
         model: name of the model for the error message.
         max_position_embeddings: that of the file, which is the original context where a scaling does not give one. That
             of ``dynamic`` always is: transformers reads no other.
@@ -180,3 +179,50 @@ def scaling_to_hf(scaling: RopeScalingConfig | None) -> dict[str, Any]:
     written = {"rope_type": scaling.kind} | {key: value for key, value in values.items() if value is not None}
     longest = {"max_position_embeddings": scaling.original_max_position_embeddings}
     return {"rope_scaling": written, **(longest if scaling.kind == "dynamic" else {})}
+
+
+def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the mapping that describes the rotary embedding; empty where the file has none.
+
+    transformers 5 writes ``rope_parameters``; 4 wrote ``rope_scaling`` next to ``rope_theta``. Both versions let
+    ``rope_scaling`` replace ``rope_parameters`` in a file with both: people add it to extend the context.
+
+    Raises:
+        HFFileDamaged: it is not a mapping.
+    """
+    for key in ("rope_scaling", "rope_parameters"):
+        found = hf_config.get(key)
+        if found and not isinstance(found, Mapping):
+            raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {found!r}")
+        if found:
+            return dict(found)
+    return {}
+
+
+def older_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys in which transformers 4 looks for what ``rope_parameters`` says; empty where a file has none."""
+    found = hf_config.get("rope_parameters") or {}
+    rope, local = (
+        found.get(kind, other) or {} for kind, other in (("full_attention", found), ("sliding_attention", {}))
+    )
+    older = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
+    if "rope_theta" in local:
+        older["rope_local_base_freq"] = local["rope_theta"]
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        return older
+    name = "type" if kind == "longrope" else "rope_type"  # Phi-3 knows that by its first name alone
+    rest = {key: value for key, value in rope.items() if key not in {"rope_type", *older, *hf_config}}
+    return older | {"rope_scaling": {name: kind, **rest}}
+
+
+def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
+    """Return the number at ``key``, or ``default`` where there is none.
+
+    Raises:
+        HFFileDamaged: it is not a finite number.
+    """
+    found = values.get(key, default)
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
+        raise HFFileDamaged(path="config.json", reason=f"{key} must be a finite number, and is {found!r}")
+    return float(found)

@@ -141,7 +141,7 @@ def resume_command(config: ResolvedConfig, step: int) -> str:
 
 
 def _move_end(config: ResolvedConfig, step: int, override: Callable[[str, object], None]) -> None:
-    passes, asked = config.run.trainer.max_epochs, config.tree.plain("trainer.max_steps")
+    passes, asked = config.run.trainer.max_epochs, config.tree.get("trainer.max_steps")
     if passes is not None and passes > 0 and isinstance(asked, int) and step < asked:
         override("trainer.max_epochs", 2 * passes)
     else:

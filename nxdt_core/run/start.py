@@ -14,7 +14,6 @@ from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.tree import Node
 from nxdt_core.errors.checkpoints import BaseDtypeChanged
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
@@ -136,9 +135,9 @@ def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) 
     if build.locate(config, wanted.resume_from)[1] is not None:
         return config
     uri, key = f"{wanted.resume_from.rstrip('/')}/{step_name(began.manifest.step)}", "checkpoint.resume_from"
-    node = config.tree.find(key)
-    kept = f"{node.shown.rstrip('/')}/{step_name(began.manifest.step)}" if node is not None and node.shown else None
-    tree = config.tree.set(key, Node(uri, config.origins[key], kept))
+    shown, tree = config.tree.shown_at(key), config.tree.copy()
+    kept = f"{shown.rstrip('/')}/{step_name(began.manifest.step)}" if shown else None
+    tree.set(key, uri, tree.origin(key), kept)
     return replace(config, run=config.run.changed(checkpoint=wanted.changed(resume_from=uri)), tree=tree)
 
 

@@ -15,7 +15,7 @@ from nxdt_core.config.components import usable_class
 from nxdt_core.config.reference import class_doc, field_docs
 from nxdt_core.config.schema import SLOTS, RunConfig
 from nxdt_core.config.section import REQUIRED, Key, keys_of
-from nxdt_core.config.tree import Origin, Place, from_plain, join, to_plain
+from nxdt_core.config.tree import Place, join, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 
@@ -213,10 +213,9 @@ def _default(key: Key) -> str:
 
 
 def _literal(value: Any) -> str:
-    plain = to_plain(from_plain(value, Origin(kind="default", where="")))
-    if plain is None or isinstance(plain, bool):
-        return {None: "null", True: "true", False: "false"}[plain]
-    return str(plain) if plain != "" else '""'
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    return str(plain(value)) if value != "" else '""'
 
 
 def _escaped(text: str) -> str:

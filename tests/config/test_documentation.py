@@ -34,21 +34,6 @@ def test_documentation_is_read_from_strings_and_from_metadata(load, good):
     assert docs["num_attention_heads"] == "Heads of attention."
 
 
-def test_the_reference_has_a_row_for_every_key(kernel):
-    text = config.reference_markdown(kernel)
-    assert "## `trainer`" in text
-    assert "| `max_steps` | an integer of at least 1 | required | Optimizer steps of the whole run" in text
-    assert "| `name` | text | `name` |" in text, "the name of the run's directory follows the run's"
-    assert "## `model.optim.name: adamw`" in text
-    for cls in classes():
-        for name in keys_of(cls):
-            assert f"| `{name}` |" in text
-
-
-def test_the_reference_without_a_kernel_is_the_core_s(kernel):
-    assert config.reference_markdown(kernel).startswith(config.reference_markdown().rstrip())
-
-
 class Refusal(Exception):
     pass
 

@@ -13,7 +13,7 @@ for heavy in ("torch", "numpy", "lightning", "pytorch_lightning", "transformers"
 from nxdt_core import config
 resolved = config.load(sys.argv[1], ["seed=${trainer.max_steps}"])
 assert resolved.run.seed == resolved.run.trainer.max_steps
-config.render_show(resolved), config.json_schema(resolved.kernel), config.reference_markdown(resolved.kernel)
+config.render_show(resolved), config.json_schema(resolved.kernel)
 config.check(sys.argv[1], ["seed=x"])
 print(resolved.run.name)
 """

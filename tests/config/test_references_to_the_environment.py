@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import yaml
 from nxdt_core import config
 from nxdt_core.config import Origin
 from nxdt_core.config.interpolation import interpolate
-from nxdt_core.config.tree import MASK, from_plain, to_plain
+from nxdt_core.config.tree import MASK, Tree
 
 CANARY = "canary-4711-value"
 """Never to be found in anything that is written."""
@@ -81,15 +82,10 @@ def test_of_a_whole_section_from_the_environment_each_value_is_masked(load, good
 
 
 def test_of_a_copied_section_each_value_refers_to_the_same_place():
-    tree = from_plain({"a": "${b}", "b": {"x": "${oc.env:NXDT_CANARY}", "l": [1]}}, Origin(kind="file", where=""))
-    found, problems = interpolate(tree)
-    assert not problems
-    copied = found.find("a")
-    assert {key: to_plain(child, shown=True) for key, child in copied.children.items()} == {
-        "x": "${b.x}",
-        "l": "${b.l}",
-    }
-    assert to_plain(copied) == {"x": CANARY, "l": [1]}
+    tree = Tree.of({"a": "${b}", "b": {"x": "${oc.env:NXDT_CANARY}", "l": [1]}}, Origin(kind="file", where=""))
+    assert not interpolate(tree)
+    assert {key: tree.as_shown(("a", key)) for key in tree.get("a")} == {"x": "${b.x}", "l": "${b.l}"}
+    assert tree.get("a") == {"x": CANARY, "l": [1]}
 
 
 def test_a_variable_that_is_missing_is_named_with_its_key(report, good):
@@ -128,3 +124,9 @@ def test_an_integer_from_the_environment_has_64_bits(report, good, monkeypatch):
     monkeypatch.setenv("NXDT_STEPS", str(2**63))
     (row,) = report(good, "trainer.max_steps=${oc.decode:${oc.env:NXDT_STEPS}}")
     assert "[NXDT-C012]" in row
+
+
+def test_a_variable_that_is_not_utf_8_is_a_problem_of_its_key(report, good, monkeypatch):
+    monkeypatch.setitem(os.environ, "NXDT_BYTES", "\udcff")
+    (row,) = report(good, "name=${oc.env:NXDT_BYTES}")
+    assert "name: found text with half a character; allowed: text." in row

@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
 import pytest
+from pydantic import field_validator, model_validator
+
+from nxdt_core.config.read import read_part
+from nxdt_core.config.section import Section
 
 
 def test_the_smallest_configuration_gets_all_defaults(load, good):
@@ -128,3 +133,48 @@ def test_loading_leaves_no_resolver_behind_at_import():
     probe = "import nxdt_core.config, sys; print('omegaconf' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", probe], capture_output=True, text=True, check=True)
     assert out.stdout == "False\n"
+
+
+def test_a_section_that_is_another_one_by_reference_has_its_keys_checked(report, good):
+    rows = report(good, "model.rope_scaling=${data}")
+    assert any(row.startswith("command line: model.rope_scaling.seq_length: unknown key.") for row in rows)
+    assert not any("required" in row for row in rows), "keys of that section have defaults"
+
+
+def test_an_unknown_key_is_reported_also_where_its_reference_leads_nowhere(report, good):
+    rows = report(good, "model.hidden_sizes=${nope}")
+    assert [row.rpartition(" ")[2] for row in rows] == ["[NXDT-C013]", "[NXDT-C010]"]
+
+
+class Pairs(Section):
+    count: int
+
+    @field_validator("count")
+    @classmethod
+    def even(cls, value: int) -> int:
+        if value % 2:
+            raise ValueError("an odd one leaves a record without its pair")
+        return value
+
+
+def test_what_a_validator_of_a_key_says_is_in_the_problem():
+    _, (problem,) = read_part(Pairs, {"count": 3}, "data")
+    assert problem.key == "data.count"
+    assert problem.do() == "An odd one leaves a record without its pair."
+
+
+class Ordered(Section):
+    low: int = 0
+    high: int = 1
+
+    @model_validator(mode="after")
+    def in_order(self) -> Self:
+        if self.low > self.high:
+            raise ValueError("low is above high")
+        return self
+
+
+@pytest.mark.parametrize("path", ["", "data"])
+def test_what_a_validator_of_a_section_says_is_a_problem_of_the_section(path):
+    instance, (problem,) = read_part(Ordered, {"low": 2}, path)
+    assert (instance, problem.key, problem.what()) == (None, path, "low is above high.")

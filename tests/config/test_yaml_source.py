@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.config.tree import parse_scalar, parse_yaml, to_plain
+from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import YamlSyntax
 from tests.sampling import slow_except
 
@@ -33,21 +33,21 @@ SCALARS = {
 
 @pytest.mark.parametrize(("text", "value"), SCALARS.items(), ids=[repr(text) for text in SCALARS])
 def test_scalars_mean_what_they_say(text, value):
-    found = parse_scalar(text)
+    found = parse_yaml(f"value: {text}", "")[0].get("value")
     assert (type(found), found) == (type(value), value)
 
 
 def test_keys_stay_text_and_know_their_lines():
     tree, problems = parse_yaml("on: 1\n1:\n  null: 2\n", "f")
     assert not problems
-    assert to_plain(tree) == {"on": 1, "1": {"null": 2}}
-    assert tree.find("1.null").origin.where == "f:3"
+    assert tree.data == {"on": 1, "1": {"null": 2}}
+    assert tree.origin("1.null").where == "f:3"
 
 
 def test_anchors_and_merges_work():
     tree, problems = parse_yaml("a: &a {x: 1, y: 2}\nb: {<<: *a, y: 3}\nc: {<<: [{x: 8}, *a]}\nd: *a\n", "f")
     assert not problems
-    assert to_plain(tree) == {
+    assert tree.data == {
         "a": {"x": 1, "y": 2},
         "b": {"x": 1, "y": 3},
         "c": {"x": 8, "y": 2},
@@ -148,7 +148,7 @@ def test_the_largest_document_is_read_and_a_larger_one_is_a_problem(largest, lar
 )
 def test_integers_of_more_than_64_bits_are_a_problem(text):
     tree, (problem,) = parse_yaml(f"a: {text}", "f")
-    assert tree.plain("a") is None
+    assert tree.get("a") is None
     assert "; allowed: integers from -9223372036854775808 to 9223372036854775807" in problem.what()
     assert len(problem.what()) < 200
 
@@ -157,7 +157,7 @@ def test_integers_of_more_than_64_bits_are_a_problem(text):
 def test_the_largest_numbers_are_read(text, value):
     tree, problems = parse_yaml(f"a: {text}", "f")
     assert problems == []
-    assert tree.plain("a") == (float("inf") if value is None else value)
+    assert tree.get("a") == (float("inf") if value is None else value)
 
 
 def test_the_parser_without_libyaml_reads_the_same(monkeypatch):

@@ -18,7 +18,6 @@ SEVEN = (
 )
 PUBLIC = (
     "nxdt_core.api",
-    "nxdt_core.config.huggingface",
     "nxdt_core.config.section",
     "nxdt_core.errors",
     "nxdt_core.models",

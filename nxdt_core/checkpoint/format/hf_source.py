@@ -12,8 +12,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.huggingface import spell_floats
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing
+from nxdt_core.models.huggingface import spell_floats
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.system.regular_files import read_text, require_inside
 

@@ -22,7 +22,7 @@ from nxdt_core.config.huggingface import unusable
 from nxdt_core.config.interpolation import interpolations
 from nxdt_core.config.read import read_part
 from nxdt_core.config.section import keys_of
-from nxdt_core.config.tree import Node, dotted, from_plain, merge, to_plain, walk
+from nxdt_core.config.tree import Tree, dotted, walk
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
 from nxdt_core.data.files.paths import RecordFiles
 from nxdt_core.errors.base import NxdtError
@@ -134,54 +134,56 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     without = _BASE if manifest.facts.without_base and base else ()
     try:
         if config is not None:
-            return one_process_run(config, without, lambda kept: _with_base_step(kept, manifest, config))
+            return one_process_run(config, without, lambda kept: _set_base_step(kept, manifest, config))
         tree = _saved_tree(manifest, where)
         kept = _kept(tree, (*_KEPT, *without))
         keys = _checked_keys(manifest, tree, kept, where)
         return SavedRun(config=_alone(kept), chat_keys=keys)
     except ConfigError as error:
-        files = None if config is not None else _saved_tree(manifest, where).plain("plugins.local")
+        files = None if config is not None else _saved_tree(manifest, where).get("plugins.local")
         raise _unusable(error.problems, where, files) from error
 
 
 def one_process_run(
-    config: ResolvedConfig, more: Sequence[str] = (), change: Callable[[Node], Node] = lambda kept: kept
+    config: ResolvedConfig, more: Sequence[str] = (), change: Callable[[Tree], None] = lambda kept: None
 ) -> SavedRun:
     """Return the run of ``config`` on one process, as far as using its model needs it.
 
     Args:
         config: that the user names.
         more: keys to keep in addition.
-        change: applied to what is kept.
+        change: changes what is kept.
 
     Raises:
         ConfigError: it cannot be used so.
     """
-    tree = from_plain(config.to_values(), Origin(kind="file", where="the configuration"))
-    kept = change(_kept(tree, (*_KEPT, *_HERE, *more)))
+    tree = Tree.of(config.to_values(), Origin(kind="file", where="the configuration"))
+    kept = _kept(tree, (*_KEPT, *_HERE, *more))
+    change(kept)
     return SavedRun(config=_alone(kept, config.kernel), chat_keys=build.chat_keys(config))
 
 
-def _kept(tree: Node, paths: Sequence[str]) -> Node:
-    kept = Node({}, tree.origin)
+def _kept(tree: Tree, paths: Sequence[str]) -> Tree:
+    kept, origin = Tree({}, {(): tree.origins[()]}), tree.origins[()]
     for path in paths:
-        if (node := tree.find(path)) is not None:
-            kept = kept.set(path, node)
+        if path in tree:
+            kept.set(path, tree.get(path), origin)
     for path in (*_OF_TRAINING, *_OF_BEFORE):
-        kept = kept.without(path)
+        kept.remove(path)
     return kept
 
 
-def _alone(kept: Node, kernel: Kernel | None = None) -> ResolvedConfig:
-    return load(to_plain(merge(kept, from_plain(_ONE_PROCESS, kept.origin))), kernel=kernel)
+def _alone(kept: Tree, kernel: Kernel | None = None) -> ResolvedConfig:
+    kept.merge(Tree.of(_ONE_PROCESS, kept.origins[()]))
+    return load(kept.data, kernel=kernel)
 
 
-def _with_base_step(kept: Node, manifest: Manifest, config: ResolvedConfig) -> Node:
-    """Return ``kept`` with the step of the weights below an adapter, where it names the root of their run."""
-    began, step = kept.find("checkpoint.resume_from"), base_step(manifest)
-    if began is None or began.value is None or step is None or locate(began.value, config)[1] is not None:
-        return kept
-    return kept.set("checkpoint.resume_from", Node(f"{began.value.rstrip('/')}/{step_name(step)}", began.origin))
+def _set_base_step(kept: Tree, manifest: Manifest, config: ResolvedConfig) -> None:
+    """Set the step of the weights below an adapter, where ``kept`` names the root of their run."""
+    key, step = "checkpoint.resume_from", base_step(manifest)
+    began = kept.get(key)
+    if began is not None and step is not None and locate(began, config)[1] is None:
+        kept.set(key, f"{began.rstrip('/')}/{step_name(step)}", kept.origin(key))
 
 
 def own_run(config: ResolvedConfig) -> SavedRun:
@@ -213,25 +215,22 @@ def config_to_save(config: ResolvedConfig) -> dict[str, Any]:
 def saved_adapter(manifest: Manifest, config: ResolvedConfig) -> Mapping[str, Any]:
     """Return the section ``adapter`` that a checkpoint keeps. A reference to the environment has the value that
     ``config`` has for the same reference; others stay as they are written."""
-    saved = _saved_tree(manifest).find("adapter")
-    if saved is None:
-        return {}
-    for path, node in interpolations(saved):
-        own = config.tree.find(f"adapter.{dotted(path)}")
-        if own is not None and own.shown == node.value:
-            saved = saved.set(dotted(path), own)
-    return {key: to_plain(child) for key, child in saved.children.items()}
+    saved = _saved_tree(manifest)
+    for path, text in list(interpolations(saved.get("adapter"))):
+        key = ("adapter", *path)
+        if config.tree.shown_at(key) == text:
+            saved.set(key, config.tree.get(key), saved.origin(key))
+    return saved.get("adapter") or {}
 
 
 def saved_optimizer(manifest: Manifest) -> Mapping[str, Any]:
     """Return the section ``model.optim`` that a checkpoint keeps; empty where it keeps none."""
-    saved = _saved_tree(manifest).find("model.optim")
-    return {} if saved is None else {key: to_plain(child) for key, child in saved.children.items()}
+    return _saved_tree(manifest).get("model.optim") or {}
 
 
 def saved_base(manifest: Manifest) -> str | None:
     """Return ``checkpoint.resume_from`` as the checkpoint keeps it; None where it names nothing."""
-    began = _saved_tree(manifest).plain("checkpoint.resume_from")
+    began = _saved_tree(manifest).get("checkpoint.resume_from")
     return began if isinstance(began, str) else None
 
 
@@ -240,8 +239,8 @@ def base_step(manifest: Manifest) -> int | None:
     return step_of((saved_base(manifest) or "").rstrip("/").rpartition("/")[2])
 
 
-def _saved_tree(manifest: Manifest, where: str = "the checkpoint") -> Node:
-    return from_plain(manifest.facts.config, Origin(kind="file", where=where))
+def _saved_tree(manifest: Manifest, where: str = "the checkpoint") -> Tree:
+    return Tree.of(manifest.facts.config, Origin(kind="file", where=where))
 
 
 _OTHERWISE = (
@@ -249,44 +248,44 @@ _OTHERWISE = (
 )
 
 
-def _checked_keys(manifest: Manifest, tree: Node, kept: Node, where: str) -> ChatKeys:
+def _checked_keys(manifest: Manifest, tree: Tree, kept: Tree, where: str) -> ChatKeys:
     """Return the keys of messages that a checkpoint keeps, where neither they nor ``kept`` hold what it may not decide.
 
     Raises:
         SavedConfigUnusable: they do, or have wrong values, or the model is larger than its weights.
     """
-    held = {name: node for name in _CHAT if (node := tree.find(f"data.{name}")) is not None and node.value is not None}
+    held = {name: value for name in _CHAT if (value := tree.get(f"data.{name}")) is not None}
     refused = list(_refused(kept, held, where))
     if refused:
         raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
     keys: ChatKeys
-    keys, problems = read_part(ChatKeys, Node(held, tree.origin), "data")
+    keys, problems = read_part(ChatKeys, held, "data")
     if problems:
         raise _unusable(problems, where)
     wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]
     tensors = sum(map(len, manifest.tensors.values()))
     limits = {"model": (tensors, manifest.size_bytes), "adapter": None}  # whose sizes are compared when it is built
     for section, weights in limits.items():
-        if reason := unusable(kept.plain(section, {}), weights=weights):
+        if reason := unusable(kept.get(section, {}), weights=weights):
             wrong.append(f"{section}.{reason}")
     rows = max((entry.shape[0] for entry in manifest.tensors.get("model", {}).values() if entry.shape), default=0)
-    for path, node in walk(kept):
-        if isinstance(node.value, (dict, list)) and len(node.value) > max(rows, _LONGEST):
+    for path, value in walk(kept.data):
+        if isinstance(value, (dict, list)) and len(value) > max(rows, _LONGEST):
             wrong.append(f"{dotted(path)}: it has more entries than a tensor has rows ({rows}).")
     if wrong:
         raise SavedConfigUnusable(where=where, problems=wrong)
     return keys
 
 
-def _refused(kept: Node, held: Mapping[str, Node], where: str) -> Iterator[str]:
+def _refused(kept: Tree, held: Mapping[str, Any], where: str) -> Iterator[str]:
     """Yield a line for each value that using the checkpoint needs and that a checkpoint may not decide."""
-    of_chats = [(("data", name, *path), node) for name, child in held.items() for path, node in interpolations(child)]
-    for path, node in (*interpolations(kept), *of_chats):
-        if not (path == ("data", "chat_template") and is_template(node.value)):
-            yield f"{dotted(path)}: it is the reference {node.value!r}."
+    of_chats = ((("data", *path), text) for path, text in interpolations(held))
+    for path, text in (*interpolations(kept.data), *of_chats):
+        if not (path == ("data", "chat_template") and is_template(text)):
+            yield f"{dotted(path)}: it is the reference {text!r}."
     if "chat_template_file" in held:
-        yield f"data.chat_template_file: it is the file {to_plain(held['chat_template_file'])!r}."
-    began = kept.plain("checkpoint.resume_from")
+        yield f"data.chat_template_file: it is the file {held['chat_template_file']!r}."
+    began = kept.get("checkpoint.resume_from")
     if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
         yield f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}."
 

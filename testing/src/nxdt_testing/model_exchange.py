@@ -14,7 +14,7 @@ from torch import nn
 
 from nxdt_core.config import ReadsHFConfig
 from nxdt_core.config.read import read_part
-from nxdt_core.config.tree import Node, Origin, from_plain
+from nxdt_core.config.tree import DEFAULT, Tree
 from nxdt_core.errors.models import HFExchangeUnsupported
 from nxdt_core.hf.directory import load_hf, save_hf
 from nxdt_core.hf.key_map import sources
@@ -81,10 +81,9 @@ class ModelExchange:
 
 def _config_from_hf(cls: type[ReadsHFConfig], hf: Mapping[str, Any]) -> Any:
     """Return the section ``model`` that a run gets from a ``config.json`` alone."""
-    origin = Origin(kind="hf", where="config.json")
-    section = Node({}, origin)
+    section = Tree({}, {(): DEFAULT})
     for key, value in cls.from_hf(hf).items():
-        section = section.set(key, from_plain(value, origin))
+        section.set(key, value, DEFAULT)
     read, problems = read_part(cls, section, "model")
     assert not problems, f"its section does not take what from_hf returns: {'; '.join(map(str, problems))}"
     return read

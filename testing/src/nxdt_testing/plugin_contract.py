@@ -26,14 +26,12 @@ import pytest
 import yaml
 
 from nxdt_core.config import check
-from nxdt_core.config.complete import Completion
 from nxdt_core.config.components import usable_class
-from nxdt_core.config.read import read_part
+from nxdt_core.config.read import fill, read_part
 from nxdt_core.config.reference import class_doc, field_docs
-from nxdt_core.config.schema import Composition
 from nxdt_core.config.section import REQUIRED, Key, keys_of
 from nxdt_core.config.sources import list_recipes
-from nxdt_core.config.tree import Node, Origin, Place, parse_yaml, to_plain
+from nxdt_core.config.tree import DEFAULT, Place, Tree, parse_yaml
 from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.registry import RegisteredComponent
@@ -222,11 +220,12 @@ def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
 
 
 def _assert_comes_back(cls: type) -> None:
-    tree = Completion(Node({}, Origin(kind="default", where=cls.__name__)), Composition(), cls).tree
+    tree = Tree({}, {(): DEFAULT})
+    fill(tree, cls)
     first, problems = read_part(cls, tree, "")
     assert not problems, f"the defaults of {cls.__name__} do not fit its keys: {problems[0]}"
     with no_error(f"the defaults of {cls.__name__} cannot be written as YAML:"):
-        text = yaml.safe_dump(to_plain(tree))
+        text = yaml.safe_dump(tree.data)
     found, unread = parse_yaml(text, cls.__name__)
     again, problems = read_part(cls, found, "")
     wrong = [*unread, *problems]

@@ -8,7 +8,7 @@ from nxdt_core.config.checks import Checked, find_impossible
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.sources import COMMAND_LINE
 from nxdt_core.config.training_schema import DistributedStrategyConfig
-from nxdt_core.config.tree import from_plain
+from nxdt_core.config.tree import Tree
 from nxdt_core.engine.layout_rules import find_impossible_layouts
 
 TP, PP, VPP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"
@@ -174,7 +174,7 @@ POSSIBLE = {
 
 
 def found(values):
-    checked = Checked(values, from_plain({}, COMMAND_LINE))
+    checked = Checked(values, Tree.of({}, COMMAND_LINE))
     return [problem.what() for problem in (*find_impossible(checked), *find_impossible_layouts(checked))]
 
 

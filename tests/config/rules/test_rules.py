@@ -6,7 +6,7 @@ import pytest
 
 from nxdt_core.config.checks import Checked, find_impossible
 from nxdt_core.config.sources import COMMAND_LINE
-from nxdt_core.config.tree import from_plain
+from nxdt_core.config.tree import Tree
 
 IMPOSSIBLE = {
     "weights from nowhere": (
@@ -49,7 +49,7 @@ IMPOSSIBLE = {
 
 @pytest.mark.parametrize(("values", "sentence"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)
 def test_what_cannot_work_is_told_with_its_numbers(values, sentence):
-    found = find_impossible(Checked(values, from_plain({}, COMMAND_LINE)))
+    found = find_impossible(Checked(values, Tree.of({}, COMMAND_LINE)))
     assert [problem.what() for problem in found] == [sentence]
 
 

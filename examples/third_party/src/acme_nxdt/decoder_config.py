@@ -2,9 +2,8 @@
 
 from typing import ClassVar
 
-from nxdt_core.config.huggingface import HFValues
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.huggingface import DECODER_MODULES, OPTIONAL, REQUIRED, HFFamily, weight_keys
+from nxdt_core.models.huggingface import DECODER_MODULES, OPTIONAL, REQUIRED, HFFamily, HFValues, weight_keys
 
 ACME = HFFamily(
     values=HFValues(model="acme", required=REQUIRED, optional=OPTIONAL, only={"hidden_act": ("relu2",)}),

@@ -16,7 +16,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.migration_contract import MigrationContract
 
 from nxdt_core import config
-from nxdt_core.config.tree import parse_yaml
+from nxdt_core.config.tree import dotted, parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.schedule import ScheduleHorizon
 from nxdt_core.train.schedules import CosineAnnealingConfig, cosine_annealing
@@ -130,7 +130,7 @@ def test_every_key_of_the_file_is_in_the_report_with_its_line(migrated, name):
     rows = [row for row in migrated[name].keys if row.line]
     for entry in rows:
         assert f"{entry.key.rpartition('.')[2]}:" in lines[entry.line - 1], entry
-    for path, _ in parse_yaml(source.read_text(), "")[0].leaves():
+    for path in map(dotted, (path for path, _ in parse_yaml(source.read_text(), "")[0].leaves())):
         assert any(path == entry.key or path.startswith(f"{entry.key}.") for entry in rows), path
     explained = ("unneeded", "off", "ignored", "unsupported", "changed")
     assert all(entry.reason for entry in rows if entry.verdict in explained)
@@ -143,8 +143,8 @@ def test_what_was_not_moved_or_dropped_says_the_same(migrated, name):
     for entry in migrated[name].keys:
         if entry.verdict in ("mapped", "renamed") and "${" not in entry.value:
             place = entry.target or entry.key
-            if now.find(place) is not None:
-                assert now.plain(place) == was.plain(entry.key), entry
+            if place in now:
+                assert now.get(place) == was.get(entry.key), entry
 
 
 def test_order_and_comments_stay(migrated):
@@ -301,7 +301,7 @@ def test_the_report_tells_what_became_of_a_key(migrated, name, key, verdict, tar
 )  # fmt: skip
 def test_the_file_has_the_values_that_the_report_tells(migrated, name, values):
     tree = parse_yaml(migrated[name].text, "")[0]
-    assert {key: tree.plain(key) for key in values} == values
+    assert {key: tree.get(key) for key in values} == values
 
 
 def test_the_report_shows_values_as_yaml_has_them(migrated):
@@ -359,7 +359,7 @@ def test_the_precision_of_nemo(installed, tmp_path, precision, masters, chosen):
     text = text.replace("precision: bf16-mixed", f"precision: {precision}")
     source.write_text(text.replace("megatron_amp_O2: True", f"megatron_amp_O2: {masters}"))
     done = migrate(source, tmp_path / "out.yaml", "nemo", installed)
-    assert parse_yaml(done.text, "")[0].plain("precision.type") == chosen
+    assert parse_yaml(done.text, "")[0].get("precision.type") == chosen
 
 
 @pytest.mark.parametrize(
@@ -375,7 +375,7 @@ def test_of_two_places_the_one_that_the_search_finds_counts(installed, tmp_path,
     own = FILES["mistral"][0].read_text().replace("  zero1: True\n", "  zero1: True\n  context_parallel_size: 2\n")
     source.write_text(above + own + below)
     done = migrate(source, tmp_path / "out.yaml", "nxdt", installed)
-    assert parse_yaml(done.text, "")[0].plain("distributed_strategy.context_parallel_size") == kept
+    assert parse_yaml(done.text, "")[0].get("distributed_strategy.context_parallel_size") == kept
     assert "ignored" in {row.verdict for row in done.keys if "context_parallel_size" in row.key}
 
 
@@ -445,7 +445,7 @@ def test_more_constant_steps_than_the_run_has_fall_as_they_did_there(installed, 
     assert (found.verdict, found.value) == ("changed", "80000 → 3899")
     assert "right behind the warm-up" in found.reason
     tree = parse_yaml(done.text, "")[0]
-    section = {key: tree.plain(f"model.optim.sched.{key}") for key in ("warmup_steps", "constant_steps", "min_lr")}
+    section = {key: tree.get(f"model.optim.sched.{key}") for key in ("warmup_steps", "constant_steps", "min_lr")}
     curve = cosine_annealing(CosineAnnealingConfig(**section), ScheduleHorizon(max_steps=4000, lr=2.5e-4))
     assert [curve(step) for step in (100, 101, 4000)] == [1.0, *[pytest.approx(1e-5 / 2.5e-4)] * 2]  # NeMo's own values
 
@@ -453,8 +453,8 @@ def test_more_constant_steps_than_the_run_has_fall_as_they_did_there(installed, 
 def test_megatrons_tokenizer_without_files_is_fetched(installed, tmp_path):
     source = with_section(tmp_path, "gpt", "data.tokenizer", "{library: megatron, type: GPT2BPETokenizer}")
     tree = parse_yaml(migrate(source, tmp_path / "out.yaml", "nxdt", installed).text, "")[0]
-    assert tree.plain("data.tokenizer") == {"library": "huggingface", "type": "gpt2"}
-    assert tree.plain("model.vocab_size") == 50257
+    assert tree.get("data.tokenizer") == {"library": "huggingface", "type": "gpt2"}
+    assert tree.get("model.vocab_size") == 50257
 
 
 @pytest.mark.parametrize(
@@ -475,8 +475,8 @@ def test_modules_to_recompute_are_those_that_the_model_has(installed, tmp_path, 
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     done = migrate(tmp_path / "run.yaml", tmp_path / "out.yaml", "nxdt", installed)
     found = parse_yaml(done.text, "")[0]
-    assert found.plain("model.activations_checkpoint_recompute") == kept
-    assert found.plain("model.activations_checkpoint_granularity") == granularity
+    assert found.get("model.activations_checkpoint_recompute") == kept
+    assert found.get("model.activations_checkpoint_granularity") == granularity
     assert not [key for key, _ in done.remaining if "recompute" in key]
 
 
@@ -495,7 +495,7 @@ def test_the_metric_that_checkpoints_are_kept_by_is_the_default_there(installed,
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     done = migrate(tmp_path / "run.yaml", tmp_path / "out.yaml", "nemo", installed)
     found = parse_yaml(done.text, "")[0]
-    assert (found.plain("checkpoint.monitor"), found.plain("checkpoint.mode")) == kept
+    assert (found.get("checkpoint.monitor"), found.get("checkpoint.mode")) == kept
     assert not done.remaining
 
 
@@ -514,7 +514,7 @@ MOE = ("output_router_logits", "router_aux_loss_coef", "capacity_factor", "norma
 def test_missing_keys_of_experts_mean_what_they_mean_there(installed, tmp_path, given, values):
     source = with_section(tmp_path, "megatron mixtral", "model.moe", yaml.safe_dump(given))
     tree = parse_yaml(migrate(source, tmp_path / "out.yaml", "nxdt", installed).text, "")[0]
-    assert tuple(tree.plain(f"model.moe.{key}") for key in MOE) == values
+    assert tuple(tree.get(f"model.moe.{key}") for key in MOE) == values
 
 
 @pytest.mark.parametrize(("coefficient", "capacity"), [(0.01, None), (None, 1.25)])
@@ -526,15 +526,15 @@ def test_experts_of_nemo_keep_their_loss_and_capacity(installed, tmp_path, coeff
     tree["model"] |= {"normalization": "rmsnorm", "attention_dropout": 0.0}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(tree))
     found = parse_yaml(migrate(tmp_path / "run.yaml", tmp_path / "out.yaml", "nemo", installed).text, "")[0]
-    assert found.plain("model.name") == "mixtral"
-    assert tuple(found.plain(f"model.moe.{key}") for key in MOE[:3]) == (True, coefficient or 0.0, capacity)
+    assert found.get("model.name") == "mixtral"
+    assert tuple(found.get(f"model.moe.{key}") for key in MOE[:3]) == (True, coefficient or 0.0, capacity)
 
 
 def adapter_of(installed, tmp_path, peft):
     """The section of the adapter that a file of NeMo with ``peft`` becomes, and what the report says of its keys."""
     done = migrate(with_section(tmp_path, "nemo", "model.peft", peft), tmp_path / "out.yaml", "nemo", installed)
     verdicts = {row.key.removeprefix("model.peft."): row.verdict for row in done.keys if "peft" in row.key}
-    return parse_yaml(done.text, "")[0].plain("adapter"), verdicts
+    return parse_yaml(done.text, "")[0].get("adapter"), verdicts
 
 
 def test_modules_and_scale_of_a_lora_of_nemo_are_kept(installed, tmp_path):

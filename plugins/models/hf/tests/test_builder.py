@@ -10,11 +10,11 @@ from nxdt_plugin_hf.command import sharding
 from nxdt_plugin_hf.config import HFModelConfig
 from nxdt_plugin_hf.measure import measure_sharding
 
-from nxdt_core.config.huggingface import older_rope
 from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.hf.key_map import sources
 from nxdt_core.models.patterns import matches
 from nxdt_core.models.random.init import initialize
+from nxdt_core.models.rope_scaling import older_rope
 from nxdt_core.protocols.model import ModelBuilder
 
 

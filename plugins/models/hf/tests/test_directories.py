@@ -14,10 +14,10 @@ from nxdt_plugin_hf.config import HFModelConfig
 from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from nxdt_core.config.huggingface import older_rope
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.models.rope_scaling import older_rope
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.sampling import Sampling
 from nxdt_core.train.weights.export import export_hf

@@ -21,7 +21,7 @@ from pydantic import Field
 
 from nxdt_core.config import read
 from nxdt_core.config.section import Section
-from nxdt_core.config.tree import Node, Origin, from_plain
+from nxdt_core.config.tree import DEFAULT, Tree
 from nxdt_core.errors.models import HFUnsupported, NoHFForm
 from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.hf.key_map import sources
@@ -110,10 +110,9 @@ def builder_of(directory: Any) -> Any:
     component = next(each for each in nxdt_models() if set(hf["architectures"]) <= set(each.hf_architectures))
     module, _, attribute = component.config.partition(":")
     cls = getattr(__import__(module, fromlist=[attribute]), attribute)
-    origin = Origin(kind="hf", where="config.json")
-    section = Node({}, origin)
+    section = Tree({}, {(): DEFAULT})
     for key, value in cls.from_hf(hf).items():
-        section = section.set(key, from_plain(value, origin))
+        section.set(key, value, DEFAULT)
     config, problems = read.read_part(cls, section, "model")
     assert not problems
     module, _, attribute = component.target.partition(":")

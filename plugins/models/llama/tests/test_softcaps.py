@@ -16,7 +16,7 @@ from nxdt_testing.runs.run import built
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.config.huggingface import HFValues
+from nxdt_core.models.huggingface import HFValues
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer

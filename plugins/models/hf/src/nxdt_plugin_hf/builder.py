@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nxdt_core.config.huggingface import older_rope
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.models.rope_scaling import older_rope
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_hf.architecture import Architecture, read_architecture

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from nxdt_core.config.huggingface import HFValues
 from nxdt_core.models.huggingface import (
     DECODER_MODULES,
     ONLY,
@@ -10,6 +9,7 @@ from nxdt_core.models.huggingface import (
     REQUIRED,
     SWIGLU_MODULES,
     HFFamily,
+    HFValues,
     weight_keys,
 )
 

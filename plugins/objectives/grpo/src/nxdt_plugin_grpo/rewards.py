@@ -30,7 +30,6 @@ from typing import TYPE_CHECKING, Any
 from nxdt_core.api import ConfigFinding
 from nxdt_core.config.read import read_part
 from nxdt_core.config.section import ChecksItself
-from nxdt_core.config.tree import Origin, from_plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
 from nxdt_core.protocols.batch import LARGEST
@@ -208,8 +207,7 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
     component = kernel.registry.get("reward", name)
     cls, config = component.load_config(), None
     if cls is not None:
-        node = from_plain(options, Origin(kind="default", where=""))
-        config, problems = read_part(cls, node, f"objective.rewards[{number}]")
+        config, problems = read_part(cls, options, f"objective.rewards[{number}]")
         for problem in (*problems, *_own_problems(number, config)):
             raise problem
     elif options:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import reduce
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.read import read_part
 from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_overrides
-from nxdt_core.config.tree import Node, merge
+from nxdt_core.config.tree import Tree
 from nxdt_core.data.tokenizers.files import holds_ranks
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel
@@ -52,9 +51,11 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
         UnknownComponent: there is no such library.
     """
     trees, problems = read_overrides(options)
-    section = reduce(merge, trees, Node({}, COMMAND_LINE))
+    section = Tree({}, {(): COMMAND_LINE})
+    for tree in trees:
+        section.merge(tree)
     kernel = Kernel.start()
-    library = section.plain("library")
+    library = section.get("library")
     path = expand_home(name)
     known = {alias for each in kernel.registry.all("tokenizer") for alias in (each.record.name, *each.record.aliases)}
     if library is None and name in known:
@@ -65,11 +66,13 @@ def find_tokenizer(name: str, options: Sequence[str] = ()) -> NamedTokenizer:
             named = {"type": name}
         else:
             named = {"vocab_file" if library == "megatron" else "model": str(path.absolute())}
-        named = {} if "vocab_file" in section.children else named
+        named = {} if "vocab_file" in section else named
     for key, value in named.items():
-        section = section.set(key, Node(value, COMMAND_LINE)) if section.find(key) is None else section
+        if key not in section:
+            section.set(key, value, COMMAND_LINE)
     component = kernel.registry.get("tokenizer", str(library))
-    config = _read(component.load_config(), section.without("library"), problems)
+    section.remove("library")
+    config = _read(component.load_config(), section, problems)
     return NamedTokenizer(label=name, component=component.qualified_name, config=config)
 
 
@@ -84,7 +87,7 @@ def _library_of(path: Path) -> str:
     return "tiktoken" if holds_ranks(content) and content.count(b"\n") == _LLAMA_3_RANKS else "sentencepiece"
 
 
-def _read(cls: type | None, section: Node, problems: Sequence[ConfigProblem]) -> Any:
+def _read(cls: type | None, section: Tree, problems: Sequence[ConfigProblem]) -> Any:
     if problems:
         raise ConfigError(source="--tokenizer-option", problems=tuple(problems))
     if cls is None:

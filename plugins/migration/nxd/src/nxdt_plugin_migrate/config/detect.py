@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from nxdt_core.config.tree import Node
+from nxdt_core.config.tree import Tree
 from nxdt_core.errors import NxdtError
 from nxdt_plugin_migrate.errors import MigrationRefused
 
@@ -38,30 +38,30 @@ _NXDT = (
 )
 
 
-def framework_of(tree: Node) -> tuple[str, str]:
+def framework_of(tree: Tree) -> tuple[str, str]:
     """Return the framework among :data:`FRAMEWORKS` that a file is of, and the key that shows it; empty for others."""
     for name, keys in (("nxdt", _NXDT), ("nnm", _NNM), ("nemo", _NEMO)):
         for key in keys:
-            if tree.find(key) is not None:
+            if key in tree:
                 return name, key
     return "", ""
 
 
-def _anywhere(name: str) -> Callable[[Node], str]:
-    def found(tree: Node) -> str:
-        return name if any(name in path.split(".") for path, _ in tree.leaf_nodes()) else ""
+def _anywhere(name: str) -> Callable[[Tree], str]:
+    def found(tree: Tree) -> str:
+        return name if any(name in path for path, _ in tree.leaves()) else ""
 
     return found
 
 
-def _all(*paths: str) -> Callable[[Node], str]:
-    def found(tree: Node) -> str:
-        return " and ".join(paths) if all(tree.find(path) is not None for path in paths) else ""
+def _all(*paths: str) -> Callable[[Tree], str]:
+    def found(tree: Tree) -> str:
+        return " and ".join(paths) if all(path in tree for path in paths) else ""
 
     return found
 
 
-_FOREIGN: tuple[tuple[str, Callable[[Node], str]], ...] = (
+_FOREIGN: tuple[tuple[str, Callable[[Tree], str]], ...] = (
     ("torchtune", _anywhere("_component_")),
     ("NeMo 2 or another program that Hydra instantiates", _anywhere("_target_")),
     ("LLaMA-Factory", _all("model_name_or_path", "finetuning_type")),
@@ -84,7 +84,7 @@ _FOREIGN: tuple[tuple[str, Callable[[Node], str]], ...] = (
 _BY_HAND = "Take the nearest of 'nxdt recipes list' and carry the settings over by hand."
 
 
-def refuse_others(tree: Node, wanted: str, source: Path) -> None:
+def refuse_others(tree: Tree, wanted: str, source: Path) -> None:
     """See that a file is of none of the frameworks that cannot be migrated.
 
     Raises:
@@ -95,7 +95,7 @@ def refuse_others(tree: Node, wanted: str, source: Path) -> None:
             raise _refused(source, wanted, f"{keys} is of {name}", _BY_HAND)
 
 
-def require(tree: Node, wanted: str, source: Path) -> None:
+def require(tree: Tree, wanted: str, source: Path) -> None:
     """See that a file is of the framework that it is said to be of.
 
     Raises:

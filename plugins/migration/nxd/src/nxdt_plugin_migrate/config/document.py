@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from nxdt_core.config.interpolation import UNRESOLVED, interpolate
-from nxdt_core.config.tree import Node, join, to_plain
+from nxdt_core.config.tree import Tree, dotted, join, walk
 from nxdt_core.protocols.migration import MigratedKey, Verdict
 
 
@@ -210,31 +210,28 @@ def _shown(setting: Setting) -> str:
     return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
 
 
-def read_document(tree: Node, written: Comments) -> Document:
+def read_document(tree: Tree, written: Comments) -> Document:
     """Return a document that says what the file says."""
-    resolved, _ = interpolate(tree)
+    resolved = tree.copy()
+    interpolate(resolved)
     beside, above = dict(written.beside), dict(written.above)
-    lines = dict(_sections(tree, ""))
+    lines = {
+        dotted(path): tree.origins[path].line
+        for path, value in walk(tree.data)
+        if path and value and isinstance(value, dict)
+    }
     headings = {path: above.pop(line, ()) for path, line in lines.items()}
     settings: dict[str, Setting] = {}
-    for path, node in tree.leaf_nodes():
-        plain = to_plain(found) if (found := resolved.find(path)) else None
+    for at, value in tree.leaves():
+        path, line, meant = dotted(at), tree.origins[at].line, resolved.get(at)
         text = written.values.get(path)
         settings[path] = Setting(
             source=path,
-            line=node.origin.line,
-            value=to_plain(node) if plain is UNRESOLVED else plain,
+            line=line,
+            value=value if meant is UNRESOLVED else meant,
             text=text,
-            original=text if text is not None else str(to_plain(node)),
-            beside=beside.pop(node.origin.line, ""),  # of several keys on a line, the first has the comment
-            above=above.pop(node.origin.line, ()),
+            original=text if text is not None else str(value),
+            beside=beside.pop(line, ""),  # of several keys on a line, the first has the comment
+            above=above.pop(line, ()),
         )
     return Document(settings, headings, lines)
-
-
-def _sections(node: Node, path: str) -> Iterator[tuple[str, int]]:
-    for name, child in node.children.items():
-        here = f"{path}.{name}" if path else name
-        if child.children:
-            yield here, child.origin.line
-            yield from _sections(child, here)

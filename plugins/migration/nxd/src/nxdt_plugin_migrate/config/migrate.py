@@ -10,7 +10,7 @@ from nxdt_core.config.load import check
 from nxdt_core.config.schema import RunConfig
 from nxdt_core.config.section import section_paths
 from nxdt_core.config.sources import expand_home, read_source
-from nxdt_core.config.tree import Node, describe_value, parse_yaml, to_plain
+from nxdt_core.config.tree import Tree, parse_yaml
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey, WrongValue
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig, Verdict
@@ -49,7 +49,7 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
     extra = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
     while True:
         tree, _ = parse_yaml(render(document, (), ()), "")
-        problems = check(to_plain(tree), extra, kernel=kernel)
+        problems = check(tree.data, extra, kernel=kernel)
         refused = [each for each in problems if _can_go(each) and document.has(each.key)]
         if not refused:
             return problems
@@ -117,7 +117,7 @@ _OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 RETRO, Mamba and Griffin have keys of BERT, too."""
 
 
-def require_decoder(tree: Node, source: Path, kernel: Kernel) -> None:
+def require_decoder(tree: Tree, source: Path, kernel: Kernel) -> None:
     """See that the model of a file of NeMo or neuronx-nemo-megatron can be meant by a decoder.
 
     Raises:
@@ -131,10 +131,10 @@ def require_decoder(tree: Node, source: Path, kernel: Kernel) -> None:
                 raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
 
 
-def _found(tree: Node, key: str) -> str:
+def _found(tree: Tree, key: str) -> str:
     """Path of the key: sections of data and tokenizers are below ``model`` in most files."""
     places = (key,) if key.startswith("model.") else (f"model.{key}", key)
-    return next((place for place in places if tree.plain(place) is not None), "")
+    return next((place for place in places if tree.get(place) is not None), "")
 
 
 _READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
@@ -185,12 +185,11 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
     )
 
 
-def _no_sections(tree: Node) -> Iterator[ConfigProblem]:
+def _no_sections(tree: Tree) -> Iterator[ConfigProblem]:
     """Sections that are something else."""
     for path in _SECTIONS:
-        node = tree.find(path)
-        if node is not None and not isinstance(node.value, (dict, type(None))):
-            yield WrongValue(**node.origin.at(path), found=describe_value(to_plain(node)), allowed="a mapping")
+        if not isinstance(tree.get(path), (dict, type(None))):
+            yield WrongValue(**tree.origin(path).at(path), found=tree.describe(path), allowed="a mapping")
 
 
 def _remaining(problems: tuple[ConfigProblem, ...], known: set[str]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.config.huggingface import HFValues
+from nxdt_core.models.huggingface import HFValues
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from nxdt_core.config.huggingface import HFValues, number_of, rope_of
-from nxdt_core.models.huggingface import weight_keys
-from nxdt_core.models.rope_scaling import scaling_from_hf, scaling_to_hf
+from nxdt_core.models.huggingface import HFValues, weight_keys
+from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf, scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.hf.family import ACTIVATIONS, HFFamily, activation_to_hf, common_obstacles, with_biases
