@@ -6,10 +6,12 @@ Python kept.
 """
 
 import gc
+import itertools
 import locale
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -79,9 +81,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep the garbage collector from going through what the imports left, 3 % of a run's CPU time."""
-    gc.collect()
+    """Keep the garbage collector from going through what the imports left, 3 % of a run's CPU time.
+
+    There is next to no garbage yet, and a search for it takes 0.4 CPU-seconds in each worker.
+    """
     gc.freeze()
+
+
+_directories = itertools.count()
+
+
+@pytest.fixture
+def tmp_path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a new directory, whose number is the next one of this process.
+
+    pytest's own fixture lists all directories of earlier tests for a free number: 1.2 CPU-milliseconds with 2,000.
+    """
+    path = tmp_path_factory.getbasetemp() / f"{next(_directories)}-{request.node.name.partition('[')[0][:25]}"
+    path.mkdir(mode=0o700)
+    return path
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

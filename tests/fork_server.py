@@ -39,11 +39,15 @@ _IMPORTED = (
     "torch._inductor.compile_fx",
     "transformers.modeling_utils",  # with the next two, 1.3 CPU-seconds of many tests and of each worker
     "peft",
+    "trl",  # with the next, 0.3 CPU-seconds of each worker
+    "gguf",
     "torchao.float8",
     "pytorch_lightning",  # 4 CPU-seconds of each rank and worker of the plugin's tests
 )
 """In addition to what ``nxdt train`` imports."""
 _STARTS_RANKS = ("train", "torch.distributed.run")
+_DEVICES = "trainer.devices="
+"""An override of a script whose trainer starts ranks."""
 _SET_NAME = 15
 _MAX_DESCRIPTORS = 16
 _CLONE = {"x86_64": 56, "aarch64": 220}
@@ -74,7 +78,6 @@ def main() -> None:
     if threads > 1:
         raise SystemExit(f"fork_server: {threads} threads after the imports; a fork would lose all but one")
     imported = [*weakref.finalize._registry]  # type: ignore[attr-defined]
-    gc.collect()
     _use_huge_pages()
     gc.freeze()  # what is imported: else each full collection writes to all of its pages, which are shared until then
     task = _serve(connection, processes)
@@ -114,8 +117,9 @@ def _use_huge_pages() -> None:
 
 def _needs_server(task: dict[str, Any]) -> bool:
     program, arguments = _program_of(task)
-    starts_ranks = {*program, *arguments[:1]} & {*_STARTS_RANKS} and "TORCHELASTIC_RUN_ID" not in task["environment"]
-    return bool(starts_ranks or task["keeps_server"])
+    of_ranks = {*program, *arguments[:1]} & {*_STARTS_RANKS} or any(word.startswith(_DEVICES) for word in arguments)
+    is_rank = {"TORCHELASTIC_RUN_ID", "LOCAL_RANK"} & task["environment"].keys()
+    return bool((of_ranks and not is_rank) or task["keeps_server"])
 
 
 def _leave_out_of_the_end(finalizers: Sequence[Any]) -> None:

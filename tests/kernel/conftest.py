@@ -62,9 +62,10 @@ def new_site(tmp_path, monkeypatch) -> Iterator[Callable[[str], Site]]:
         monkeypatch.syspath_prepend(path)
         return Site(path, monkeypatch)
 
+    before = set(sys.modules)
     yield make
-    for name, module in list(sys.modules.items()):
-        if str(getattr(module, "__file__", None)).startswith(str(tmp_path)):
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
             del sys.modules[name]
 
 

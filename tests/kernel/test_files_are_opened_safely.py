@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +133,7 @@ def is_guarded(node: ast.Call) -> bool:
     return "opener=regular_opener" in text or text.startswith("open(open_regular(") or exclusive
 
 
+@cache
 def found() -> set[str]:
     sources = [*(ROOT / "nxdt_core").rglob("*.py"), *(ROOT / "plugins").glob("*/*/src/**/*.py")]
     assert len(sources) > 500
