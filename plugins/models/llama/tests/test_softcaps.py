@@ -16,13 +16,20 @@ from nxdt_testing.runs.run import built
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.models.huggingface import HFValues
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer
 from nxdt_core.models.decoder_builder import MLP, SWIGLU_STYLES, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.huggingface import DECODER_MODULES, OPTIONAL, REQUIRED, SWIGLU_MODULES, HFFamily, weight_keys
+from nxdt_core.models.huggingface import (
+    DECODER_MODULES,
+    OPTIONAL,
+    REQUIRED,
+    SWIGLU_MODULES,
+    HFFamily,
+    HFValues,
+    weight_keys,
+)
 from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.models.norm import RMSNorm
 
