@@ -165,7 +165,7 @@ def pool():
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, metric_rows):
     from nxdt_core.config import load
-    from nxdt_core.train import train as train_here
+    from nxdt_core.run import train as train_here
 
     config = load("recipe:llama-tiny", command(tmp_path_factory.mktemp("one"), "trainer.devices=1")[2:])
     train_here(config)
