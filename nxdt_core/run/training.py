@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeGuard
 
@@ -63,8 +60,6 @@ from nxdt_core.train.run_dir import run_dir_explained
 from nxdt_core.train.session import TrainSession, start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
 
-_log = logging.getLogger(__name__)
-
 
 def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSummary:
     """Train, save, and report; on each rank of a run.
@@ -79,235 +74,206 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
     PROGRESS.spent("import")
     if supervisor is not None:
         supervisor.watch(config.run.distributed_strategy.timeout_s)
-    with _started(config) as engine:
-        PROGRESS.spent("devices")
-        ranks = engine.ranks
-        config = apply_fast_dev_run(with_dated_run_dir(config, ranks))
-        console = Console(
-            config.run.trainer.max_steps,
-            speaks=ranks.rank == 0,
-            bar=config.run.trainer.enable_progress_bar,
-            prints=config.run.exp_manager.log_format == "text",
-        )
-        own = build.storage(config)
-        ranks.on_rank_zero(lambda: build.check_signing(config))
-        # Nothing below the run's directory changes before it is owned: another run may use it.
-        with printed(config, engine.rank_info), owned_on_rank_zero(config, own, console.say, ranks) as ownership:
-            if supervisor is not None:
-                supervisor.keep_stacks_in(config.run_dir)
-            with run_log(config, engine.rank_info), monitored(config, ranks) as monitor, exits_explained():
-                if monitor.url is not None:
-                    console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
-                if config.run.checkpoint.enabled:
-                    ranks.on_rank_zero(lambda: checkpoint.check_writable(own))
-                signals = StopSignals(console, ranks, supervisor)
-                return _Training(engine, console, own, ownership, signals, monitor).train(config)
-
-
-@contextmanager
-def _started(config: ResolvedConfig) -> Iterator[ParallelEngine]:
-    """Start the engine for a block, and stop it. After an error the groups of several ranks stay: leaving them waits
-    for ranks that are stuck in them, or fails those, too."""
     check_world_size(config, read_rank_environment())
     engine = build.engine(config)
     start_engine(config, engine)
     try:
-        yield engine
+        summary = _run(config, engine, supervisor)
     except BaseException:
+        # The groups of several ranks stay: leaving them waits for ranks that are stuck in them, or fails those, too.
         if engine.ranks.world_size == 1:
             engine.shutdown()
         raise
     engine.shutdown()
+    return summary
 
 
-@dataclass(frozen=True, slots=True)
-class _Training:
-    """A run whose directory and store are owned: from the decision where it begins to its summary."""
+def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Supervisor | None) -> RunSummary:
+    """Train on a started engine: own the run's directory and its store, and report there."""
+    PROGRESS.spent("devices")
+    ranks = engine.ranks
+    config = apply_fast_dev_run(with_dated_run_dir(config, ranks))
+    console = Console(
+        config.run.trainer.max_steps,
+        speaks=ranks.rank == 0,
+        bar=config.run.trainer.enable_progress_bar,
+        prints=config.run.exp_manager.log_format == "text",
+    )
+    store = build.storage(config)
+    ranks.on_rank_zero(lambda: build.check_signing(config))
+    # Nothing below the run's directory changes before it is owned: another run may use it.
+    with printed(config, engine.rank_info), owned_on_rank_zero(config, store, console.say, ranks) as ownership:
+        if supervisor is not None:
+            supervisor.keep_stacks_in(config.run_dir)
+        with run_log(config, engine.rank_info), monitored(config, ranks) as monitor, exits_explained():
+            if monitor.url is not None:
+                console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
+            if config.run.checkpoint.enabled:
+                ranks.on_rank_zero(lambda: checkpoint.check_writable(store))
+            signals = StopSignals(console, ranks, supervisor)
+            return _train(config, engine, console, store, ownership, signals, monitor)
 
-    engine: ParallelEngine
-    console: Console
-    own: CheckpointStore
-    ownership: Ownership | None
-    signals: StopSignals
-    monitor: Monitor
 
-    def train(self, config: ResolvedConfig) -> RunSummary:
-        """Train from where the run begins, unless it has nothing left to do."""
-        data, start = RunData(config), self._start(config)
-        if counts_epochs(config):
-            data.prepare()
-            trainer, config = config.run.trainer, epochs_to_steps(config, data.train_samples)
-            steps, passes, batch = config.run.trainer.max_steps, trainer.max_epochs, config.run.data.global_batch_size
-            if passes and 0 < (left := passes * (data.train_samples or 0) - steps * batch) < batch:
-                self.console.say(
-                    f"note: trainer.max_epochs {passes} takes {steps} steps of {batch} samples;"
-                    f" the last {left} samples do not fill a step and are not trained on"
-                )
-            self.console.set_max_steps(steps)
-        self.monitor.max_steps = config.run.trainer.max_steps
-        if _resumes(start) and start.manifest.step >= config.run.trainer.max_steps:
-            return self._nothing_to_do(config, start)
-        base = decide_base(config, start, self.console.say, self.engine.ranks) if _resumes(start) else None
-        config = with_start_step(config, base or start)
-        if self.engine.ranks.rank == 0:
-            for line in banner(config, self.engine):
-                self.console.say(line)
-        for note in ignored_settings(config.run, profile_of(self.engine.device)):
-            self.console.say(f"note: {note}")
-        PROGRESS.spent("setup")
-        data.prepare()
-        PROGRESS.spent("data")
-        session = TrainSession(config, engine=self.engine, data=data)
-        files = MetricFiles(config.run_dir if self.engine.ranks.rank == 0 else None, self.signals.fail)
-        metrics, run = self._composed(session, files)
-        try:
-            collect_as_usual()
-            with memory_errors_explained(session):
-                self._prepare(session, run, start, base)
-                with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):
-                    fit(run)
-            last = self._finish(run, start)
-        except BaseException as error:
-            run.status, run.error = "failed", error
-            raise
-        finally:
-            run.call("close")
-            session.collections.close()
-            self.console.close()
-        if self.signals.failure is not None:
-            raise self.signals.failure
-        self.monitor.enter(run.status)
-        return self._summary(run, last, metrics)
+def _train(
+    config: ResolvedConfig,
+    engine: ParallelEngine,
+    console: Console,
+    store: CheckpointStore,
+    ownership: Ownership | None,
+    signals: StopSignals,
+    monitor: Monitor,
+) -> RunSummary:
+    """Train in a directory that this run owns: from the decision where it begins to its summary."""
+    ranks, say = engine.ranks, console.say
 
-    def _start(self, config: ResolvedConfig) -> Start | ForeignStart | None:
-        """Decide where the run begins, and check that it can begin there."""
-        other, ranks, say = previous_source(config), self.engine.ranks, self.console.say
-        ranks.on_rank_zero(lambda: keep_inputs(config))
-        start = decide_start(config, self.own, say, ranks)
-        if other is not None and _resumes(start) and start.storage.uri == self.own.uri:
+    # Where the run begins.
+    data, other = RunData(config), previous_source(config)
+    ranks.on_rank_zero(lambda: keep_inputs(config))
+    start = decide_start(config, store, say, ranks)
+    if isinstance(start, Start):
+        if other is not None and _resumes(start) and start.storage.uri == store.uri:
             say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
-        if isinstance(start, Start):
-            check_adapter(config, start)
-            if _resumes(start):
-                check_versions(config, start, say)
-                continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
-        return start
-
-    def _composed(self, session: TrainSession, files: MetricFiles) -> tuple[MetricsWriter, Run]:
-        """Return the run with its callbacks: the metrics first, then what acts on them (loggers on one rank), then
-        saving; what stops the run on request comes after all of them."""
-        config, trainer, manager = session.config, session.config.run.trainer, session.config.run.exp_manager
-        save_metrics = SaveMetrics(files)
-        policy = build.precision(config)
-        metrics = MetricsWriter(
-            files,
-            self.console,
-            every=trainer.log_every_n_steps,
-            flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
-            compute_dtype=policy.autocast or policy.parameters,
-            parameter_norm=manager.log_parameter_norm,
-            more=lambda: save_metrics.row,
-        )
-        observers = _built(config.callbacks, config.run_dir)
-        self.engine.ranks.on_rank_zero(lambda: observers.update(_built(config.loggers, config.run_dir)))
-        stopping, ends = manager.early_stopping_callback_params, trainer.max_time
-        callbacks: dict[str, Callback | None] = {
-            "profiler": _profiler(config, self.engine.ranks.rank),
-            "compile time": CompileTime() if config.run.model.compile or policy.stochastic_rounding else None,
-            "metrics": metrics,
-            "nonfinite": NonFiniteGuard(trainer.log_every_n_steps) if trainer.nonfinite == "stop" else None,
-            **observers,
-            "early stopping": EarlyStop(stopping, min_steps=trainer.min_steps or 0)
-            if manager.create_early_stopping_callback
-            else None,
-            "checkpoints": CheckpointSaver(self.own, config, save_metrics, self.ownership)
-            if config.run.checkpoint.enabled
-            else None,
-            "time limit": TimeLimit(seconds_of(ends), self.signals) if ends is not None else None,
-            "monitor": MonitorReports(self.monitor, metrics) if self.monitor.enabled else None,
-            "signals": self.signals,
-        }
-        used = {name: callback for name, callback in callbacks.items() if callback is not None}
-        return metrics, Run(session, self.console.say, used, frozenset(observers))
-
-    def _prepare(
-        self, session: TrainSession, run: Run, start: Start | ForeignStart | None, base: Start | ForeignStart | None
-    ) -> None:
-        """Build model and optimizer, and load what the run begins with."""
-        self._take_weights(session, base or start)
+        check_adapter(config, start)
         if _resumes(start):
-            self.console.say(f"resuming from {build.step_uri(start.storage, start.manifest.step)}")
-        self.console.say("building the model")
-        PROGRESS.spent("setup")
-        session.build_model(resumes=start.manifest if _resumes(start) else None)
-        PROGRESS.spent("weights")
-        session.build_optimizer()
-        PROGRESS.spent("build")
-        if not _resumes(start):
-            return
-        self.console.say(f"loading step {start.manifest.step}")
-        extra = session.load_checkpoint(start.storage, start.manifest)
-        run.load_state_dict(extra.get("callbacks", {}))
-        for line in resume_notes(session, extra.get("horizon", session.horizon.max_steps)):
-            self.console.say(line)
-        PROGRESS.spent("weights")
+            check_versions(config, start, say)
+            continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
 
-    def _take_weights(self, session: TrainSession, source: Start | ForeignStart | None) -> None:
-        """Let the session take the weights of another run, or of another program."""
-        if isinstance(source, ForeignStart):
-            self.console.say(f"starting from the weights of {source.path}")
-            session.take_foreign_weights(source.path)
-        elif source is not None and source.weights_only:
-            self.console.say(f"starting from the weights of {build.step_uri(source.storage, source.manifest.step)}")
-            session.take_weights(source.storage, source.manifest)
-
-    def _finish(self, run: Run, start: Start | ForeignStart | None) -> str | None:
-        """Return the checkpoint that holds what was trained: the newest of this process, else the one that it resumed
-        from. Adapters write their files next to it, where it is in the run's own store."""
-        last = build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
-        if run.saved is not None:
-            last = build.step_uri(self.own, run.saved.step)
-        for adapter in build.adapters(run.config):
-            within = last if last is not None and last.startswith(f"{self.own.uri}/") else None
-            adapter.finish(within, run.config, self.engine.ranks)
-        return last
-
-    def _nothing_to_do(self, config: ResolvedConfig, start: Start) -> RunSummary:
-        """The checkpoint that the run would resume from is its last one."""
-        step, end = start.manifest.step, config.run.trainer.max_steps
-        uri = build.step_uri(start.storage, step)
-        self.console.say(f"step {step}: nothing to do, trainer.max_steps is {end}; raise it, or set another name")
-        if start.storage.uri == self.own.uri:
+    # How long it is.
+    if counts_epochs(config):
+        data.prepare()
+        trainer, config = config.run.trainer, epochs_to_steps(config, data.train_samples)
+        steps, passes, batch = config.run.trainer.max_steps, trainer.max_epochs, config.run.data.global_batch_size
+        if passes and 0 < (left := passes * (data.train_samples or 0) - steps * batch) < batch:
+            say(
+                f"note: trainer.max_epochs {passes} takes {steps} steps of {batch} samples;"
+                f" the last {left} samples do not fill a step and are not trained on"
+            )
+        console.set_max_steps(steps)
+    max_steps = monitor.max_steps = config.run.trainer.max_steps
+    saved = build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
+    if _resumes(start) and start.manifest.step >= max_steps:
+        step, tokens = start.manifest.step, start.manifest.facts.consumed_tokens
+        say(f"step {step}: nothing to do, trainer.max_steps is {max_steps}; raise it, or set another name")
+        if start.storage.uri == store.uri:
             for adapter in build.adapters(config):
-                adapter.finish(uri, config, self.engine.ranks)
-        self.monitor.row({"step": step, "consumed_tokens": start.manifest.facts.consumed_tokens})
-        self.monitor.checkpoint(step, start.manifest.created)
-        self.monitor.enter("finished")
+                adapter.finish(saved, config, ranks)
+        monitor.row({"step": step, "consumed_tokens": tokens})
+        monitor.checkpoint(step, start.manifest.created)
+        monitor.enter("finished")
         return RunSummary(
             step=step,
-            max_steps=end,
+            max_steps=max_steps,
             loss=None,
-            consumed_tokens=start.manifest.facts.consumed_tokens,
+            consumed_tokens=tokens,
             tokens_per_s=None,
             run_dir=config.run_dir,
-            checkpoint=uri,
+            checkpoint=saved,
             resume_command=resume_command(config, step),
         )
+    base = decide_base(config, start, say, ranks) if _resumes(start) else None
+    config = with_start_step(config, base or start)
+    if ranks.rank == 0:
+        for line in banner(config, engine):
+            say(line)
+    for note in ignored_settings(config.run, profile_of(engine.device)):
+        say(f"note: {note}")
+    PROGRESS.spent("setup")
 
-    def _summary(self, run: Run, last: str | None, metrics: MetricsWriter) -> RunSummary:
-        received = self.signals.received
-        resumable = last is not None or bool(run.config.run.trainer.fast_dev_run)
-        return RunSummary(
-            step=run.step,
-            max_steps=run.max_steps,
-            loss=None if run.last is None else float(run.last.loss.loss),
-            consumed_tokens=run.session.state.consumed_tokens,
-            tokens_per_s=metrics.typical_tokens_per_s,
-            run_dir=run.config.run_dir,
-            checkpoint=last,
-            resume_command=resume_command(run.config, run.step) if resumable else None,
-            exit_status=0 if received is None else 128 + received,
-        )
+    # Data, session and callbacks.
+    data.prepare()
+    PROGRESS.spent("data")
+    session = TrainSession(config, engine=engine, data=data)
+    files = MetricFiles(config.run_dir if ranks.rank == 0 else None, signals.fail)
+    save_metrics, policy = SaveMetrics(files), build.precision(config)
+    metrics = MetricsWriter(
+        files,
+        console,
+        every=config.run.trainer.log_every_n_steps,
+        flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
+        compute_dtype=policy.autocast or policy.parameters,
+        parameter_norm=config.run.exp_manager.log_parameter_norm,
+        more=lambda: save_metrics.row,
+    )
+    observers = _built(config.callbacks, config.run_dir)
+    ranks.on_rank_zero(lambda: observers.update(_built(config.loggers, config.run_dir)))
+    stopping, max_time = config.run.exp_manager.early_stopping_callback_params, config.run.trainer.max_time
+    # The metrics first, then what acts on them, then saving; what stops the run on request comes after all of them.
+    callbacks: dict[str, Callback | None] = {
+        "profiler": _profiler(config, ranks.rank),
+        "compile time": CompileTime() if config.run.model.compile or policy.stochastic_rounding else None,
+        "metrics": metrics,
+        "nonfinite": NonFiniteGuard(config.run.trainer.log_every_n_steps)
+        if config.run.trainer.nonfinite == "stop"
+        else None,
+        **observers,
+        "early stopping": EarlyStop(stopping, min_steps=config.run.trainer.min_steps or 0)
+        if config.run.exp_manager.create_early_stopping_callback
+        else None,
+        "checkpoints": CheckpointSaver(store, config, save_metrics, ownership)
+        if config.run.checkpoint.enabled
+        else None,
+        "time limit": TimeLimit(seconds_of(max_time), signals) if max_time is not None else None,
+        "monitor": MonitorReports(monitor, metrics) if monitor.enabled else None,
+        "signals": signals,
+    }
+    used = {name: callback for name, callback in callbacks.items() if callback is not None}
+    run = Run(session, say, used, frozenset(observers))
+    try:
+        collect_as_usual()
+        with memory_errors_explained(session):
+            # Weights, model and optimizer.
+            source = base or start
+            if isinstance(source, ForeignStart):
+                say(f"starting from the weights of {source.path}")
+                session.take_foreign_weights(source.path)
+            elif source is not None and source.weights_only:
+                say(f"starting from the weights of {build.step_uri(source.storage, source.manifest.step)}")
+                session.take_weights(source.storage, source.manifest)
+            if saved is not None:
+                say(f"resuming from {saved}")
+            say("building the model")
+            PROGRESS.spent("setup")
+            session.build_model(resumes=start.manifest if _resumes(start) else None)
+            PROGRESS.spent("weights")
+            session.build_optimizer()
+            PROGRESS.spent("build")
+            if _resumes(start):
+                say(f"loading step {start.manifest.step}")
+                extra = session.load_checkpoint(start.storage, start.manifest)
+                run.load_state_dict(extra.get("callbacks", {}))
+                for line in resume_notes(session, extra.get("horizon", session.horizon.max_steps)):
+                    say(line)
+                PROGRESS.spent("weights")
+            with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):
+                fit(run)
+        if run.saved is not None:
+            saved = build.step_uri(store, run.saved.step)
+        for adapter in build.adapters(config):  # writes its files next to a checkpoint of the run's own store
+            adapter.finish(saved if saved is not None and saved.startswith(f"{store.uri}/") else None, config, ranks)
+    except BaseException as error:
+        run.status, run.error = "failed", error
+        raise
+    finally:
+        run.call("close")
+        session.collections.close()
+        console.close()
+
+    # The summary.
+    if signals.failure is not None:
+        raise signals.failure
+    monitor.enter(run.status)
+    resumable = saved is not None or bool(config.run.trainer.fast_dev_run)
+    return RunSummary(
+        step=run.step,
+        max_steps=run.max_steps,
+        loss=None if run.last is None else float(run.last.loss.loss),
+        consumed_tokens=session.state.consumed_tokens,
+        tokens_per_s=metrics.typical_tokens_per_s,
+        run_dir=config.run_dir,
+        checkpoint=saved,
+        resume_command=resume_command(config, run.step) if resumable else None,
+        exit_status=0 if signals.received is None else 128 + signals.received,
+    )
 
 
 def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
