@@ -46,17 +46,22 @@ def scores(directory, batch):
     return found[:, 0]
 
 
-@pytest.mark.parametrize("packing", ["false", "true"], ids=["padded", "packed"])
-def test_transformers_gives_the_same_scores_as_the_run(small, tmp_path, packing):
-    config = small("trainer.max_steps=8")
+@pytest.mark.parametrize(
+    ("packing", "model"),
+    [("false", "llama"), ("true", "llama"), ("false", "qwen2"), ("true", "qwen3")],
+    ids=["padded", "packed", "qwen2", "qwen3"],
+)
+def test_transformers_gives_the_same_scores_as_the_run(small, tmp_path, packing, model):
+    config = small("trainer.max_steps=8", f"model.name={model}")
     train(config)
     assert main(["checkpoint", "export", config.checkpoint_uri, str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [
-        "LlamaForSequenceClassification"
+        f"{model.title()}ForSequenceClassification"
     ]
     padded = build.dataset(config, build.tokenizer(config)).split("train")
     theirs = scores(tmp_path / "hf", collate([padded[index] for index in range(48)])).view(-1, 2)
-    config = small("trainer.max_steps=8", f"data.packing={packing}", "checkpoint.resume_if_exists=true")
+    again = ("trainer.max_steps=8", f"data.packing={packing}", "checkpoint.resume_if_exists=true")
+    config = small(*again, f"model.name={model}")
     with TrainSession(config) as session:
         session.resume()
         own = build.dataset(config, build.tokenizer(config)).split("train")
