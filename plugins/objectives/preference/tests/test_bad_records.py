@@ -172,6 +172,7 @@ def test_a_preference_loss_refuses_other_data_and_a_reference_that_nobody_is():
     [
         ({"loss_type": "ipo", "kl_beta": 0}, "objective.kl_beta.*above 0"),
         ({"loss_type": "ipo", "label_smoothing": 0.1}, "objective.label_smoothing.*must be 0"),
+        ({"name": ["dpo"]}, "objective.name.*a list"),
         ({"loss_type": "exo_pair"}, "objective.label_smoothing.*above 0"),
         ({"loss_type": ["sft"]}, "objective.loss_type.*one that compares"),
         ({"loss_type": ["sigmoid", "sigmoid"]}, "objective.loss_type.*each form once"),

@@ -75,6 +75,7 @@ def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
     saved = {"adapter": {"modules_to_save": ["score"]}} if objective == "reward" and adapter == "lora" else {}
     if context.find("model.optim.name") not in (None, "adam", "adamw"):
         return saved
-    of_answers = dict.fromkeys(("dpo", "cpo", "kto", "orpo"), 5e-6 if adapter else 1e-6)
-    rate = {"reward": 1e-4, **of_answers}.get(objective)
-    return saved if rate is None else {**saved, "model": {"optim": {"lr": rate}}}
+    if objective not in ("dpo", "cpo", "kto", "orpo", "reward"):
+        return saved
+    rate = 1e-4 if objective == "reward" else 5e-6 if adapter else 1e-6
+    return {**saved, "model": {"optim": {"lr": rate}}}
