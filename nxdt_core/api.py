@@ -131,7 +131,7 @@ none. Names follow the configuration: ``pp:zbv`` is ``pipeline_schedule: zbv``.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """What the kernel knows about a component without importing its implementation.
+    """Record of a component, which the kernel reads without importing the implementation.
 
     Raises:
         BadComponentRecord: a name, an alias, a reference or a set of capabilities is malformed.
@@ -188,8 +188,8 @@ class ModelComponent(Component):
     """Names that the plan's ``recompute`` has with every configuration; None if they depend on it. ``nxdt config
     check`` reports others in ``model.activations_checkpoint_recompute``."""
     tried_before_launch: bool | None = None
-    """Whether ``nxdt config check`` and ``nxdt train`` build the model without memory before anything is launched, in
-    the layout of the run, and send shapes through it. None: where the run shards the model (TP, PP, CP or EP). True:
+    """Trial build before a launch: ``nxdt config check`` and ``nxdt train`` build the model without memory, in the
+    layout of the run, and send shapes through it. None: where the run shards the model (TP, PP, CP or EP). True:
     always, for builders whose models come from elsewhere. False: never, for plans that are tested in all layouts. It
     imports torch."""
 
@@ -272,9 +272,9 @@ class ConfigFinding:
     key: str
     """Key path: ``model.num_layers``."""
     message: str
-    """What was found and why it cannot work."""
+    """The problem, and why the value cannot work."""
     remedy: str = ""
-    """What to write instead; empty where the message says it."""
+    """The value to write instead; empty where the message says it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -296,7 +296,7 @@ class Kind:
     config: str | None = None
     """Dataclass of the section of a component that names none."""
     capabilities: Mapping[str, str] = field(default_factory=dict, hash=False)
-    """What components of the kind may declare → what one that declares it does."""
+    """Capabilities that components of the kind may declare → what a component that declares it does."""
 
 
 def _kind(protocol: str, section: str, summary: str, record: type[Component] = Component, name: str = "") -> Kind:

@@ -127,11 +127,11 @@ class Run:
         """Seconds that training has waited for data so far."""
         self.status: Literal["running", "finished", "stopped", "failed"] = "running"
         self.error: BaseException | None = None
-        """What broke the run."""
+        """Exception that ended the run."""
         self.stop_reason: str | None = None
-        """Why a callback of this rank asked for the run's end."""
+        """Reason for which a callback of this rank asked for the run's end."""
         self.stopping = False
-        """Whether all ranks have agreed to end the run; no step follows."""
+        """True if all ranks have agreed to end the run; no step follows."""
         self.save_asked = False
 
     @property
@@ -234,7 +234,7 @@ def tag(name: str) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """What a library met in the first place: TensorBoard's own sentence speaks of the value."""
+    """Return the message of the first cause. TensorBoard's own message speaks of the value."""
     while error.__cause__ is not None:
         error = error.__cause__
     return f"{type(error).__name__}: {error}"

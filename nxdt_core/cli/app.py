@@ -21,7 +21,7 @@ from nxdt_core.system.garbage_collection import collect_once_at_exit, rare_colle
 from nxdt_core.system.visible_text import VisibleFormatter, colours_wanted
 
 _NO_SPACE = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-"""Of standard output; errors of files name them, and commands explain those."""
+"""Error numbers of a standard output that has no space left. Errors with a file name are explained by the command."""
 _INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells report it."""
 

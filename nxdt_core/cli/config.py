@@ -252,7 +252,7 @@ config.add_command(migrate)
 
 
 def _origins(resolved: ResolvedConfig) -> dict[str, dict[str, object]]:
-    """Where each value comes from, by key path."""
+    """Return the origin of each value, by key path."""
     from nxdt_core.config.secrets import Redaction
 
     redact = Redaction(resolved.tree)
@@ -263,7 +263,7 @@ def _origins(resolved: ResolvedConfig) -> dict[str, dict[str, object]]:
 
 
 def _summary(resolved: ResolvedConfig) -> list[tuple[str, str]]:
-    """What would run, one line a slot of the configuration."""
+    """Return (slot, component) for each slot of the configuration, and the places where the run writes."""
     facts = []
     for slot, selected in resolved.components.items():
         if selected is not None:

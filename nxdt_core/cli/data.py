@@ -180,7 +180,7 @@ def length_summary(report: DataReport) -> dict[str, float]:
 
 
 def _coloured() -> bool:
-    """Whether colours reach the reader; click asks the same."""
+    """Return whether the output is coloured, by the same rule as click."""
     wanted = click.get_current_context().color
     return sys.stdout.isatty() if wanted is None else wanted
 

@@ -77,9 +77,9 @@ class Explanation:
     message: str
     fix: str
     depends: bool
-    """Whether the second sentence of the message is written for what was found; ``fix`` is then the usual one."""
+    """True if the error computes its second sentence from what was found; ``fix`` is then the usual one."""
     examples: tuple[tuple[str, str], ...]
-    """What was found and how it is fixed, as the code says it; the second is empty where ``fix`` says it."""
+    """Pairs of a problem and its fix, as the code words them; the second is empty where ``fix`` says it."""
 
 
 def explanations(codes: Collection[str] | None = None) -> dict[str, Explanation]:

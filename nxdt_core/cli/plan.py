@@ -280,7 +280,7 @@ def _billions(number: int) -> str:
 
 
 def _count(number: float) -> str:
-    """With the prefix that leaves one to three digits: ``70.6 G``; a unit may follow."""
+    """Return ``number`` with the prefix that leaves one to three digits: ``70.6 G``; a unit may follow."""
     for prefix in ("", "k", "M", "G", "T", "P", "E"):
         if number < 1000:
             return f"{number:.0f} " if not prefix else f"{number:.3g} {prefix}"

@@ -66,7 +66,7 @@ _FORMATS = (".png", ".svg", ".pdf")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlottedRun:
-    """What the files of a run say; each step once."""
+    """Rows that the files of a run hold, each step once."""
 
     name: str
     training: list[Row]

@@ -1,4 +1,4 @@
-"""What is wrong with installed plugins (``nxdt plugins doctor``), and which have newer versions (``outdated``).
+"""Problems of installed plugins (``nxdt plugins doctor``), and which have newer versions (``outdated``).
 
 Among the first are editable installations whose metadata are older than their ``pyproject.toml``: pip writes
 metadata at installation.

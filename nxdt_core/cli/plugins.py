@@ -88,7 +88,7 @@ _LOCK = "nxdt-plugins.lock"
 _NAMES_SHOWN = 4
 """Components of a plugin that a listing names; it counts more by kind."""
 _KITS = "nxdt_testing.plugin_check"
-"""Of the distribution nxdt-testing, which the core does not require."""
+"""Module of the distribution nxdt-testing, which the core does not require."""
 
 
 @click.group(
@@ -315,7 +315,7 @@ def _start_kernel(source: str | None = None, overrides: Sequence[str] = ()) -> K
 
 
 def _components(kernel: Kernel, plugin: PluginInfo) -> list[RegisteredComponent]:
-    """What one plugin registered, in the order of the kinds."""
+    """Return the components that one plugin registered, in the order of the kinds."""
     every = [c for kind in kernel.registry.kinds() for c in kernel.registry.all(kind.name)]
     return [c for c in every if plugin.state == "ok" and (c.plugin, c.dist) == (plugin.name, plugin.dist)]
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
 
 _ONE_DEVICE = re.compile(r": 1 accelerator of (\d+) GiB, ")
-"""In the summary of a recipe; ``tests/recipes`` plans each in that memory."""
+"""Phrase in the summary of a recipe; ``tests/recipes`` plans each in that memory."""
 
 
 @click.group(

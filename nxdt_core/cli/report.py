@@ -248,7 +248,7 @@ def _configuration(runs: Sequence[Run]) -> Iterator[Markup]:
 
 
 def _is_set(run: Run, key: str) -> bool:
-    """Whether a file, the command line or a plugin gave the value."""
+    """Return whether a file, the command line or a plugin set the value."""
     return key in run.values and not run.origins.get(key, "").startswith("default")
 
 

@@ -31,14 +31,14 @@ class Run:
     directory: Path
     name: str
     curves: Mapping[str, Series]
-    """By ``FILE:COLUMN``, such as ``metrics:loss``; of a validation set ``validation:loss/NAME``."""
+    """Curves by ``FILE:COLUMN``, such as ``metrics:loss``; those of a validation set by ``validation:loss/NAME``."""
     last_step: int | None
     values: Mapping[str, str]
     """Configuration as text by key."""
     origins: Mapping[str, str]
-    """Where each key comes from, where ``config.yaml`` says it."""
+    """Origin of each key for which ``config.yaml`` has one."""
     versions: Mapping[str, str]
-    """By distribution, of the newest checkpoint that can be read."""
+    """Versions by distribution, of the newest checkpoint that can be read."""
     facts: Mapping[str, str]
     """Layout and fingerprint of the same checkpoint."""
     events: tuple[tuple[str, str, str], ...] = ()

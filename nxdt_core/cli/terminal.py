@@ -1,4 +1,4 @@
-"""What commands write to a terminal: tables, wrapped notes, errors and progress bars.
+"""Terminal output of commands: tables, wrapped notes, errors and progress bars.
 
 A table adapts to the width of the terminal, and has one line per row for ``grep`` elsewhere. One
 that is too wide first loses columns that the caller named as optional, then wraps its widest columns between words. A
@@ -200,7 +200,7 @@ def _longest_word(title: str, cells: Sequence[str]) -> int:
 
 
 def _squeezed(columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> bool:
-    """Whether the last column, which is not optional, has less room than its text needs to be readable."""
+    """Return whether the last column, which is not optional, is too narrow for its text to be readable."""
     last = list(columns)[-1]
     return last not in optional and _fitted(columns)[-1] < min(_READABLE, _natural(last, columns[last]))
 
@@ -229,7 +229,7 @@ def _capped(natural: Sequence[int], floors: Sequence[int], cap: int) -> list[int
 
 
 def _wraps() -> bool:
-    """Whether a terminal reads the output."""
+    """Return whether the output goes to a terminal."""
     return sys.stdout.isatty()
 
 

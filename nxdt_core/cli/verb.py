@@ -239,4 +239,4 @@ def config_arguments(function: _F, *, required: bool = True) -> _F:
 
 
 optional_config_arguments = partial(config_arguments, required=False)
-"""As :func:`config_arguments`, where a command also does something without a configuration."""
+""":func:`config_arguments` for a command that also works without a configuration."""

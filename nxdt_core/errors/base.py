@@ -28,12 +28,11 @@ class NxdtError(Exception):
     remedy: str
     """Template of what to do."""
     usual_remedy: str = ""
-    """What to do in general, where ``remedy`` depends on what was found: for the page of error codes and
-    ``nxdt explain``."""
+    """General advice, where ``remedy`` depends on what was found: for the page of error codes and ``nxdt explain``."""
     example: ClassVar[Mapping[str, Any]] = {}
     """Values of a case that users meet, for the same."""
     _names: tuple[str, ...] | None = None
-    """Of an error that a row gave: the attributes that are values of its templates."""
+    """Attributes that are values of the templates, for an error that :meth:`define` made."""
     _also: Callable[[Any], Mapping[str, Any]] | None = None
 
     def __init__(self, **data: Any) -> None:
@@ -117,7 +116,7 @@ class ErrorCode(Generic[E]):
     happened: str
     remedy: str
     usual_remedy: str = ""
-    """What to do in general, where ``remedy`` depends on what was found."""
+    """General advice, where ``remedy`` depends on what was found."""
     example: Mapping[str, Any] = field(default_factory=dict)
     """Values of a case that users meet, for ``nxdt explain`` and the page of error codes."""
     exit_status: int = 2

@@ -123,7 +123,7 @@ class UnknownRecipe(ConfigProblem):
     reason: str
     candidates: tuple[str, ...] = ()
     advice: str = ""
-    """What makes the plugin usable that has the recipe."""
+    """Advice that makes the plugin with the recipe usable."""
 
     def _view(self) -> dict[str, Any]:
         near = f"Did you mean {one_of(self.candidates)}?" if self.candidates else "'nxdt recipes list' shows all."
@@ -146,9 +146,9 @@ class UnknownKey(ConfigProblem):
     candidates: tuple[str, ...] = ()
     known: tuple[str, ...] = ()
     unneeded: str = ""
-    """Of a key of another program: why nothing here stands for it."""
+    """Reason why no key here replaces a key of another program."""
     program: str = ""
-    """That program."""
+    """Name of the program that ``unneeded`` is about."""
 
     def _view(self) -> dict[str, Any]:
         if self.unneeded:
@@ -224,7 +224,7 @@ class Misfit:
     place: Mapping[str, Any]
     """Keywords of the problem: where the divisor is written."""
     name: str
-    """What does not divide, as the message names it: a key, mostly."""
+    """Name of the dividend in the message, usually its key."""
     number: int
 
 
@@ -244,7 +244,7 @@ class ImpossibleCombination(ConfigProblem):
     reason: str
     advice: str
     cause: Misfit | None = None
-    """Where several values may not fit the same one."""
+    """The two values that do not divide, so that problems with the same divisor become one."""
 
 
 class BadComponentChoice(ConfigProblem):

@@ -152,9 +152,9 @@ class WeightsDoNotFit(NxdtError):
     saved: list[str] | None = None
     """For an nxdt checkpoint: keys of the model that differed in its run, with the values of that run."""
     directory: str | None = None
-    """For another program's weights: their directory."""
+    """Directory of another program's weights."""
     says_sizes: bool = False
-    """Whether that directory has a ``config.json``."""
+    """True if that directory has a ``config.json``."""
 
     def _view(self) -> dict[str, Any]:
         parts = [

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
 _LOCAL = "local"
-"""What stands for the distribution of a plugin file."""
+"""Distribution name of a plugin that is a file."""
 
 
 _FORMS = {
@@ -205,7 +205,7 @@ PluginLockUnwritable = NxdtError.define(
 
 
 def _amends(unusable: tuple[str, ...]) -> list[str]:
-    """What to do about plugins that cannot be used: the configuration blocks some, others are faulty."""
+    """Return advice on plugins that cannot be used: the configuration blocks some, others are faulty."""
     ways = []
     if any(sentence.endswith("is blocked: named in plugins.block") for sentence in unusable):
         ways.append("Take it out of plugins.block.")

@@ -167,7 +167,7 @@ _LIGHTNING_HOOKS: Mapping[str, str] = {
 
 
 def _overrides(thing: object, method: str) -> bool:
-    """Whether a class outside of Lightning defines the method."""
+    """Return whether a class outside of Lightning defines the method."""
     found = next((base for base in type(thing).__mro__ if method in vars(base)), None)
     return found is not None and found.__module__.partition(".")[0] not in ("pytorch_lightning", "lightning")
 

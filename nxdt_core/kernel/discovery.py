@@ -153,7 +153,7 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
 HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
 """Libraries that an entry module must leave alone; strict mode holds plugins to it."""
 _brought: dict[str, list[str]] = {}
-"""Those that each entry module imported. It is imported once in a process, kernels may be started more often."""
+"""Heavy libraries that each entry module imported. A process imports it once, and may start more kernels than one."""
 
 
 def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, str]:

@@ -39,10 +39,10 @@ __all__ = ["HOOKS", "ConfigDefaultsContext", "ValidateConfigContext"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigDefaultsContext:
-    """Before defaults are merged."""
+    """Context of the hook that runs before defaults are merged."""
 
     config: Mapping[str, Any]
-    """What the user wrote, overrides included; a nested plain tree. Do not change it."""
+    """The user's configuration, overrides included, as a nested plain tree. Do not change it."""
     source: str
     """Path of the file, or ``recipe:NAME``."""
 
@@ -56,7 +56,7 @@ class ConfigDefaultsContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValidateConfigContext:
-    """After types and keys are checked, before anything is built."""
+    """Context of the hook that runs after types and keys are checked, and before anything is built."""
 
     config: Mapping[str, Any]
     """The resolved configuration as a nested plain tree, with all values. It may hold secrets: do not write it."""

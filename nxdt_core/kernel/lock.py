@@ -1,4 +1,4 @@
-"""What exactly is installed: a digest of each plugin's files, one of the whole set, and the file that pins it.
+"""The exact set of installed plugins: a digest of each plugin's files, one of the whole set, and the file that pins it.
 
 A wheel's digest comes from the hashes in its ``RECORD``, so that no file is read; an editable installation, a
 local file and a distribution without ``RECORD`` are read. Equal installations give equal digests on any machine. A lock
@@ -25,7 +25,7 @@ from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 from nxdt_core.system.regular_files import read_text, replace_text
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
-"""In ``*.dist-info``, written by the installer and so different for equal wheels."""
+"""Files in ``*.dist-info`` that the installer writes and that differ for equal wheels."""
 
 
 def digest_plugin(plugin: PluginInfo) -> str:
@@ -66,7 +66,7 @@ def _wheel_record(plugin: PluginInfo) -> list[str]:
 
 
 def _is_content(path: PurePosixPath) -> bool:
-    """Whether a file of ``RECORD`` comes from the wheel. (Scripts are outside and name the interpreter's path.)"""
+    """Return whether a file of ``RECORD`` has content of the wheel; scripts, outside, name the interpreter's path."""
     if path.is_absolute() or ".." in path.parts or path.suffix == ".pyc":
         return False
     return not (path.parts[0].endswith(".dist-info") and path.name in _INSTALLER_FILES)

@@ -211,15 +211,15 @@ class Candidate:
     def __init__(self, plugin: PluginInfo) -> None:
         self.plugin = plugin
         self.loaded: object = None
-        """What its entry point names."""
+        """Object that the entry point names."""
         self.kinds: list[Kind] = []
-        """Those that it adds."""
+        """Kinds that the plugin adds."""
         self.components: list[RegisteredComponent] = []
-        """Of the kernel's own kinds."""
+        """Components of the kernel's own kinds."""
         self.offers: list[Mapping[str, Any]] = []
         """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
         self.added: list[RegisteredComponent] = []
-        """The same, once they are checked."""
+        """The records of ``offers``, once they are checked."""
 
     def attempt(self, step: Callable[..., None], *arguments: object) -> None:
         """Take a step, unless the plugin cannot be used; one that fails is broken."""

@@ -1,4 +1,4 @@
-"""What is known of one plugin without running it, which plugins a run may use, and what a user can do about one."""
+"""Metadata of one plugin, which are known without running it, the plugins that a run may use, and advice about one."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ def normalise(dist: str) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PluginPolicy:
-    """What may be loaded, and who is meant where several offer one name.
+    """Plugins that may be loaded, and the preferred ones where several offer one name.
 
     Entries name a plugin by its entry point (``llama``) or by its distribution (``nxdt-plugin-llama``).
     """
 
     allow: tuple[str, ...] | None = None
-    """None allows all; the built-ins and ``local`` files are always allowed."""
+    """Plugins that may be loaded. None allows all; the built-ins and ``local`` files are always allowed."""
     block: tuple[str, ...] = ()
-    """Never imported; wins over ``allow``."""
+    """Plugins that are never imported; wins over ``allow``."""
     schemes: tuple[str, ...] | None = None
     """Schemes of addresses that stores may serve; None allows all."""
     prefer: tuple[str, ...] = ()
-    """Of several plugins that offer one short name, the first of these is meant."""
+    """Plugins in order of preference: the first of those that offer one short name is meant."""
     local: tuple[Path, ...] = ()
     """Plugin files (``.py``) that are loaded by path."""
     lock: Path | None = None
@@ -79,20 +79,20 @@ class PluginInfo:
     dist: str
     """Distribution that brings it; ``local`` for a file that the configuration names."""
     version: str
-    """Of the distribution; empty where it has none."""
+    """Version of the distribution; empty where it has none."""
     module: str
     """Value of the entry point: ``package.module`` or ``package.module:attribute``."""
     location: str
     """Directory of the path that the distribution was found in, or the local file."""
     requires: tuple[str, ...] = ()
-    """Its ``Requires-Dist`` lines on nxdt-core, as written."""
+    """The distribution's ``Requires-Dist`` lines on nxdt-core, as written."""
     state: PluginState = "ok"
     reason: str = ""
-    """Why the state is not ``ok``; one line."""
+    """Reason why the state is not ``ok``; one line."""
     note: str = ""
     """Heavy libraries that its entry module imports; one line."""
     hints: tuple[str, ...] = ()
-    """What its authors should change, such as a missing range of nxdt-core; sentences without an end."""
+    """Changes that its authors should make, such as a missing range of nxdt-core; sentences without an end."""
     import_s: float = field(default=0.0, compare=False)
     """Seconds that importing and asking it took, what others had imported before left out."""
 

@@ -27,7 +27,7 @@ class SavedAdapter:
     section: Callable[[ModelBuilder], Mapping[str, Any]]
     """Returns the section ``adapter`` of a run of this model that begins with it."""
     base: str | None
-    """What it says of the weights below: a path, or the name of a model on a hub. None: nothing."""
+    """Base model that the adapter names: a path, or the name of a model on a hub. None: it names none."""
 
 
 class Adapter(ABC):
@@ -48,8 +48,8 @@ class Adapter(ABC):
 
     @property
     def saves_base(self) -> bool:
-        """Whether checkpoints hold what is frozen. Where they do not, a resumed run takes it from where the first
-        one took it."""
+        """True if checkpoints hold the frozen weights. Otherwise a resumed run reads them from where the first run read
+        them."""
         return True
 
     @abstractmethod

@@ -30,16 +30,16 @@ class Sample:
     loss_weights: np.ndarray | None = None
     """float32 [seq]; None means 1 where ``labels`` is not −100."""
     position_ids: np.ndarray | None = None
-    """None means 0, 1, 2, …; packed documents restart at 0."""
+    """Positions of the tokens. None means 0, 1, 2, …; packed documents restart at 0."""
     document_ids: np.ndarray | None = None
-    """None means one document; packed documents are numbered from 0, padding is −1."""
+    """Document of each token. None means one document; packed documents are numbered from 0, padding is −1."""
     padding: np.ndarray | None = None
     """bool [seq]: positions that hold no token; None means those whose document is −1."""
     reference_log_probs: np.ndarray | None = None
     """float32 [seq]: log-probability of each label under the model that the run began with; 0 where it is not needed.
     None where it is not requested."""
     origin: Any = None
-    """What an objective that generates needs of the record behind the sample; it stays on the host."""
+    """Part of the record that a generating objective needs; it stays on the host."""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float32 [seq]: what else an objective wants of each position, by its own names, such as KTO's labels."""
 
@@ -69,7 +69,7 @@ class Batch:
     values: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """float32: :attr:`Sample.values`; 0 in samples that lack one."""
     origins: tuple[Any, ...] = ()
-    """Of each sample, where the dataset says one: :attr:`Sample.origin`."""
+    """:attr:`Sample.origin` of each sample; empty where the dataset sets none."""
     rows_per_sample: int = 1
     """Adjacent rows that are one sample."""
     first_row: int | None = None

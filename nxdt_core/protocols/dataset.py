@@ -48,7 +48,7 @@ class DataContext:
     """Tokens per sample."""
     seed: int
     tokenizer: Tokenizer | None
-    """None where the configuration names none (pre-tokenised data)."""
+    """The run's tokenizer; None where the configuration names none (pre-tokenised data)."""
     cache_dir: Path | None = None
     """Directory of the run, perhaps to be made, for what all its processes derive identically from the data, such as
     tokens (:func:`nxdt_core.data.cache.cached_arrays`); None means: keep it in memory."""
@@ -107,7 +107,7 @@ class IterableDataset(ABC):
 
 
 Split = MapDataset | IterableDataset | Mapping[str, MapDataset | IterableDataset] | None
-"""What a dataloader gives for a split."""
+"""The data of a split, as a dataloader returns it: one dataset, several by name, or none."""
 
 
 class DatasetSplits(ABC):
@@ -133,12 +133,12 @@ class TokenCount:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataReport:
-    """What a dataset reports about all its records."""
+    """Statistics of all records of a dataset."""
 
     records: int
     """Records that samples are made of."""
     tokens: TokenCount
-    """Of these records."""
+    """Tokens of these records."""
     lengths: NDArray[np.int64]
     """Tokens of each record."""
     by_role: Mapping[str, TokenCount] = field(default_factory=dict)

@@ -66,7 +66,7 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GraphOrigins:
-    """How many graphs of a process were compiled, and how many were in the cache."""
+    """Numbers of graphs that a process compiled and that it loaded from the cache."""
 
     new: int = 0
     """Compiled, and kept in the cache."""
@@ -92,10 +92,10 @@ class GraphOrigins:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CompileAhead:
-    """What an engine says of compiling ahead of one run."""
+    """Settings with which an engine compiles the graphs of one run ahead."""
 
     cache: str
-    """Where compiled graphs are kept, for people."""
+    """Place of the compiled graphs, for messages."""
     origins: Callable[[], GraphOrigins] | None = None
     """Counts the graphs of the calling process so far; None where the steps of a trial compile nothing themselves."""
     tool: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""What an engine estimates of a run without its devices; ``nxdt plan`` prints it. No torch here."""
+"""Estimates of a run that an engine makes without its devices; ``nxdt plan`` prints them. No torch here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunParts:
     extra_state_bytes: float = 0.0
     """Bytes per trained element that the run holds besides the optimizer's state, such as averaged weights."""
     teacher: ModelBuilder | None = None
-    """Of a second model, which runs forward only, where the objective has a
+    """Builder of a second model, which runs forward only, where the objective has a
     :attr:`~nxdt_core.protocols.objective.Objective.teacher`."""
 
 
@@ -38,11 +38,11 @@ class Memory:
     optimizer: int = 0
     """State of the optimizer, and fp32 masters where the weights have another dtype."""
     activations: int = 0
-    """Kept for backward, of all micro-batches in flight."""
+    """Tensors kept for backward, of all micro-batches in flight."""
     logits: int = 0
     """The model's output, its gradient, and what the loss needs."""
     workspace: int = 0
-    """What backward needs on its way through a layer, recomputed activations included."""
+    """Temporary memory of backward in a layer, recomputed activations included."""
     communication: int = 0
     """Buffers of gathered weights and of gradients that are being reduced."""
     cache: int = 0
@@ -72,13 +72,13 @@ class RankEstimate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Estimate:
-    """What one run is estimated to need: memory of each rank, traffic, idle time."""
+    """Estimated needs of one run: memory of each rank, traffic, idle time."""
 
     parameters: int
-    """Of the whole model, tied ones once."""
+    """Parameters of the whole model; tied ones count once."""
     trained: int
     micro_batches: int
-    """Of one step, on each rank."""
+    """Micro-batches of one step, on each rank."""
     tokens_per_step: int
     bubble: float
     """Share of a step in which pipeline ranks wait for one another, because of the schedule and of unequal stages."""
@@ -87,9 +87,9 @@ class Estimate:
     flops_per_token: float
     """Forward and backward, recomputation not counted."""
     layout: tuple[str, ...]
-    """How the engine lays the run out, for people: ``("8 ranks", "TP 2", "ZeRO-1")``."""
+    """Parallel layout of the run, for people: ``("8 ranks", "TP 2", "ZeRO-1")``."""
     ranks: tuple[RankEstimate, ...]
-    """By place in the pipeline."""
+    """Estimates by place in the pipeline."""
     stage_layers: tuple[int, ...] = ()
     """Layers of each pipeline stage; empty without a pipeline."""
     pipeline_cuts: tuple[str, ...] = ()
@@ -97,14 +97,14 @@ class Estimate:
     longest_rank: float = 1.0
     """Computation of the pipeline rank that has the most, over the mean of all."""
     compute_dtype: str = "float32"
-    """Of matrix products."""
+    """Dtype of matrix products."""
     recomputed: float = 0.0
     """Operations that backward repeats, and those of a teacher, as a share of ``flops_per_token``."""
     hidden_behind: Mapping[str, float] = field(default_factory=dict)
     """By mesh dimension, the share of a step's computation during which its traffic can be under way; 0 where ranks
     wait for it."""
     never_hidden: Mapping[str, float] = field(default_factory=dict)
-    """By mesh dimension, the share of its traffic that ranks wait for in any case."""
+    """Share of the traffic of each mesh dimension that ranks wait for in any case."""
 
     @property
     def fullest(self) -> RankEstimate:

@@ -50,9 +50,9 @@ class RankEnvironment:
     master_port: int = 0
     """Port of the run's store there."""
     store_is_hosted: bool = False
-    """Whether an agent serves the store, so that rank 0 must not."""
+    """True if an agent serves the store; then rank 0 must not."""
     launcher: str = ""
-    """Who started this process, for messages; empty where no launcher did."""
+    """Name of the launcher that started this process, for messages; empty where none did."""
     attempt: str = "0"
     """Number of restarts so far, which separates what the attempts leave in an agent's store."""
 
@@ -81,7 +81,7 @@ class Job:
     compile: tuple[str, ...]
     """Arguments of ``nxdt`` that compile the graphs first; empty where nothing is compiled ahead."""
     needs_agent: bool
-    """Whether the engine's runtime reads variables of an agent that starts the processes of a node, as XLA's does."""
+    """True if the engine's runtime reads variables of an agent that starts the processes of a node, as XLA's does."""
     checkpoints: str
     """Directory or address of the checkpoints."""
     config: Mapping[str, Any]
@@ -89,9 +89,9 @@ class Job:
     config_path: Path | None
     """The file that the configuration was read from; None for a recipe."""
     directory: Path
-    """Where the files are written, and logs below it."""
+    """Directory of the job's files and, below it, of the logs."""
     working_directory: Path
-    """Where the command was called: relative paths of the configuration start there."""
+    """Directory in which the command was called; relative paths of the configuration start there."""
     command_line: str
     """The command that made the files, for a comment in them."""
 

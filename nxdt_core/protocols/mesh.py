@@ -42,7 +42,7 @@ class MeshSizes:
     vpp: int = 1
     """Pipeline stages on each rank; 2 under ``zbv``."""
     zero_stage: Literal[0, 1, 2, 3] = 1
-    """What data parallel ranks share: 0 nothing, 1 optimizer state, 2 gradients too, 3 weights too."""
+    """State that is sharded over data parallel ranks: 0 none, 1 optimizer state, 2 also gradients, 3 also weights."""
 
     @property
     def dp(self) -> int:

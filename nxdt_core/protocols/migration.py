@@ -26,9 +26,9 @@ from typing import Any, Literal
 __all__ = ["KeyMeaning", "MigratedConfig", "MigratedKey", "Migration", "Verdict"]
 
 Verdict = Literal["mapped", "renamed", "changed", "added", "unneeded", "off", "ignored", "unsupported"]
-"""What became of a key. ``unneeded``: nothing is lost without it. ``off``: it is unset, switched off, or says what
-holds here anyway. ``ignored``: the program that the file is of never read it. ``unsupported``: it asks for something
-that is not done here."""
+"""Result of the migration of a key. ``unneeded``: nothing is lost without it. ``off``: it is unset, switched off, or
+equal to the behaviour here. ``ignored``: the program of the file never read it. ``unsupported``: nxdt has no such
+function."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,12 +38,12 @@ class MigratedKey:
     key: str
     """Key path in the file that was migrated; of an added key: in the new file."""
     line: int
-    """In the file that was migrated, counted from 1; 0 for an added key."""
+    """Line of the file that was migrated, counted from 1; 0 for an added key."""
     verdict: Verdict
     target: str = ""
     """Key path in the new file, where it differs."""
     value: str = ""
-    """As it was written; of an added key: as it is now; of a changed one: both."""
+    """Value in the old file. An added key has its new value, a changed key has both."""
     reason: str = ""
 
 
@@ -67,12 +67,12 @@ class MigratedConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeyMeaning:
-    """What a key of another program means here: another key, or nothing."""
+    """Meaning of a key of another program here: another key, or nothing."""
 
     name: str = ""
     """The key that says it here."""
     unneeded: str = ""
-    """Why no key here stands for it, where ``name`` is empty."""
+    """Reason why no key here stands for it, where ``name`` is empty."""
     program: str = ""
     """Name of the program that has the key."""
 

@@ -33,31 +33,31 @@ class ObjectiveOutput:
     """With gradient: weighted sum over this micro-batch. A scalar, or [terms] of a loss that adds up means over
     different things, such as one over tokens and one over pairs."""
     weight: torch.Tensor
-    """What the sum would be divided by, mostly the number of loss tokens; as many as ``loss_sum``."""
+    """Divisor of the sum, mostly the number of loss tokens; same shape as ``loss_sum``."""
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Detached sums like ``loss_sum``, logged after the same division; a scalar is divided by the first weight."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ObjectiveTraits:
-    """What surrounds the steps of a run must know of a loss."""
+    """Properties of a loss that the rest of a run depends on."""
 
     unit: str = "tokens"
-    """What the loss is a mean over. Of tokens, its exponential is a perplexity."""
+    """Unit that the loss is a mean over. For ``tokens``, metrics include its exponential, the perplexity."""
     rows_per_sample: int = 1
     """Rows of a sample that it takes."""
     samples: str = ""
-    """What the samples of a global batch are, such as ``prompts x 8 answers``; empty: sequences, or several rows."""
+    """Name of the samples of a global batch, such as ``prompts x 8 answers``; empty: sequences, or several rows."""
     answers: int = 0
     """Rows that the model writes for each sample before a step, so that ``nxdt plan`` counts the cache of keys and
     values."""
     values: tuple[str, ...] = ()
     """Names of the :attr:`~nxdt_core.protocols.batch.Batch.values` that it takes."""
     reference: Literal["before", "step"] | None = None
-    """Whether it wants the log-probabilities of the labels under another model: ``before`` the first step, under the
-    weights that the run begins with; or at each ``step``, under the frozen base of an adapter."""
+    """Time at which log-probabilities of the labels under another model are computed: ``before`` the first step, under
+    the initial weights; or at each ``step``, under the frozen base of an adapter. None: never."""
     head: Literal["vocabulary", "score"] = "vocabulary"
-    """What its call takes: logits [rows, seq, vocab], or scores [rows, seq, 1] of a model whose section has
+    """Input of its call: logits [rows, seq, vocab], or scores [rows, seq, 1] of a model whose section has
     ``score_head``."""
     loss_rows: int | None = None
     """Rows of a sample that its call takes, the first ones, where its ``prepare`` leaves out others; None: all."""
@@ -72,7 +72,7 @@ class Objective(ABC):
     """The target of the kind, called as ``Target(config)`` with the section ``objective``."""
 
     traits: ObjectiveTraits = ObjectiveTraits()
-    """Set by an objective that is not a mean over tokens, or that compares with a reference."""
+    """Traits of the loss; set by an objective that is not a mean over tokens, or that compares with a reference."""
     head_loss: Callable[[Any, StepContext], torch.Tensor] | None = None
     """Method of an objective that compares more than the labels and supports ``model.loss_chunk_tokens``
     (:attr:`nxdt_core.protocols.step_context.StepContext.head_loss`)."""

@@ -31,13 +31,13 @@ class ParameterShard:
     """
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     box: Box
     """This rank's elements in it; there may be none."""
     groups: tuple[dist.ProcessGroup, ...] = ()
-    """Along which the whole is cut, the outermost first; none where this rank has all of it."""
+    """Process groups along which the parameter is sharded, the outermost first; none where this rank has all of it."""
     matrix: bool = False
-    """Whether it is a matrix, or a stack of them, of a hidden layer: no embedding, output head, norm or bias."""
+    """True for a matrix, or a stack of them, of a hidden layer: no embedding, output head, norm or bias."""
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the elements of ``box`` in a tensor of the local parameter's shape, which zeros may fill up; a

@@ -27,7 +27,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
-    """What forward and backward over a global batch gave; scalars stay on the device."""
+    """Result of forward and backward over a global batch; scalars stay on the device."""
 
     loss: torch.Tensor
     """Sum over the whole global batch divided by ``weight``; equal on all ranks."""
@@ -40,7 +40,7 @@ class Replicas(Protocol):
     """The ranks that hold the very same elements of all parameters as this one."""
 
     reads: bool
-    """Whether this one reads a checkpoint for all of them."""
+    """True if this rank reads a checkpoint for all of them."""
 
     def spread(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every rank the elements of the one that reads, in place. Collective."""
@@ -80,7 +80,7 @@ class Decoding(ABC):
     """Rows of tokens that a model continues, with what it keeps of them."""
 
     device: torch.device | None = None
-    """Of a decoding whose host does not wait after each token: the device on which tokens are chosen."""
+    """Device on which tokens are chosen, for a decoding whose host does not wait after each token; otherwise None."""
 
     @abstractmethod
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -73,9 +73,9 @@ class Piece:
     """The elements of one tensor on this rank."""
 
     tensor: torch.Tensor
-    """Plain; shares its memory with the tensor that it is a piece of."""
+    """Plain tensor; it shares its memory with the tensor that it is a piece of."""
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
 
 
@@ -85,15 +85,15 @@ TensorKey = tuple[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardInfo:
-    """What one rank holds of one tensor."""
+    """Part of one tensor that one rank holds."""
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     box: Box
     same_as: str | None = None
     """Name, in the same section, of the tensor that is the very same memory here."""
 
 
 Listing = Mapping[TensorKey, ShardInfo]
-"""All that one rank, or one checkpoint, holds."""
+"""Tensors that one rank, or one checkpoint, holds."""

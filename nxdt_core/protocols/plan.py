@@ -1,4 +1,4 @@
-"""How a plain ``torch.nn`` model may be sharded, cut, recomputed, regularised and initialised: data, no code.
+"""Plan to shard, split into stages, recompute, regularise and initialise a plain ``torch.nn`` model: data, no code.
 
 Paths are dotted module or parameter names relative to the model's root. In a pattern, ``*`` stands for any part of one
 component, as in ``layers.*.attention.q_proj``; at the beginning it stands for any depth, as in ``*.bias`` and
@@ -31,7 +31,7 @@ TensorStyle = Literal[
     "score_head",
     "replicate",
 ]
-"""How a module's weight is distributed over the tensor-parallel ranks.
+"""Distribution of a module's weight over the tensor-parallel ranks.
 
 ``column``: output features sharded; ``row``: input features sharded, outputs summed; ``vocab_embedding``: an
 embedding table sharded by vocabulary row; ``vocab_head``: the output projection sharded by vocabulary, feeding a
@@ -53,7 +53,7 @@ rank and fed with what is whole on each rank, also where its path is in a tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelinePlan:
-    """Where the model may be cut into pipeline stages: before any entry of ``layers``, nowhere else."""
+    """Split of the model into pipeline stages, which may begin before any entry of ``layers`` and nowhere else."""
 
     hidden_size: int
     """Width of the hidden states [batch, seq, hidden_size] that travel between stages."""
@@ -74,14 +74,14 @@ class AttentionHeads:
     query: tuple[str, ...] = ()
     """Module patterns of the ``column`` projections whose outputs are query heads, and of ``heads`` modules of them."""
     key_value: tuple[str, ...] = ()
-    """The same for key or value heads; replicated where tensor parallelism exceeds ``kv_heads``."""
+    """Module patterns of key or value projections; replicated where tensor parallelism exceeds ``kv_heads``."""
     output: tuple[str, ...] = ()
     """The ``row`` projections whose inputs are query heads."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertPlan:
-    """Where a mixture of experts is, and how it is sharded. The whole mixture is a tensor block."""
+    """Modules and sharding of a mixture of experts. The whole mixture is a tensor block."""
 
     modules: tuple[str, ...] = ()
     """Modules whose parameters have a leading expert dimension, sharded over expert-parallel ranks; they read them
@@ -126,7 +126,7 @@ class ParallelPlan:
     """Modules with the call ``(query, key, value, document_ids)`` that context parallelism replaces; their
     ``semantics()`` says what they compute (:class:`nxdt_core.models.attention.grouped_query.AttentionSemantics`)."""
     experts: ExpertPlan = field(default_factory=ExpertPlan)
-    """Of a mixture of experts."""
+    """Plan of a mixture of experts."""
     recompute: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Name usable in ``model.activations_checkpoint_recompute`` → module path patterns."""
     cheap: tuple[str, ...] = ()
@@ -134,7 +134,7 @@ class ParallelPlan:
     and return one, draw no random numbers and have no state but parameters. Where ``recompute`` names them and they are
     in a layer, what reads their results does not keep them either."""
     recompute_layer: str = "layers.*"
-    """What ``activations_checkpoint_granularity: full`` recomputes, one checkpoint a match."""
+    """Modules that ``activations_checkpoint_granularity: full`` recomputes, one checkpoint per match."""
     norms: tuple[str, ...] = ()
     """Parameter path patterns of normalisation scales; decayed only where the configuration says
     ``do_layer_norm_weight_decay: true``."""

@@ -23,7 +23,7 @@ DType = Literal["float64", "float32", "bfloat16", "float16"]
 
 
 class ScaledCast(Protocol):
-    """How a weight travels in one byte per element under a scaling factor of the whole weight.
+    """Conversion of a weight to one byte per element, with one scaling factor of the whole weight.
 
     A product must be bitwise the same of what :meth:`widened` returns as of the weight.
     """
@@ -42,10 +42,10 @@ class ScaledCast(Protocol):
 
 
 class LinearProduct(Protocol):
-    """What computes the matrix product of linear layers in place of ``torch.nn.functional.linear``."""
+    """Matrix product of linear layers in place of ``torch.nn.functional.linear``."""
 
     gathered: ScaledCast | None
-    """How FSDP2 gathers the weights of these layers; None in the dtype that the run computes in."""
+    """Cast in which FSDP2 gathers the weights of these layers; None: in the compute dtype of the run."""
 
     def covers(self, name: str, out_features: int, in_features: int) -> bool:
         """Return whether it computes the product of a layer; the others stay as they are.
@@ -71,7 +71,7 @@ class LinearProduct(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrecisionPolicy:
-    """Which dtype each tensor of a run has. Engines apply it; models do not see it."""
+    """Dtypes of the tensors of a run. Engines apply it; models do not see it."""
 
     name: str
     parameters: DType = "float32"

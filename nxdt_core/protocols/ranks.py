@@ -1,4 +1,4 @@
-"""How the processes of a run agree on decisions; what an engine offers as ``ranks``."""
+"""Agreement between the processes of a run, which an engine offers as ``ranks``."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ LRSchedule = Callable[[int], float]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScheduleHorizon:
-    """What a schedule may depend on in addition to its own section."""
+    """Values that a schedule may depend on in addition to its own section."""
 
     max_steps: int
     """Steps after which the schedule has ended: ``model.optim.sched.max_steps``, else ``trainer.max_steps``."""

@@ -1,4 +1,4 @@
-"""What a forward pass and its loss depend on in addition to the batch: ``StepContext``, an argument of both."""
+"""``StepContext``, the argument of a forward pass and its loss in addition to the batch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ALL_LAYERS = -1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceShards:
-    """How the tokens of each sequence are distributed over ranks; by default one rank has them all.
+    """Distribution of the tokens of each sequence over ranks; by default one rank has them all.
 
     A loss ``f(Σ over tokens)`` is computed on every rank from :attr:`total`, and each reports ``f × share``: the step
     adds the ranks up.
@@ -66,7 +66,7 @@ class StepContext:
     losses of some tokens at a time (:class:`nxdt_core.engine.loss.ChunkedHead`). None: cross-entropies of the labels.
     """
     masks: Mapping[str, Any] = field(default_factory=dict)
-    """What attention needs of packed documents, made before a compiled layer runs; by the names of
+    """Attention masks of packed documents, made before a compiled layer runs; by the names of
     :class:`nxdt_core.models.attention.documents.DocumentMasks`."""
     pooled_shares: dict[int, torch.Tensor] = field(default_factory=dict, compare=False)
     """[experts] by number of the router, for each that has seen the micro-batch: its experts' shares of the

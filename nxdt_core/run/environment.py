@@ -1,4 +1,4 @@
-"""What this machine can train on, and whether it can run a configuration: what ``nxdt env`` prints."""
+"""Report of ``nxdt env``: devices and packages for training on this machine, and whether it can run a configuration."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PACKAGES = (
 _PAIRED_WITH_TORCH = ("torch-neuronx", "torch-xla")
 """Packages whose first two numbers are those of the version of torch that they were built for."""
 _PLACEHOLDER = re.compile(rb"wrong package", re.IGNORECASE)
-"""What the modules of PyPI's names raise that AWS has only reserved."""
+"""Message of the placeholder modules under names that AWS has only reserved on PyPI."""
 _AWS_INDEX = "https://pip.repos.neuron.amazonaws.com"
 _DRIVERS = {
     "nvidia": Path("/proc/driver/nvidia/version"),
@@ -46,9 +46,9 @@ class Package:
 
     name: str
     version: str | None
-    """None where it is not installed."""
+    """Installed version; None where it is not installed."""
     problem: str = ""
-    """Why it cannot be used, with what to do; empty where nothing is known against it."""
+    """Reason why it cannot be used, with what to do; empty where nothing is known against it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,10 +58,10 @@ class Device:
     type: str
     available: bool
     count: int | None
-    """None for the host, and where there is none."""
+    """Number of devices; None for the host, and where there is none."""
     name: str | None
     memory_bytes: int | None
-    """Of one device."""
+    """Memory of one device."""
     process_group_backend: str
     backend_available: bool
     compile_backend: str
@@ -83,7 +83,7 @@ class Environment:
     compilers: dict[str, str]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain JSON-able tree."""
+        """Return the plain JSON-able tree."""
         return asdict(self)
 
 
@@ -152,7 +152,7 @@ def _has_backend(profile: DeviceProfile) -> bool:
 
 
 def _compiles(profile: DeviceProfile) -> bool:
-    """Whether ``torch.compile`` knows the backend; the stock one builds kernels for the host with a C++ compiler."""
+    """Return whether ``torch.compile`` has the backend; the stock one needs a C++ compiler for kernels of the host."""
     from torch._dynamo import list_backends  # seconds: only a run that compiles pays for it
 
     known = profile.compile_backend in list_backends(exclude_tags=())
@@ -176,7 +176,7 @@ def _package(name: str) -> Package:
 
 
 def _is_placeholder(name: str) -> bool:
-    """Whether the package's modules say that it is the wrong one; none is imported."""
+    """Return whether the modules of the package say that it is the wrong one; none is imported."""
     found = distribution(name)
     record = read_metadata_file(found, "RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
     files = (row[0] for row in csv.reader(record.splitlines()) if row)

@@ -81,7 +81,7 @@ class _File(logging.FileHandler):
     gets no more."""
 
     quiet = False
-    """Whether what is written is on standard error, too, so that a line that is lost need not be reported."""
+    """True if standard error gets the same lines, so that a lost line need not be reported."""
     _failed = False
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -176,8 +176,8 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
 
 
 def _printing(info: RankInfo) -> list[logging.Handler]:
-    """What Python prints by itself where no handler is set: warnings, which most often all ranks find, of one of
-    them; errors of each."""
+    """Return handlers for the lines that Python prints where none is set: warnings of rank 0 alone, since most often
+    all ranks find them, and errors of each rank."""
     if logging.lastResort is None or logging.getLogger().handlers:
         return []
     if info.rank == 0:
@@ -189,7 +189,7 @@ def _printing(info: RankInfo) -> list[logging.Handler]:
 
 
 def _printing_json(info: RankInfo, lines: JsonFormatter) -> logging.Handler:
-    """What takes the console's place where lines are JSON: everything of the first rank, errors of each."""
+    """Return the console's replacement where lines are JSON: it prints everything of rank 0 and errors of each rank."""
     printed = logging.StreamHandler()
     printed.setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
     printed.setFormatter(lines)

@@ -50,7 +50,7 @@ class WandbConfig(Section):
     prefix: str = ""
     """Text before the names of metrics."""
     resume: Literal["allow", "never", "must"] | None = "allow"
-    """How to handle an ``id`` that already exists: see ``wandb.init``."""
+    """Action if the ``id`` already exists: see ``wandb.init``."""
 
 
 class MLFlowConfig(Section):
@@ -70,7 +70,7 @@ class MLFlowConfig(Section):
     prefix: str = ""
     """Text before the names of metrics."""
     artifact_location: str | None = None
-    """Where a new experiment keeps files; ``null`` leaves it to the server or store."""
+    """Location of the files of a new experiment; ``null`` leaves it to the server or store."""
 
 
 _log = logging.getLogger(__name__)

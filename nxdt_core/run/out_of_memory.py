@@ -20,9 +20,9 @@ from nxdt_core.errors.ranks import OutOfMemory
 from nxdt_core.train.session import TrainSession
 
 _HOST_ALLOCATOR = "DefaultCPUAllocator"
-"""In the message of the ``RuntimeError`` that torch raises where the host has no memory left."""
+"""Text in the message of the ``RuntimeError`` that torch raises where the host has no memory left."""
 _ESTIMATE_S = 10.0
-"""How long the other ranks are kept for an estimate; it takes 4 CPU-seconds, most of them imports."""
+"""Longest wait of the other ranks for an estimate; it takes 4 CPU-seconds, most of them imports."""
 _GIB = 2**30
 
 

@@ -1,4 +1,4 @@
-"""What a run prints: the banner before its first slow step, the differences on resume, the summary at its end."""
+"""Reports of a run: the banner before its first slow step, the differences on resume, the summary at its end."""
 
 from __future__ import annotations
 

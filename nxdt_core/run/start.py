@@ -1,4 +1,4 @@
-"""Where a run begins: at step 0, from the newest good checkpoint, or from one that the configuration names."""
+"""Start of a run: at step 0, from the newest good checkpoint, or from one that the configuration names."""
 
 from __future__ import annotations
 

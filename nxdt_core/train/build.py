@@ -1,4 +1,4 @@
-"""From a resolved configuration to the objects of a run, one function an object."""
+"""Functions that build the objects of a run from a resolved configuration, one per object."""
 
 from __future__ import annotations
 

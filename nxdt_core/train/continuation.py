@@ -171,7 +171,7 @@ class _Passes:
         self._begun = False
         self._decoding: Decoding | None = None
         self.device = HOST
-        """Where tokens are chosen."""
+        """Device on which tokens are chosen."""
         lengths = [len(prompt) for prompt in prompts]
         if max(lengths) <= self._window:
             # The shortest row may become as long as the window, behind its padding.
@@ -234,7 +234,7 @@ class _Text:
         """Text that may be the beginning of a stop text."""
         self.certain = ""
         self.ended = False
-        """Whether a stop text follows."""
+        """True once a stop text follows."""
 
     def add(self, token: int | None) -> str:
         """Return the text that is certain now; ``None`` ends the row. A character of several tokens is there once it is

@@ -34,7 +34,7 @@ _CACHE = "data"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepInput:
-    """What one training step consumes."""
+    """Input of one training step."""
 
     micro_batches: Sequence[Batch]
     """This rank's part of the global batch."""
@@ -70,7 +70,7 @@ class RunData:
         self._train: Dataset | None = None
         self._validation: dict[str, Dataset] = {}
         self._test: dict[str, Dataset] | None = None
-        """None until they are read; training does not read them."""
+        """Test data; None until they are read, which training does not do."""
 
     def prepare(self, *, test: bool = False) -> None:
         """Read tokenizer and data, so that errors in them are reported before a model is built.

@@ -29,7 +29,7 @@ _EXAMPLE = '{"input": "...", "output": "..."}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What a model is asked, in tokens, and the answer that is wanted."""
+    """A prompt in tokens, and the answer that is expected."""
 
     place: str
     ids: Sequence[int]

@@ -37,11 +37,11 @@ class LoadedModel:
     """A model with a checkpoint's weights."""
 
     config: ResolvedConfig
-    """Of the run that wrote them."""
+    """Configuration of the run that wrote the weights."""
     model: ParallelModel
     tokenizer: Tokenizer
     chat_keys: ChatKeys
-    """How the run's data made text of messages."""
+    """Settings by which the run's data made text of messages."""
     step: int
     """Optimizer steps that the weights have seen."""
     window: int
@@ -57,7 +57,7 @@ class LoadedModel:
 
     @cached_property
     def writer(self) -> Writer:
-        """What continues prompts."""
+        """Generator that continues prompts."""
         return Writer(model=self.model, tokenizer=self.tokenizer, window=self.window, stop_ids=frozenset(self.stop_ids))
 
     def continuation(self, ids: Sequence[int], sampling: Sampling) -> Iterator[int]:

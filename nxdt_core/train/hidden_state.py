@@ -150,7 +150,7 @@ def _below(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[
 
 @torch.no_grad()
 def _digest(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """What differs where values do, but for a coincidence; without a copy of the tensor's size."""
+    """Return values that differ where the tensors do, but for a coincidence; makes no copy of the tensor's size."""
     if tensor.is_meta or tensor.numel() == 0:
         return (tuple(tensor.shape),)
     value = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -71,7 +71,7 @@ class RankedLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Search:
-    """What a search found."""
+    """Result of a search."""
 
     given: RunPlan
     """The configuration as it is."""
@@ -136,7 +136,7 @@ def search(
 
 
 class _Trials:
-    """What has been tried so far."""
+    """Layouts that have been tried so far."""
 
     def __init__(self, planned: Callable[[Mapping[str, str]], RunPlan], recomputations: list[dict[str, str]]) -> None:
         self._planned, self._recomputations = planned, recomputations

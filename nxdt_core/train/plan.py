@@ -1,4 +1,4 @@
-"""What a configuration would need, without the devices that it is for: what ``nxdt plan`` prints.
+"""Estimate of what a configuration needs, made without the devices that it is for; ``nxdt plan`` prints it.
 
 The time of a step follows from the data sheet of a product and what an engine counts. Computation takes its operations
 over the product's peak times an ``efficiency``: the share of the peak that kernels reach. Traffic of a dimension takes
@@ -35,12 +35,12 @@ class StepTime:
     compute: float
     """Forward, backward and recomputation."""
     waiting: float
-    """In a pipeline, for other stages."""
+    """Waiting for other stages of a pipeline."""
     exposed: Mapping[str, float]
     """Traffic that nothing is computed meanwhile, by mesh dimension."""
     efficiency: float
     tokens_per_second: float
-    """Of one process."""
+    """Tokens per second of one process."""
     mfu: float
     """Model FLOP/s over the peak, recomputation not counted."""
 
@@ -113,11 +113,11 @@ class RunPlan:
     config: ResolvedConfig
     estimate: Estimate
     memory_bytes: int | None
-    """Of one device; None where it is not known."""
+    """Memory of one device; None if it is not known."""
     product: str | None = None
     """Name of the product that the run is planned for."""
     step_time: StepTime | None = None
-    """None where the product, its peak or its links are not known."""
+    """Estimated time of a step; None where the product, its peak or its links are not known."""
 
     @property
     def sizes(self) -> MeshSizes:
@@ -127,12 +127,12 @@ class RunPlan:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the fullest rank's memory suffices; None where it is not known."""
+        """True if the memory of the fullest rank suffices; None if it is not known."""
         return None if self.memory_bytes is None else self.estimate.fullest.memory.total <= self.memory_bytes
 
     @property
     def tight(self) -> bool | None:
-        """Whether so little memory is left that fragments, kernels and libraries may exceed it; None where it is not
+        """True if so little memory is left that fragments, kernels and libraries may exceed it; None if it is not
         known."""
         return None if self.memory_bytes is None else self.estimate.fullest.memory.total > _TIGHT * self.memory_bytes
 
@@ -223,12 +223,12 @@ def accelerator_memory_bytes() -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Product:
-    """What one process has of a product."""
+    """Share of a product that one process has."""
 
     name: str
     memory_gib: float
     peak_flops: Mapping[str, float]
-    """By dtype."""
+    """Peak FLOP/s by dtype."""
     links: Links | None
 
 

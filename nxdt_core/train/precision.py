@@ -46,17 +46,17 @@ class ManualConfig(Section):
     neuron_rt_stochastic_rounding_en: Switch = False
     """Round stochastically: the copies of masters that are computed with, else the optimizer's update."""
     parallel_layers_reduce_dtype: Literal["bf16", "fp32"] | None = None
-    """What partial sums of tensor parallel layers are added up in; they have the dtype that is computed in, so that
-    any other is refused."""
+    """Dtype in which partial sums of tensor parallel layers are added up. It must be the compute dtype, which the sums
+    have; any other is refused."""
 
     @property
     def computes_in_bfloat16(self) -> bool:
-        """Whether one of the two switches for it is on."""
+        """True if ``xla_use_bf16`` or ``xla_downcast_bf16`` is on."""
         return self.xla_use_bf16 in _ON or self.xla_downcast_bf16 in _ON
 
     @property
     def rounds_stochastically(self) -> bool:
-        """Whether that switch is on."""
+        """True if ``neuron_rt_stochastic_rounding_en`` is on."""
         return self.neuron_rt_stochastic_rounding_en in _ON
 
     def policy(self) -> PrecisionPolicy:

@@ -17,11 +17,11 @@ _BLOCK = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen, and how many."""
+    """Settings that choose tokens, and limit their number."""
 
     max_new_tokens: int = 64
     temperature: float = 0.0
-    """0 takes the likeliest token; higher is more random."""
+    """Sampling temperature: 0 takes the likeliest token; higher is more random."""
     top_k: int | None = None
     """Draw among this many likeliest tokens only."""
     top_p: float | None = None

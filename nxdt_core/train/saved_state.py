@@ -1,4 +1,4 @@
-"""What a checkpoint of a run holds: the parts of a save, and how they are loaded into a run again.
+"""Content of a checkpoint of a run: the parts of a save, and how they are loaded into a run again.
 
 With ``checkpoint.save_bf16``, weights are in bfloat16. Where a run updates wider weights (masters, or float32 weights
 themselves), the section ``model`` gets them rounded to the nearest, for those who only want a model. The section
@@ -38,12 +38,12 @@ Tensors = dict[str, torch.Tensor | Piece]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SaveFacts:
-    """What a loop says of a checkpoint in addition to its state."""
+    """Facts of a checkpoint that a loop adds to its state."""
 
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Metrics by which retention may rank it."""
     keep: Keep = "regular"
-    """How retention treats it."""
+    """Treatment of the checkpoint by retention."""
     fencing: int = 0
     """Number of the ownership under which it is saved; 0 where the store has no owner."""
 

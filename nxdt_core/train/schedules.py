@@ -22,7 +22,7 @@ class WarmupConfig(Section):
     """Warm-up, then the full rate for ever."""
 
     reads_max_steps: ClassVar[bool] = False
-    """Whether ``max_steps`` ends the schedule; a plugin's schedule without this attribute is taken to read it."""
+    """True if ``max_steps`` ends the schedule; a plugin's schedule without this attribute is taken to read it."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up; the first one already learns."""
 

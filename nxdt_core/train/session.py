@@ -87,9 +87,9 @@ class TrainSession:
     """
 
     model: ParallelModel
-    """In its layout; an attribute once it is built."""
+    """Model in its layout; an attribute once it is built."""
     optimizer: ParallelOptimizer
-    """Over ``model``; an attribute once it is built."""
+    """Optimizer over ``model``; an attribute once it is built."""
 
     def __init__(
         self,
@@ -519,7 +519,7 @@ class TrainSession:
 
     @cached_property
     def hf_facts(self) -> Mapping[str, Any]:
-        """What the Hugging Face directory that the weights came from says of using the model; empty without one."""
+        """Facts on the model's use from the Hugging Face directory that the weights came from; empty without one."""
         for manifest in (self.resumed, None if self._weights is None else self._weights[1]):
             if manifest is not None and manifest.facts.hf:
                 return manifest.facts.hf

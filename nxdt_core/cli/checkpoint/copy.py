@@ -129,17 +129,17 @@ def _facts(report: CopyReport, uri: str) -> dict[str, object]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyReport:
-    """What one call of :func:`copy_checkpoint` did. Bytes are those of data files, without their digests."""
+    """Result of one :func:`copy_checkpoint`. Bytes are those of data files, without their digests."""
 
     step: int
     was_committed: bool
-    """Whether the destination had this very checkpoint before; then only files that it had lost were copied."""
+    """True if the destination already had this checkpoint; then only the files that it had lost were copied."""
     files: int
     """Data files of the checkpoint."""
     files_copied: int
     bytes_copied: int
     bytes_kept: int
-    """Of the files that were there already."""
+    """Bytes of the files that were already there."""
 
 
 def copy_checkpoint(
@@ -226,7 +226,7 @@ def _not_found(source: CheckpointStore, step: int, reason: str) -> CheckpointNot
 
 
 def _is_there(destination: CheckpointStore, manifest: Manifest) -> bool:
-    """Whether this very checkpoint is committed at the destination; a damaged manifest there is taken away."""
+    """Return whether this very checkpoint is committed at the destination; a damaged manifest there is deleted."""
     key = manifest_key(manifest.step)
     where = f"{destination.uri}/{key}"
     data = read_object(destination, key)
@@ -256,7 +256,7 @@ class _Copy:
     deep: bool
     progress: Callable[[int], None]
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set when another file has failed."""
+    """Event that is set when another file has failed."""
 
     def file(self, name: str) -> str | None:
         """Copy the file ``name`` unless the destination has it; return its name if it was copied."""

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints, of any stores and in any layouts.
+"""Differences between two checkpoints, of any stores and in any layouts.
 
 Tensors are compared bit by bit, a run of rows at a time, so that two checkpoints of any size pass through little
 memory. Every byte that is compared was verified first. What is only a fact of the two saves (times, versions, meshes)
@@ -30,11 +30,11 @@ if TYPE_CHECKING:
 
 Subject = Literal["model", "optim", "state", "config"]
 SUBJECTS: tuple[Subject, ...] = ("model", "optim", "state", "config")
-"""What can be compared: the tensors of three sections, the state of each rank without its tensors, the
+"""Parts that can be compared: the tensors of three sections, the state of each rank without its tensors, the
 configuration."""
 
 _BATCH_BYTES = 64 * 2**20
-"""Of tensors that are read at once from each side; a single row of a tensor that is larger is read whole."""
+"""Size of the tensors that are read at once from each side; a single row of a larger tensor is read whole."""
 _CHUNK_ELEMENTS = 2**20
 """Elements whose differences are computed at once, in float64."""
 
@@ -58,7 +58,7 @@ class TensorDifference:
     elements_differing: int | None = None
     """Elements that are not equal bit by bit; of tensors of two dtypes, those of another value."""
     max_abs_difference: float | None = None
-    """In the unit of the tensor; NaN where one side has no number."""
+    """Largest difference in the unit of the tensor; NaN where one side has no number."""
     relative_norm: float | None = None
     """L2 norm of the difference over that of the first side's tensor; infinite where that is zero."""
 
@@ -75,7 +75,7 @@ class Difference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the two are equal."""
+        """True if the two checkpoints are equal."""
         return not (any(self.only_in) or self.tensors or self.values)
 
 

@@ -1,4 +1,4 @@
-"""What verbs of checkpoints share: the store and checkpoints that an address means, and work on several ranks."""
+"""Shared code of checkpoint commands: the store and checkpoints that an address means, and work on several ranks."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 EXAMPLE_URI = "nxdt_experiments/llama-tiny/checkpoints"
-"""Of a run that the documentation starts; for examples in help texts."""
+"""Checkpoint directory of the documentation's first run; help texts use it in their examples."""
 
 file_threads = click.option(
     "--threads", default=8, show_default=True, type=click.IntRange(1, 256), help="Files to read at the same time."

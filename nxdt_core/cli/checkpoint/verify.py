@@ -72,7 +72,7 @@ def verify(ctx: click.Context, uri: str, deep: bool, trusted: tuple[str, ...], t
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Verdict:
-    """What is known of one step."""
+    """Result of the verification of one step."""
 
     step: int
     state: str

@@ -1,4 +1,4 @@
-"""When checkpoints are saved and which are kept; what is in them is not decided here."""
+"""Times at which checkpoints are saved, and retention; what is in them is not decided here."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class StepTimes:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps after the mark that count have been."""
+        """True if all steps after the mark that count are measured."""
         return self._after is not None and len(self._after) == STEPS
 
     @property
@@ -79,9 +79,9 @@ class _Save:
     step: int
     report: SaveReport | None = None
     slowdown: float | None = None
-    """Of the steps after it, compared with those before."""
+    """Mean duration of the steps after the save, compared with those before."""
     over: bool = False
-    """Whether these steps are."""
+    """True once the steps that ``slowdown`` compares are over."""
 
     def columns(self) -> dict[str, float | int | None]:
         assert self.report is not None, "only what is committed is shown"
@@ -110,7 +110,7 @@ class SaveMetrics:
         self._pending: dict[int, _Save] = {}
         self._newest: _Save | None = None
         self._captured_at: float | None = None
-        """When the run was as the newest committed checkpoint has it, in seconds since the epoch."""
+        """Time of the state that the newest committed checkpoint holds, in seconds since the epoch."""
 
     @property
     def row(self) -> dict[str, float | int | None]:
@@ -177,7 +177,7 @@ _NOT_OF_THE_RUN = (
 )
 """Prefixes of logged metrics that a manifest has anyway, or that describe the machine."""
 _BREAKING_S = 60.0
-"""How long a failing run waits for a save in flight."""
+"""Longest wait of a failing run for a save in flight."""
 
 
 @final
@@ -314,7 +314,7 @@ class CheckpointSaver(Callback):
         self._save_metrics.begun(run.step)
 
     def _prune(self, manifest: Manifest) -> None:
-        """After a commit, on the first rank, in the background."""
+        """Delete checkpoints after a commit, on the first rank, in the background."""
         self._retention.after_commit(manifest)
         if self._config.monitor != "step" and self._config.monitor not in manifest.facts.metrics:
             _log.warning("step %d has no metric %r to rank its checkpoint by", manifest.step, self._config.monitor)

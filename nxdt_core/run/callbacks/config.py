@@ -18,11 +18,11 @@ class GenerationsConfig(Section):
     max_new_tokens: PositiveInt = 64
     """End, where the model does not end by itself."""
     temperature: NonNegativeFloat = 0.0
-    """0 takes the most likely token each time; 1 samples from the model's distribution."""
+    """Sampling temperature: 0 takes the most likely token each time; 1 samples from the model's distribution."""
     top_k: PositiveInt | None = None
     """Sample from this many most likely tokens."""
     seed: NonNegativeInt = 0
-    """Of the samples, the same at each validation."""
+    """Seed of the samples, the same at each validation."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what cannot work, as (key, message)."""

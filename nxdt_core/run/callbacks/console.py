@@ -1,4 +1,4 @@
-"""What a person sees of a running training: a line per logged step, and a bar below them on a terminal."""
+"""Console output of a training run: a line per logged step, and a bar below them on a terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from nxdt_core.system.visible_text import colours_wanted, from_here, visible
 
 _log = logging.getLogger(__name__)
 _BAR = "step {n_fmt}/{total_fmt} |{bar}| {elapsed}, ETA {remaining}{postfix}"
-"""At 80 columns the bar has 15 of them."""
+"""Format of the progress bar; at 80 columns the bar itself has 15 of them."""
 _TICK_S = 1.0
 _NO_END = "step {n_fmt}, {elapsed}{postfix}"
 _STYLES: Mapping[str, Mapping[str, Any]] = {

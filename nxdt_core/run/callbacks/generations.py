@@ -34,7 +34,7 @@ class Generations(Callback):
         self._config = config
         self._run_dir = run_dir
         self._failed = False
-        """Whether a text could not be written."""
+        """True once a text could not be written."""
 
     def on_fit_start(self, run: Run) -> None:
         """Say what would fail at the first validation.

@@ -82,7 +82,7 @@ class MetricsWriter(Callback):
         self._logged_step = self._logged_tokens = 0
         self._tokens_per_s: list[float] = []
         self._weightless: torch.Tensor | int = 0
-        """How many steps of this process had no label with a weight; on the device, and read for a row alone."""
+        """Steps of this process without a label with a weight; on the device, and read for a row alone."""
         self._warned = False
         self._start: dict[str, float] = {}
         """Columns of the next row: what the time until the first step was spent on."""

@@ -58,7 +58,7 @@ class Monitor:
         self.max_steps = config.run.trainer.max_steps
         """The last step of the run, which may become known later."""
         self.url: str | None = None
-        """Where the port is served."""
+        """Address at which the metrics are served."""
         self._facts = {
             "version": __version__,
             "plugins": config.kernel.fingerprint() if self.enabled else "",
@@ -70,7 +70,7 @@ class Monitor:
 
     @property
     def enabled(self) -> bool:
-        """Whether this process writes anything."""
+        """True if this process writes or serves anything."""
         return bool(self._files) or self._serves
 
     def begin(self) -> None:

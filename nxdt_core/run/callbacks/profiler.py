@@ -1,4 +1,4 @@
-"""What a run spends: traces of torch's profiler, and the time of compilations."""
+"""Costs of a run: traces of torch's profiler, and the time of compilations."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class MonitorServer:
     def __init__(self, host: str, port: int, texts: Callable[[], tuple[str, str, float]]) -> None:
         self._server = Server(host, port, _handler(texts))
         self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
-        """Where it listens."""
+        """Address on which the server listens."""
         threading.Thread(target=self._server.serve_forever, name="nxdt-monitoring", daemon=True).start()
 
     def close(self) -> None:

@@ -23,14 +23,14 @@ if TYPE_CHECKING:
 
 _VALIDATION = "signals in a validation"
 _BY_CALLBACK = 1
-"""In place of a signal's number, below those of the signals here."""
+"""Value in place of a signal's number, below those of the signals here."""
 _SAME_REQUEST_S = 1.0
 """Two signals within this are one request among many ranks: a scheduler signals all processes of a job, and an agent
 that is one of them passes its own on. A person's second Ctrl-C comes later."""
 
 
 class Supervisor(Protocol):
-    """What watches this rank from outside and asks it to stop: the launcher of a run of many ranks."""
+    """Observer of this rank that can ask it to stop: the launcher of a run of many ranks."""
 
     on_stop: Callable[[int], None] | None
     """Takes the number of the signal that the launcher got; None while nothing can be saved."""
@@ -66,7 +66,7 @@ class StopSignals(Callback):
         self.received: signal.Signals | None = None
         """The signal that all ranks stop for."""
         self.failure: NxdtError | None = None
-        """Why the run cannot continue; the same on all ranks once training has ended."""
+        """Reason why the run cannot continue; the same on all ranks once training has ended."""
 
     def on_fit_start(self, run: Run) -> None:
         """Install the handlers of SIGINT and SIGTERM."""

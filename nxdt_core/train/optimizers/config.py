@@ -12,7 +12,7 @@ Positive = Annotated[float, Range(1e-300, None)]
 
 
 class OptimizerConfig(Section):
-    """What every optimizer has."""
+    """Keys of every optimizer."""
 
     lr: NonNegativeFloat = 1e-3
     """Peak learning rate."""
@@ -86,7 +86,7 @@ class AdagradConfig(OptimizerConfig):
     lr_decay: NonNegativeFloat = 0.0
     """Divides the rate by ``1 + steps * lr_decay``."""
     initial_accumulator_value: NonNegativeFloat = 0.0
-    """What the sum of squares starts from."""
+    """Initial value of the sum of squares."""
     eps: Positive = 1e-10
     """Added to the root of the sum."""
 
@@ -163,7 +163,7 @@ class MuonConfig(BetasConfig):
     weight_decay: NonNegativeFloat = 0.1
     """Decoupled weight decay of both."""
     betas: tuple[NonNegativeFloat, NonNegativeFloat] = (0.9, 0.95)
-    """Of AdamW."""
+    """Betas of AdamW."""
     momentum: Annotated[float, Range(0.0, 1.0)] = 0.95
     """Share of the running mean that an update keeps."""
     nesterov: bool = True
@@ -171,7 +171,7 @@ class MuonConfig(BetasConfig):
     ns_steps: PositiveInt = 5
     """Iterations that make an update orthogonal."""
     ns_dtype: Literal["bfloat16", "float32"] | None = None
-    """What they compute in; null: bfloat16, and float32 on a host, which has no fast bfloat16."""
+    """Dtype of these iterations. ``null``: bfloat16, and float32 on a host, which has no fast bfloat16."""
     adjust_lr: Literal["match_rms_adamw", "original"] = "match_rms_adamw"
     """``match_rms_adamw`` scales updates to the size of AdamW's, so that ``lr`` suits both (Liu et al. 2025,
     arXiv:2502.16982); ``original`` by ``sqrt(max(1, rows / columns))``."""

@@ -84,7 +84,7 @@ class ShardExchange:
         return {index: piece.view(self._boxes[self._here][index].shape) for (index, _), piece in held.items()}
 
     def _traffic(self, indexes: Sequence[int], axis: int) -> tuple[list[list[_Key]], list[list[_Key]]]:
-        """What this rank sends to each along ``axis`` on the way to the owners, and what it has from each."""
+        """Return what this rank sends to each along ``axis`` on the way to the owners, and what it has from each."""
         ranks = range(self._sizes[axis])
         sent: list[list[_Key]] = [[] for _ in ranks]
         received: list[list[_Key]] = [[] for _ in ranks]

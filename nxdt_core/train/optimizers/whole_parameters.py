@@ -24,7 +24,7 @@ class TrainedPiece:
     """This rank's elements of a parameter that has a gradient; without the zeros that fill up padded ones."""
 
     parameter: torch.Tensor
-    """As the optimizer holds it; the key of its state."""
+    """Parameter as the optimizer holds it; the key of its state."""
     shard: ParameterShard
     group: dict[str, Any]
     weight: torch.Tensor
@@ -115,7 +115,7 @@ class Adafactor(EagerOptimizer):
             piece.real(state["variance"]).lerp_(to_float32(piece.grad).square(), weight)
 
     def _inverse_root(self, piece: TrainedPiece) -> torch.Tensor:
-        """What this rank's gradients are multiplied with."""
+        """Return the factors that multiply the gradients of this rank."""
         state: dict[str, torch.Tensor] = self.state[piece.parameter]
         lowest: float | None = piece.group["eps"][0]
         eps = float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
@@ -150,7 +150,7 @@ def _sums(piece: TrainedPiece) -> torch.Tensor:
 
 
 def _factored(shard: ParameterShard) -> bool:
-    """Whether rows and columns together are fewer than elements."""
+    """Return whether the parameter has fewer rows and columns together than elements."""
     return len(shard.shape) >= 2 and min(shard.shape[-2:]) > 1
 
 

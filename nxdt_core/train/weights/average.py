@@ -55,7 +55,7 @@ class WeightAverage:
         self._trained: frozenset[str] | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is an average yet."""
+        """Return whether there is an average yet."""
         return bool(self._pieces)
 
     def after_step(self, model: ParallelModel, step: int) -> None:
@@ -82,7 +82,7 @@ class WeightAverage:
         model.load_state_dict(weights, strict=False)
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
-        """It, under the names of optimizer state."""
+        """Return the average under the names of optimizer state."""
         return {f"{name}{_SUFFIX}": piece for name, piece in self._pieces.items()}
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:

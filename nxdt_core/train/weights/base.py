@@ -102,7 +102,7 @@ class BaseWeights:
     """Whole parameters of a model, on the host."""
 
     origin: str
-    """Where they come from, for messages."""
+    """Source of the weights, for messages."""
     specs: Mapping[str, TensorSpec]
     """Dtype and shape by global name."""
     read: Callable[[Sequence[str]], Iterator[torch.Tensor]]

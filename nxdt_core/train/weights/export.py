@@ -40,7 +40,7 @@ ExportDtype = Literal["float32", "bfloat16", "float16"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What an export has written."""
+    """Result of an export."""
 
     source: str
     """Address of the checkpoint."""
@@ -48,9 +48,9 @@ class Exported:
     step: int
     files: tuple[str, ...]
     size_bytes: int
-    """Of all weights."""
+    """Size of all weights."""
     notes: tuple[str, ...]
-    """What the directory lacks, a sentence each."""
+    """Gaps of the directory, a sentence each."""
 
 
 def export_hf(
@@ -268,7 +268,7 @@ class HFForm:
         self._rank, self._world_size = ranks.rank, ranks.world_size
         self._every = every
         self._saves = 0
-        """The same on all ranks: each of them is asked once a save."""
+        """Number of saves so far. It is the same on all ranks, since each is called once per save."""
 
     def __call__(self, manifest: Manifest) -> Mapping[str, FileEntry]:
         """Write this rank's files next to those of the save that ``manifest`` is about to commit."""

@@ -1,4 +1,4 @@
-"""What an address of a person names: a run, a checkpoint, a directory of another program, or an adapter over one."""
+"""Weights that a user's address names: a run, a checkpoint, a directory of another program, or an adapter over one."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class FoundWeights:
     """Weights, and the run to use them with."""
 
     run: ResolvedConfig
-    """On one process."""
+    """Configuration of the run, on one process."""
     chat_keys: ChatKeys
-    """How messages become text."""
+    """Settings by which messages become text."""
     step: int
     """Optimizer steps that the weights have seen; 0 where a directory does not say."""
     source: HFSource | None
@@ -210,7 +210,7 @@ def _foreign(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeig
 
 
 def _adapted(below: FoundWeights, adapter: SavedAdapter) -> FoundWeights:
-    """The same with an adapter that is loaded over it."""
+    """Return the same weights with an adapter that is loaded over them."""
     section = dict(adapter.section(build.model_builder(below.run)))
     run = load({**below.run.to_dict(), "adapter": section}, kernel=below.run.kernel, label="the adapter")
 

@@ -39,7 +39,7 @@ _LONGEST = 4096
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Imported:
-    """What an import has committed."""
+    """Result of an import, which is committed."""
 
     source: str
     format: str
@@ -51,7 +51,7 @@ class Imported:
     tensors: int
     size_bytes: int
     notes: tuple[str, ...] = ()
-    """What the checkpoint does not keep, a sentence each."""
+    """Parts of the source that the checkpoint does not keep, a sentence each."""
 
 
 def import_checkpoint(
@@ -131,7 +131,7 @@ class _Foreign:
     listing: Listing
     """The tensors that it holds."""
     hf: HFSource | None = None
-    """What a Hugging Face directory says of using the model; None for other formats."""
+    """Facts on the model's use from a Hugging Face directory; None for other formats."""
 
     def __init__(self, path: str) -> None:
         self.path = path

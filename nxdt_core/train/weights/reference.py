@@ -104,7 +104,7 @@ def weighted_labels(sample: Sample) -> NDArray[np.bool_]:
 _log = logging.getLogger(__name__)
 _DIRECTORY = "reference"
 _DAMAGED = (BadZipFile, EOFError, KeyError, OverflowError, RuntimeError, TokenError, TypeError, ValueError)
-"""What numpy raises of bytes that it did not write."""
+"""Exceptions that numpy raises for bytes that it did not write."""
 
 
 def with_reference(
@@ -205,7 +205,7 @@ def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDA
 
 
 def _is_first_reader(engine: ParallelEngine) -> bool:
-    """Whether this is the first of the ranks that read the same samples."""
+    """Return whether this is the first of the ranks that read the same samples."""
     readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
     return readers.index(engine.rank_info.dp_rank) == engine.ranks.rank
 

@@ -55,9 +55,9 @@ _KEPT: tuple[str, ...] = (
     "adapter",
     "plugins.prefer",
 )
-"""All that the configuration of a checkpoint decides. Components are those of installed plugins."""
+"""Sections and keys that the configuration of a checkpoint decides. Components are those of installed plugins."""
 _HERE = ("trainer.accelerator", "parallel_engine", "plugins")
-"""Kept of a configuration that the user names, too."""
+"""Sections and keys that are also taken from a configuration that the user names."""
 _OF_TRAINING = ("model.optim", "model.pipeline_cuts", "model.model_config", "model.trainable")
 """Keys of the model that only training reads, and a file whose values the other keys hold."""
 _OF_BEFORE = (
@@ -79,17 +79,17 @@ _ONE_PROCESS: Mapping[str, Any] = {
     "data": {"name": "none", "micro_batch_size": 1, "global_batch_size": 1},
     "model": {"optim": {"lr": 0.0}},
 }
-"""What is needed of the rest: any process can load a checkpoint of any layout."""
+"""Sections that a run needs besides the model. They set one process, since any can load a checkpoint of any layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedRun:
-    """What using the model of a checkpoint needs of its run."""
+    """Parts of a checkpoint's run that are needed to use its model."""
 
     config: ResolvedConfig
-    """On one process, without data, optimizer, callbacks and store. It is not to be written."""
+    """Configuration on one process, without data, optimizer, callbacks and store. It is not to be written."""
     chat_keys: ChatKeys
-    """How the run's data made text of messages; the defaults where they held none."""
+    """Settings by which the run's data made text of messages; the defaults if they held none."""
 
 
 def named_config(path: str | None, trusted: Sequence[str] = ()) -> tuple[ResolvedConfig | None, TrustedKeys | None]:

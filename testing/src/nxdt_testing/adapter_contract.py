@@ -1,4 +1,4 @@
-"""What every adapter must keep; its author subclasses this once for each set of options.
+"""Tests that every adapter must pass; its author subclasses this once for each set of options.
 
 Example, the whole test file of a plugin::
 
@@ -51,7 +51,7 @@ class AdapterContract(ComponentContract, TriesLayouts):
     """The tests of an adapter: subclass it, set :attr:`name`, and override ``factory`` and ``section``."""
 
     name: ClassVar[str]
-    """Of its component."""
+    """Name of the adapter's component."""
     trains_of_base: ClassVar[tuple[str, ...]] = ()
     """Patterns of parameters of the base that it trains on purpose."""
 
@@ -183,7 +183,7 @@ class AdapterContract(ComponentContract, TriesLayouts):
     def test_merged_weights_compute_what_unmerged_ones_do(
         self, run: Run, adapter: Adapter, builder: ModelBuilder, merged: Merge, batches: Sequence[Batch]
     ) -> None:
-        """In a model without the adapter, once updates are no longer zero."""
+        """A model without the adapter computes the same with merged weights, once updates are no longer zero."""
         wanted = run.steps(batches, _STEPS).logits(batches)
         with _started(builder) as plain:
             plain.model.load_state_dict(merged(adapter, run.weights()))

@@ -1,4 +1,4 @@
-"""What every callback and logger must keep; its author subclasses a class once for each set of options.
+"""Tests that every callback and logger must pass; its author subclasses a class once for each set of options.
 
 Example, the whole test file of a plugin::
 
@@ -50,12 +50,12 @@ class _InRuns:
     """Runs with what is tested."""
 
     entry: ClassVar[str | Mapping[str, Any]]
-    """As in ``trainer.callbacks`` or ``exp_manager.loggers``: a name, or a mapping of ``name`` and the component's
+    """Entry in ``trainer.callbacks`` or ``exp_manager.loggers``: a name, or a mapping of ``name`` and the component's
     keys."""
     plugins: ClassVar[Sequence[str]] = ()
     """Plugin files, for ``plugins.local``."""
     is_logger: ClassVar[bool] = False
-    """Whether the entry is one of ``exp_manager.loggers``."""
+    """True if the entry is one of ``exp_manager.loggers``."""
 
     def _config(self, directory: Path, name: str, **trainer: Any) -> ResolvedConfig:
         given, logged = ({}, {"loggers": [self.entry]}) if self.is_logger else ({"callbacks": [self.entry]}, {})
@@ -102,7 +102,7 @@ class CallbackContract(_InRuns):
         assert not wrong, f"{wrong}; set changes_training where that is meant"
 
     def test_a_resumed_run_has_the_losses_of_one_that_was_not_stopped(self, tmp_path: Path) -> None:
-        """What it counts or averages is in its state, or follows from the step."""
+        """Values that the callback counts or averages are in its state, or follow from the step."""
         self._run(tmp_path, "halves", max_steps=_HALF)
         wrong = difference(self._run(tmp_path, "halves"), self._whole(tmp_path), "in a run that was not stopped")
         assert not wrong, f"after a resume {wrong}; keep what it counts in state_dict()"
@@ -123,7 +123,7 @@ class CallbackContract(_InRuns):
             self._run(tmp_path, "threads", max_steps=1)
 
     def test_two_ranks_finish(self, tmp_path: Path, pytestconfig: pytest.Config) -> None:
-        """What all ranks must do together is not asked of the first one alone."""
+        """Operations that all ranks must do together are not left to the first one alone."""
         if not self.tries_ranks(pytestconfig):
             pytest.skip("this run of pytest leaves ranks out; run all with --samples=all")
         trainer = {"max_steps": _HALF, "devices": 2, "callbacks": [self.entry]}

@@ -1,4 +1,4 @@
-"""What contracts share, without torch: fixtures, errors that fail a test, and where numbers of two runs differ."""
+"""Helpers of all contracts, without torch: fixtures, errors that fail a test, and where numbers of two runs differ."""
 
 from __future__ import annotations
 

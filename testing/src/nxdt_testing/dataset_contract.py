@@ -1,4 +1,4 @@
-"""What every dataset must keep; its author subclasses this once for each kind of dataset.
+"""Tests that every dataset must pass; its author subclasses this once for each kind of dataset.
 
 Example, the whole test file of a plugin::
 

@@ -1,4 +1,4 @@
-"""What every device profile must keep; its author subclasses it once.
+"""Tests that every device profile must pass; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 

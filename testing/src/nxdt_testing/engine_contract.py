@@ -1,4 +1,4 @@
-"""What every parallel engine must keep; its author subclasses it once.
+"""Tests that every parallel engine must pass; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 

@@ -59,13 +59,13 @@ POLICIES = ("mixed_precision", "mixed_precisionSR", "bf16SR", "autocast")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What a rank needs to build the same run."""
+    """Settings with which each rank builds the same run."""
 
     engine: str
     plugins: tuple[str, ...] = ()
     accelerator: str = HOST.type
     policy: PrecisionPolicy | None = field(default_factory=lambda: PrecisionPolicy(name="fp32"))
-    """None: that of the configuration."""
+    """Precision policy; None: that of the configuration."""
 
     @cache  # noqa: B019
     def config(self, *overrides: str) -> ResolvedConfig:

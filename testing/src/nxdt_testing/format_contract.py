@@ -1,4 +1,4 @@
-"""What every checkpoint format must keep; its author subclasses it once.
+"""Tests that every checkpoint format must pass; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 

@@ -1,4 +1,4 @@
-"""What every launcher must keep; its author subclasses it once for each set of options.
+"""Tests that every launcher must pass; its author subclasses it once for each set of options.
 
 Example, the whole test file of a plugin::
 
@@ -149,7 +149,7 @@ class LauncherContract(ComponentContract):
         assert right, f"rank 0 must have a host, and a port from 1 to 65535; they are {host!r} and {port!r}"
 
     def test_wrong_and_missing_variables_are_errors(self, joining: Launcher, environments: _Environments) -> None:
-        """One that is needed, and is missing or holds nonsense, ends in an error of nxdt and in no other exception."""
+        """A variable that is needed, and is missing or invalid, raises an error of nxdt and no other exception."""
         right = environments[1]
         wrong = [(f"no {name}", {each: right[each] for each in right if each != name}) for name in right]
         wrong += [(f"{name}={value!r}", {**right, name: value}) for name in right for value in _NONSENSE]

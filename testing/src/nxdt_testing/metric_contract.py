@@ -1,4 +1,4 @@
-"""What every metric must keep; its author subclasses it once.
+"""Tests that every metric must pass; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 

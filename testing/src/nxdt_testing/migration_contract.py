@@ -1,4 +1,4 @@
-"""What every configuration migration must keep; its author subclasses it once for each of some files.
+"""Tests that every configuration migration must pass; its author subclasses it once for each of some files.
 
 Example, the whole test file of a plugin::
 
@@ -149,7 +149,7 @@ class MigrationContract(ComponentContract):
 
 
 def _is_told(path: str, rows: Mapping[str, Any]) -> bool:
-    """Whether a row is about a key, or about the section or list that it is in."""
+    """Return whether a row is about a key, or about the section or list that it is in."""
     while path and path not in rows:
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
     return bool(path)

@@ -1,4 +1,4 @@
-"""What every model builder must keep; its author subclasses it once, or once for each kind of model.
+"""Tests that every model builder must pass; its author subclasses it once, or once for each kind of model.
 
 Example, the whole test file of a plugin::
 
@@ -36,7 +36,7 @@ from nxdt_testing.runs.run import SEED, differing, fresh
 __all__ = ["ModelContract"]
 
 _ROUNDING = 1e-4
-"""Of the effect of a token; what a later token would have on a fresh model's logits is a hundred times as much."""
+"""Rounding error per effect of a token; a later token would change a fresh model's logits a hundred times as much."""
 _ADVICE = (
     "Correct the plan, or what a module computes from the size of its shard. Values for each head or channel belong "
     "in a module that the plan names 'heads' or 'channels'."
@@ -47,10 +47,10 @@ class ModelContract(ModelPlan, ModelExchange, TriesLayouts):
     """The tests of a model plugin: subclass it and override the fixture ``builder``."""
 
     capabilities: ClassVar[frozenset[str] | None] = None
-    """What the model's record declares. None: as the installed record says whose target is the builder's class, or,
-    where there is none, independent of the plan's entries."""
+    """Capabilities that the model's record declares. None: those of the installed record whose target is the builder's
+    class; without such a record, those that the plan gives."""
     noisy: ClassVar[bool] = False
-    """Whether the model that the builder builds adds noise in training."""
+    """True if the model that the builder builds adds noise in training."""
     exhaustive = tuple(name for name, layout in LAYOUTS.items() if layout.exhaustive)
 
     @pytest.fixture

@@ -115,7 +115,7 @@ class ModelPlan:
         assert found == dict.fromkeys(whole, 1)
 
     def test_stages_in_turn_compute_what_the_whole_does(self, builder: ModelBuilder, model: nn.Module) -> None:
-        """From hidden states [batch, seq, hidden_size] on, with the positions of the batch."""
+        """Stages begin with hidden states [batch, seq, hidden_size] and get the positions of the batch."""
         ids, positions = tokens(builder, 2, 9), torch.arange(9).expand(2, 9)
         state, hidden = model.state_dict(), ids
         pipeline = builder.plan().pipeline
@@ -144,7 +144,7 @@ def _stages(builder: ModelBuilder) -> Iterator[nn.Module]:
 
 
 def _module_patterns(plan: ParallelPlan) -> Iterator[str]:
-    """Those that the plan gives itself."""
+    """Yield the patterns of modules that the plan itself contains."""
     yield from (*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores)
     yield from (*plan.experts.modules, *plan.experts.dispatchers, *plan.experts.routers)
     yield from (path for group in plan.recompute.values() for path in group)

@@ -1,4 +1,4 @@
-"""What every objective must keep; its author subclasses this once for each set of options.
+"""Tests that every objective must pass; its author subclasses this once for each set of options.
 
 Example, the whole test file of a plugin::
 

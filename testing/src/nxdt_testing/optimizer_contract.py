@@ -1,4 +1,4 @@
-"""What every optimizer must keep; its author subclasses it once for each set of options.
+"""Tests that every optimizer must pass; its author subclasses it once for each set of options.
 
 Example, the whole test file of a plugin::
 
@@ -52,7 +52,7 @@ class OptimizerContract(ComponentContract, TriesLayouts):
     """The tests of an optimizer: subclass it, set :attr:`sharded`, and override ``factory`` and ``section``."""
 
     sharded: ClassVar[bool]
-    """Whether its record declares the capability ``sharded``."""
+    """True if its record declares the capability ``sharded``."""
     reads_rate: ClassVar[bool] = True
     """False for one whose step does not follow the learning rate, such as Rprop."""
     rtol: ClassVar[float] = 1e-3
@@ -155,7 +155,7 @@ class OptimizerContract(ComponentContract, TriesLayouts):
         )
 
     def test_a_rank_may_have_no_element_of_a_parameter(self, factory: OptimizerFactory, section: Any) -> None:
-        """Where there are more ranks than rows."""
+        """A step works on a rank without elements, as it occurs where there are more ranks than rows."""
         self._skip_unless_sharded()
         run = _Run(factory, section, empty=nn.Parameter(torch.empty(0)))
         with no_error("a step fails where a parameter has no element on this rank:"):

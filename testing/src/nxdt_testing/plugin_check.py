@@ -57,21 +57,21 @@ _RATE = 0.01
 _TINY = "-tiny"
 """End of the names of recipes whose models take seconds."""
 _UNWRITTEN = "to be described in a line"
-"""In the summaries of ``nxdt plugins new``."""
+"""Text in the summaries of ``nxdt plugins new``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Result:
-    """How one requirement ended."""
+    """Result of one requirement."""
 
     of: str
     """The plugin or component that it is about, or a test file."""
     requirement: str
-    """As a sentence."""
+    """The requirement as a sentence."""
     state: str
     """``pass``, ``skip`` or ``fail``."""
     text: str = ""
-    """Of a failure or skip: why, in one line."""
+    """Reason of a failure or skip, in one line."""
 
 
 def check_plugin(name: str) -> list[Result]:

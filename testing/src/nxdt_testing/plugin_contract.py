@@ -1,4 +1,4 @@
-"""What every plugin must keep, of any kind; its author subclasses it once.
+"""Tests that every plugin of any kind must pass; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 
@@ -71,7 +71,7 @@ print(time.process_time() - begun)
 _LIGHT_S = 0.015
 """CPU seconds that an entry module may take: every command of every user pays them."""
 _ATTEMPTS = 3
-"""Of which the quickest counts: the first may compile bytecode, and another process may have used the caches."""
+"""Timed imports; the quickest counts, since the first may compile bytecode and another process may use the caches."""
 
 
 class PluginContract:
@@ -243,6 +243,6 @@ def _import_s(module: str) -> float:
 
 @cache
 def _probe(seed: str, *path: str) -> dict[str, Any]:
-    """What a new process finds under ``PYTHONHASHSEED=seed``: the tests of several plugins share it."""
+    """Return the report of a new process under ``PYTHONHASHSEED=seed``; the tests of several plugins share it."""
     del path
     return dict(json.loads(in_new_process(_PROBE, PYTHONHASHSEED=seed)))

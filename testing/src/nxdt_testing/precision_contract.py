@@ -1,4 +1,4 @@
-"""What every precision policy must keep; its author subclasses this once for each set of options.
+"""Tests that every precision policy must pass; its author subclasses this once for each set of options.
 
 Example, the whole test file of a plugin::
 

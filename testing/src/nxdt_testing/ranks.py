@@ -47,7 +47,7 @@ _ATTEMPTS = 3
 """Runs that may start over because another process took the port between its choice and its use."""
 _PORT_TAKEN = ("EADDRINUSE", "address already in use")
 _GRACE_S = 5.0
-"""How long the others may continue once one rank has failed: time to see a closed connection and say so."""
+"""Time that the other ranks get once one has failed, to see a closed connection and report it."""
 _STACKS_S = 2.0
 _LOG_CHARACTERS = 6000
 

@@ -1,4 +1,4 @@
-"""What every learning-rate schedule must keep; its author subclasses it once for each set of options.
+"""Tests that every learning-rate schedule must pass; its author subclasses it once for each set of options.
 
 Example, the whole test file of a plugin::
 

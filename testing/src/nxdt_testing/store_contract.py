@@ -1,4 +1,4 @@
-"""What every store of checkpoints must keep; its author subclasses it once.
+"""Tests that every store of checkpoints must pass; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 

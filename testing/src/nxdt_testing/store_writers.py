@@ -63,7 +63,7 @@ class StoreWriters:
     """The tests of interrupted writers, and of several at once."""
 
     part_bytes: ClassVar[int] = 2**20
-    """Where the store writes large objects in parts, the size of one; objects around multiples of it are written."""
+    """Size of the parts in which the store writes large objects; the tests write objects around multiples of it."""
 
     def reopen(self, storage: CheckpointStore) -> CheckpointStore:
         """Another object on the same store, as another process would have it."""
@@ -75,7 +75,7 @@ class StoreWriters:
         return partial(type(storage), storage.uri, None)
 
     def test_an_object_shows_only_when_its_writing_has_ended(self, storage: CheckpointStore) -> None:
-        """Not in a listing, not by its facts, not by its bytes."""
+        """An unfinished object is in no listing, and has neither facts nor bytes."""
         other = self.reopen(storage)
         with storage.open_write("a/b") as stream:
             stream.write(b"x" * 2**20)
@@ -104,7 +104,7 @@ class StoreWriters:
     def test_an_interruption_between_any_two_writes_leaves_nothing(
         self, storage: CheckpointStore, interruption: type[BaseException], replacing: bool
     ) -> None:
-        """Not even where whole parts were written before; what was there stays; the key can be written again."""
+        """An interrupted writer leaves no part, and keeps an earlier object; the key can be written again."""
         piece = pattern(self.part_bytes // 2 + 1)
         if replacing:
             write(storage, "a/b", b"old")

@@ -1,4 +1,4 @@
-"""What every task suite must keep; its author subclasses it once.
+"""Tests that every task suite must pass; its author subclasses it once.
 
 Example, the whole test file of a plugin::
 

@@ -1,4 +1,4 @@
-"""What every tokenizer must keep; its author subclasses this once for each kind of file that it reads.
+"""Tests that every tokenizer must pass; its author subclasses this once for each kind of file that it reads.
 
 Example, the whole test file of a plugin::
 
@@ -40,7 +40,7 @@ _TEXTS = (
 )
 _MESSAGES = ({"role": "user", "content": "Who are you?"}, {"role": "assistant", "content": "A model."})
 _REPEATED = 400
-"""How often a text is repeated for a long one: longer than the context of most models of Hugging Face."""
+"""Repetitions that make a long text: longer than the context of most models of Hugging Face."""
 _SURROGATE = "a\ud800b"
 _ROLES = ("bos", "eos", "pad")
 
@@ -196,7 +196,7 @@ class TokenizerContract:
             )
 
     def test_special_tokens_are_located_where_they_are_spelled(self, tokenizer: Tokenizer, chat: Tokenizer) -> None:
-        """What a template writes becomes the token that the model knows."""
+        """Special tokens that a template writes become the tokens that the model knows."""
         reserved = list(chat.reserved_tokens())
         for token in reserved:
             (found,) = chat.locate([f"a{token}b"])

@@ -41,7 +41,7 @@ class NamesRead:
 
     @property
     def take_all(self) -> bool:
-        """Whether some code reads all keys of a section at once, as ``model_dump`` does."""
+        """True if some code reads all keys of a section at once, as ``model_dump`` does."""
         return not _TAKE_ALL.isdisjoint(self.attributes)
 
 

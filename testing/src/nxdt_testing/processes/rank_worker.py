@@ -1,4 +1,4 @@
-"""What runs inside one process of a :class:`nxdt_testing.ranks.RankPool`; the parent's side is there."""
+"""Code that runs inside one process of a :class:`nxdt_testing.ranks.RankPool`; the parent's side is there."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Task:
     environment: Mapping[str, str]
     directory: str
     path: Sequence[str]
-    """Where modules are found."""
+    """Directories in which modules are searched."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

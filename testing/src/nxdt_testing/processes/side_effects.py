@@ -1,4 +1,4 @@
-"""What code under test writes, starts and imports: from the interpreter's audit events, and in new processes."""
+"""Side effects of code under test (writes, starts, imports), by the interpreter's audit events and in new processes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for name in sys.argv[2:]:
 print(*sorted(set(sys.argv[1].split(",")) & set(sys.modules)))
 """
 _lists: list[list[str]] = []
-"""Those that are being filled; an audit hook cannot be removed, so that there is one."""
+"""Lists that one audit hook fills; there is one hook, since none can be removed."""
 _installed: list[bool] = []
 
 
@@ -62,7 +62,7 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _is_for_writing(path: object, mode: str | None, flags: int) -> bool:
-    """Whether a file is opened for writing; bytecode that Python keeps of imported modules does not count."""
+    """Return whether a file is opened for writing; bytecode that Python keeps of imported modules does not count."""
     cached = "__pycache__" in str(path)
     return not cached and bool(flags & (os.O_WRONLY | os.O_RDWR))
 

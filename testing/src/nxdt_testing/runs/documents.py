@@ -13,7 +13,7 @@ from nxdt_core.protocols.objective import ObjectiveTraits
 __all__ = ["Document", "documents", "in_rows"]
 
 Document = Mapping[str, torch.Tensor]
-"""What one row of a sample holds of a document: fields of a batch [seq], and ``logits`` [seq, vocab]."""
+"""Part of a sample's row that belongs to one document: fields of a batch [seq], and ``logits`` [seq, vocab]."""
 _PROMPT = 3
 """Tokens of each document that the loss is not on."""
 

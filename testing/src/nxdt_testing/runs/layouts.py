@@ -56,11 +56,11 @@ class Layout:
     """Overrides of a configuration."""
     ranks: int = 2
     documents: bool = False
-    """Whether rows hold several documents."""
+    """True if rows hold several documents."""
     lora: bool = False
-    """Whether the model is adapted by ``nxdt-plugin-lora``."""
+    """True if the model is adapted by ``nxdt-plugin-lora``."""
     exhaustive: bool = False
-    """Whether it is left out unless all cases are wanted: others show nearly the same."""
+    """True for a layout that only a run of all samples includes, since others show nearly the same."""
 
 
 def _layout(needs: str, *settings: str, **others: Any) -> Layout:
@@ -85,24 +85,24 @@ LAYOUTS: Mapping[str, Layout] = {
     "tp-ep": _layout("tp ep", TP, EP, ranks=4, exhaustive=True),
     "tp-zero3": _layout("tp", TP, ZERO3, ranks=4, exhaustive=True),
 }
-"""By name: the layouts in which a model is compared with a single process."""
+"""Layouts by name, in which a model is compared with a single process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """What some steps on a rank gave."""
+    """Result of some steps on a rank."""
 
     losses: Mapping[int, float]
-    """By step."""
+    """Losses by step."""
     metrics: Mapping[str, Mapping[int, float]]
-    """By name and step."""
+    """Metrics by name and step."""
     updates: Mapping[str, tuple[tuple[int, ...], torch.Tensor]]
-    """By parameter: where the elements of this rank begin, and how they changed."""
+    """Update of each parameter: where the elements of this rank begin, and how they changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Work:
-    """What is trained, and with what instead of the defaults."""
+    """Model and layout to train, and replacements of the defaults."""
 
     builder: ModelBuilder
     layout: Layout

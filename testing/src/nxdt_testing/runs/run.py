@@ -183,7 +183,7 @@ class Run:
         self.state = TrainState()
         self.losses: list[float] = []
         self.norms: list[float] = []
-        """Of gradients, before clipping."""
+        """Norms of gradients, before clipping."""
         self.weight_norms: list[float] = []
         self.metrics: list[dict[str, float]] = []
         self._before = self.weights()

@@ -23,13 +23,13 @@ from nxdt_testing.runs.run import run_config
 __all__ = ["STEPS", "Tokens", "losses", "no_thread_left", "small_config", "train_small"]
 
 STEPS = 4
-"""Of a whole run; a checkpoint and a validation are made after half of them."""
+"""Steps of a whole run; a checkpoint and a validation are made after half of them."""
 _GRACE_S = 2.0
-"""In which a thread that was asked to end may do so."""
+"""Seconds in which a thread that was asked to end may do so."""
 _ROWS = 260
-"""Of the byte tokenizer, and a spare one."""
+"""Vocabulary rows: those of the byte tokenizer, and a spare one."""
 _COUNT, _VOCABULARY, _PERIOD = 64, 64, 7
-"""Of the samples: how many, of which tokens, and after how many these repeat."""
+"""Number of samples, size of their vocabulary, and number of samples after which they repeat."""
 
 
 def small_config(

@@ -24,12 +24,12 @@ from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
 
 
 class LowRankUpdate(Update):
-    """Of a linear layer: ``product + scaling * (dropout(x) Aᵀ) Bᵀ`` (Hu et al. 2021, arXiv:2106.09685)."""
+    """Update of a linear layer: ``product + scaling * (dropout(x) Aᵀ) Bᵀ`` (Hu et al. 2021, arXiv:2106.09685)."""
 
     follows: Mapping[str, int] = {"lora_A": 1, "lora_B": 0}
     reads_weight = False
     grows = "lora_B"
-    """What starts at zero."""
+    """Name of the parameter that starts at zero."""
 
     def __init__(self, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LowRankUpdate(Update):
 
 
 class DoraUpdate(LowRankUpdate):
-    """As its base, with the rows of W + s B A brought to trained norms (Liu et al. 2024, arXiv:2402.09353).
+    """Low-rank update that also brings the rows of W + s B A to trained norms (Liu et al. 2024, arXiv:2402.09353).
 
     As there (section 4.3), no gradient passes through the rows' own norms. The norms are those of
     ``|w|² + 2 s w·(Aᵀ b) + s² bᵀ (A Aᵀ) b``: no matrix of the weight's size is made.
@@ -82,11 +82,11 @@ class DoraUpdate(LowRankUpdate):
 
 
 class EmbeddingUpdate(Update):
-    """Of an embedding: rows of ``A`` [rows, rank], which starts at zero, times ``B`` [rank, width]."""
+    """Update of an embedding: rows of ``A`` [rows, rank], which starts at zero, times ``B`` [rank, width]."""
 
     follows: Mapping[str, int] = {"lora_A": 0, "lora_B": 1}
     grows = "lora_A"
-    """What starts at zero."""
+    """Name of the parameter that starts at zero."""
     inputs = 0
 
     def __init__(self, rows: int, width: int, *, rank: int, scaling: float) -> None:
@@ -102,7 +102,7 @@ class EmbeddingUpdate(Update):
 
 
 class DoraEmbeddingUpdate(EmbeddingUpdate):
-    """As its base, with the columns of W + s A B brought to trained norms, as in peft; see :class:`DoraUpdate`."""
+    """Update that also brings the columns of W + s A B to trained norms, as in peft; see :class:`DoraUpdate`."""
 
     follows: Mapping[str, int] = {**EmbeddingUpdate.follows, "lora_magnitude": 1}
 
@@ -127,11 +127,11 @@ class DoraEmbeddingUpdate(EmbeddingUpdate):
 
 
 class ExpertsUpdate(Update):
-    """Of one matrix of experts [experts, out, in]: an update for each expert, from its own rows."""
+    """Update of one matrix of experts [experts, out, in]: each expert has its own, from its own rows."""
 
     follows: Mapping[str, int] = {"lora_A": 2, "lora_B": 1}
     grows = "lora_B"
-    """What starts at zero."""
+    """Name of the parameter that starts at zero."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class ExpertsUpdate(Update):
 
 
 def _wide(weight: torch.Tensor) -> torch.dtype:
-    """What sums of squares of ``weight`` are computed in."""
+    """Return the dtype in which sums of squares of ``weight`` are computed."""
     return torch.float64 if weight.dtype == torch.float64 else torch.float32
 
 
@@ -165,12 +165,12 @@ def _plus_scaled(product: torch.Tensor, narrow: torch.Tensor, up: torch.Tensor, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapted:
-    """What :func:`adapt` did to a model."""
+    """Result of :func:`adapt`."""
 
     plan: ParallelPlan
     """The plan of the changed model."""
     rules: Sequence[InitRule]
-    """How the parameters start that were added."""
+    """Rules that initialise the parameters that were added."""
     targets: Sequence[str]
     """Paths of the layers that have an update."""
 

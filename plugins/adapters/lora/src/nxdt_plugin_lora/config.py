@@ -12,7 +12,7 @@ from nxdt_core.config.section import Section
 Biases = Literal["none", "all", "lora_only"]
 
 ALL_LINEAR = "all-linear"
-"""In ``target_modules``: every linear layer and expert but the head."""
+"""Name in ``target_modules`` of every linear layer and expert but the head."""
 
 
 class LoraConfig(Section):
@@ -51,7 +51,7 @@ class LoraConfig(Section):
     """Train the norm of each output feature's weights apart from their direction (Liu et al. 2024, arXiv:2402.09353);
     linear layers and embeddings only."""
     init_lora_weights: Literal["default", "gaussian"] = "default"
-    """How A starts: uniform within 1 / sqrt(inputs), or normal with the standard deviation 1 / ``lora_rank``."""
+    """Initial values of A: uniform within 1 / sqrt(inputs), or normal with the standard deviation 1 / ``lora_rank``."""
     save_lora_base: bool = True
     """Checkpoints hold the frozen weights too; ``false``: what trains, alone."""
     merge_lora: bool = False
@@ -77,7 +77,7 @@ class LoraConfig(Section):
 
     @property
     def scaling(self) -> float:
-        """What the product of B and A is multiplied with."""
+        """Factor of the product of B and A."""
         return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
 
     def check(self) -> Iterator[tuple[str, str]]:

@@ -1,4 +1,4 @@
-"""From a checkpoint of a LoRA run to one of a plain model: ``nxdt checkpoint merge-lora``."""
+"""Merge of a checkpoint of a LoRA run into one of a plain model: ``nxdt checkpoint merge-lora``."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _OF_THE_ADAPTER = ("adapter", "model_alignment_strategy")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Merged:
-    """What a merge has committed."""
+    """Result of a merge, which is committed."""
 
     source: str
     target: str
@@ -181,7 +181,7 @@ def _check_ties(saved: SavedLora) -> None:
 
 
 MERGED = "-merged"
-"""Behind the address of a run's checkpoints: where the merged model is committed."""
+"""Suffix of the address of a run's checkpoints, under which the merged model is committed."""
 _DIRECTORY = "lora_adapter"
 
 _log = logging.getLogger(__name__)

@@ -58,14 +58,14 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExportedLora:
-    """What an export has written."""
+    """Result of an export."""
 
     source: str
     """Address of the checkpoint."""
     target: str
     step: int
     base: str | None
-    """What ``adapter_config.json`` names as the base model."""
+    """Base model that ``adapter_config.json`` names."""
     updates: int
     """Matrices with an update."""
     size_bytes: int

@@ -45,15 +45,15 @@ _UNREAD = (
 _STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
 """Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it."""
 MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
-"""What to do where no section here describes what a file has."""
+"""Advice if no section here describes what a file has."""
 _CONVERT = (
     "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the "
     "adapter as it was before training), or merge it there (merge_and_unload) and start from that model."
 )
 _LAYERS = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
-"""What the names of the layers' weights end in that an adapter of ours has as target parameters."""
+"""Ends of the names of layer weights, for adapters of ours that are target parameters in peft."""
 _CONVERTED = ("pissa", "corda", "olora", "lora_ga")
-"""What the names of the starts begin with that peft converts."""
+"""Beginnings of values of ``init_lora_weights`` that peft converts."""
 
 
 def peft_config(
@@ -135,7 +135,7 @@ def unsupported_options(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _of_layers(parameters: Iterable[str]) -> bool:
-    """Whether they are weights of layers, whose updates are the same under either way to name them."""
+    """Return whether they are weights of layers, whose updates are the same under either way to name them."""
     return all(name.endswith(_LAYERS) for name in parameters)
 
 

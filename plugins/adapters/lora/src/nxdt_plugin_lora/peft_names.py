@@ -42,11 +42,11 @@ class PeftTensor:
 
     source: Source
     modules: tuple[str, ...]
-    """Of transformers, which it is an update of or belongs to."""
+    """Modules of transformers that the parameter updates or belongs to."""
     leaf: UpdateParameter | None
-    """None for a parameter of the base that trains whole."""
+    """Name of the parameter within the update; None for a parameter of the base that trains whole."""
     transposed: bool = False
-    """Whether they are stored transposed."""
+    """True if the tensors are stored transposed."""
     twin: str | None = None
     """Name of the same tensor again, where two modules share it."""
 

@@ -1,4 +1,4 @@
-"""From a directory of peft to the section ``adapter`` of a run that begins with it."""
+"""Conversion of a directory of peft to the section ``adapter`` of a run that begins with it."""
 
 from __future__ import annotations
 

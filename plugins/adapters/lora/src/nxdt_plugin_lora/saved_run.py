@@ -34,11 +34,11 @@ class SavedLora:
     trained: Mapping[str, tuple[int, ...]]
     """Shapes of all that trained, by name."""
     found_base: BaseWeights | None
-    """None: they were not needed."""
+    """Weights of the base; None where they were not needed."""
 
     @property
     def uri(self) -> str:
-        """Its address."""
+        """Address of the checkpoint."""
         return build.step_uri(self.storage, self.manifest.step)
 
     @property

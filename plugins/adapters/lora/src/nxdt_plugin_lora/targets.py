@@ -1,4 +1,4 @@
-"""Which layers of a model a list of names means."""
+"""Layers of a model that a list of names selects."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _SEPARATE: Mapping[str, tuple[str, ...]] = {
 }
 """Fused matrices of NxD Training → what they are where a model keeps them apart."""
 _MATRICES = ("gate_proj", "up_proj", "down_proj")
-"""Of experts."""
+"""Matrices of experts."""
 
 
 def adaptable(module: nn.Module) -> dict[str, nn.Module]:

@@ -1,4 +1,4 @@
-"""What is worth telling of a Lustre file system: codes ``NXDT-S120`` to ``NXDT-S129``.
+"""Warnings about a Lustre file system: codes ``NXDT-S120`` to ``NXDT-S129``.
 
 All are reported as warnings: with each of them, checkpoints are still complete.
 """

@@ -38,7 +38,7 @@ _STATE = re.compile(r": \((0x[0-9a-f]+)\)", re.IGNORECASE)
 
 
 class HsmState(IntFlag):
-    """What Lustre knows of a file's copy, ``enum hsm_states`` of llapi_hsm_state_get(3)."""
+    """State of a file's copy in Lustre, ``enum hsm_states`` of llapi_hsm_state_get(3)."""
 
     EXISTS = 0x01
     DIRTY = 0x02

@@ -75,7 +75,7 @@ class Address:
 
 
 def _problem(path: str) -> str | None:
-    """Why ``path`` is none of names joined by '/'."""
+    """Return why ``path`` does not consist of names joined by '/'; None where it does."""
     if any(part in ("", ".", "..") for part in path.split("/")):
         return "it must be names joined by '/', without '..' and empty ones"
     return "it holds a control character" if _CONTROL.search(path) else None

@@ -16,7 +16,7 @@ _LARGEST_PART = 5 * 2**30
 
 
 class S3StorageConfig(Section):
-    """How objects are written to and read from S3.
+    """Settings for writing objects to S3 and reading them.
 
     Credentials are not keys of it: they come from the SDK's own chain (environment, shared files, container or instance
     role), which also reads ``AWS_PROFILE``, ``AWS_REGION`` and ``AWS_ENDPOINT_URL_S3``.
@@ -35,7 +35,7 @@ class S3StorageConfig(Section):
     kms_key_id: str | None = None
     """Key for ``server_side_encryption: aws:kms``; null takes the account's own."""
     storage_class: str | None = None
-    """Such as ``INTELLIGENT_TIERING``; null means ``STANDARD``."""
+    """Storage class of the objects, such as ``INTELLIGENT_TIERING``; null means ``STANDARD``."""
     checksum: Literal["auto", "crc32", "crc32c", "crc64nvme"] = "auto"
     """Checksum that the server verifies for each part. ``auto``: CRC-32C where awscrt is installed, else CRC-32."""
     part_bytes: PositiveInt = 16 * 2**20

@@ -41,7 +41,7 @@ class Checksum:
     """One algorithm; all of them give the GIL up, or take half a millisecond for 16 MiB."""
 
     algorithm: str
-    """As S3 calls it: ``CRC32C``."""
+    """Name of the algorithm in S3, such as ``CRC32C``."""
     compute: Callable[[bytes | memoryview], int]
     size_bytes: int
 
@@ -80,18 +80,18 @@ _FIRST_CONTACT_S = 15.0
 
 @dataclass(slots=True)
 class _Failures:
-    """What failures have cost one save."""
+    """Time that failures have cost one save."""
 
     lost_s: float = 0.0
     failing: int = 0
     """Requests that are being tried again at the moment."""
     since: float = 0.0
-    """When the first of these began to fail; where none is failing, when the last one ended."""
+    """Time at which the first of these began to fail; where none is failing, at which the last one ended."""
 
 
 @final
 class RetryBudget:
-    """How much of its deadline a group of requests has spent on failures, counted once where several fail together.
+    """Time that each group of requests has spent on failures, counted once where several fail together.
 
     A group whose requests have all succeeded for as long as the deadline gets its whole budget back.
     """
@@ -114,7 +114,7 @@ class RetryBudget:
             return failures.failing == 1
 
     def end(self, group: str) -> None:
-        """It has succeeded, or was given up."""
+        """Record that a request has succeeded, or was given up."""
         with self._lock:
             failures = self._failures[group]
             failures.failing -= 1

@@ -46,7 +46,7 @@ class Download(io.RawIOBase):
         """The range that :meth:`readinto` currently copies from."""
         self._position = 0
         self._next = self._end = start
-        """Where the next range to ask for begins, and where the last one ends."""
+        """Positions at which the next range to request begins, and at which the last one ends."""
         self._first = start
         self._body: Any = None
         """Body of the first range until it is read; its response gave the size and version of the object."""

@@ -29,7 +29,7 @@ from nxdt_plugin_s3.errors import (
 )
 
 FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
-"""All exceptions that the SDK raises for failures on the network or on the server."""
+"""Exceptions that the SDK raises for failures on the network or on the server."""
 
 _USER = re.compile(r"//[^/@\s]*@")
 _RETRIES = re.compile(r" \(reached max retries: \d+\)")
@@ -123,7 +123,7 @@ class Place:
         return S3Failed(where=where, reason=_reason(error))
 
     def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
-        """What an answer of the server means."""
+        """Return the exception that an error response of the server means."""
         code, status, root = code_of(error), status_of(error), self.address.uri
         reason = _reason_of(error.response)
         if code == "NoSuchBucket":

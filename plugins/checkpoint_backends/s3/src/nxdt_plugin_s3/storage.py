@@ -64,7 +64,7 @@ def _uploads(connection: Connection, prefix: str) -> Iterator[tuple[dict[str, An
 
 
 _MOST_DELETIONS = 1000
-"""Of one request, https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
+"""Limit of one request, https://docs.aws.amazon.com/AmazonS3/latest/API/API_DeleteObjects.html"""
 
 
 class S3Storage(CheckpointStore):
@@ -79,7 +79,7 @@ class S3Storage(CheckpointStore):
         self.uri = self._address.uri
         self._connections: dict[int, Connection] = {}
         self._locks: dict[int, threading.Lock] = {}
-        """By process: a forked one makes its own, in any state of its parent's."""
+        """Locks by process: a forked one makes its own, in any state of its parent's."""
 
     @contextmanager
     def open_write(self, key: str) -> Iterator[BinaryIO]:
@@ -198,7 +198,7 @@ class S3Storage(CheckpointStore):
             return bool(self._run(key, put))
 
     def _entries(self, name: str, prefix: str) -> Iterator[dict[str, Any]]:
-        """What the server lists of names that begin with ``name``, page by page."""
+        """Yield the objects whose names begin with ``name``, as the server lists them page by page."""
         connection, request = self._connection(), {"Bucket": self._address.bucket, "Prefix": name}
         tokens: set[str | None] = {None}
         with connection.explained(self.uri, "Listing"):

@@ -69,7 +69,7 @@ _ABORT_ATTEMPTS = 3
 
 @final
 class Upload(io.RawIOBase):
-    """What a block of ``open_write`` writes to; :meth:`finish` or :meth:`abort` ends it.
+    """Stream of one object that ``open_write`` yields; :meth:`finish` or :meth:`abort` ends it.
 
     Args:
         connection: client of the bucket.

@@ -34,10 +34,10 @@ class Argument(NamedTuple):
     call: str
     name: str
     place: int | None
-    """In NxD Core's signature, without ``self``; None for a key."""
+    """Position in NxD Core's signature, without ``self``; None for a key."""
     default: Any
     state: Literal["refused", "ignored", "unused"]
-    """What another value leads to: an error, a warning, or nothing."""
+    """Effect of another value: an error, a warning, or nothing."""
     reason: str
     advice: str
 
@@ -93,7 +93,7 @@ _KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], Seq
     ),
 )
 _TAKEN = {name: (what, test) for what, test, names in _KINDS for name in names}
-"""What an argument or a key takes besides its default, by its name in any call: words, and a class or a test."""
+"""Values that an argument or a key takes besides its default, by its name in any call: words, and a class or a test."""
 
 
 def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:

@@ -100,11 +100,11 @@ class NxDConfig(dict[str, Any]):
     engine: ParallelEngine
     groups: Groups
     model: Any = None
-    """What ``initialize_parallel_model`` returned."""
+    """Model that ``initialize_parallel_model`` returned."""
     optimizers: Sequence[Any] = ()
-    """Those over the parameters of ``model``."""
+    """Optimizers over the parameters of ``model``."""
     saves: Any = None
-    """What ``save_checkpoint`` has in flight for the process group, or had last."""
+    """Manager of the saves that ``save_checkpoint`` has in flight for the process group, or had last."""
 
     @classmethod
     def of_one_process(cls) -> NxDConfig:
@@ -124,14 +124,14 @@ class NxDConfig(dict[str, Any]):
 
     @property
     def max_grad_norm(self) -> float | None:
-        """To what gradients are clipped; None for not at all."""
+        """Limit of the gradients' norm; None where gradients are not clipped."""
         optimizer = self["optimizer_config"]
         return float(optimizer["max_grad_norm"]) if optimizer["grad_clipping"] else None
 
 
 _RUNS: dict[dist.ProcessGroup | None, NxDConfig] = {}
-"""What was made last, by the process group of the world; functions of NxD Core that take no configuration work on it.
-A single process has the key None, since it may get a group later."""
+"""Configuration that was made last, by the process group of the world; functions of NxD Core without that argument use
+it. A single process has the key None, since it may get a group later."""
 
 
 def _world() -> dist.ProcessGroup | None:

@@ -88,15 +88,15 @@ _ROWS = 256
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenColumns:
-    """What a tokenised dataset says of each token."""
+    """Columns of a tokenised dataset, with a value per token."""
 
     input_ids: TokenColumn
     labels: TokenColumn | None = None
-    """Of the same token, not of the next; −100 where it is not learnt. None: every token is."""
+    """Labels of the same token, not of the next; −100 where it is not learnt. None: every token is."""
     attention_mask: TokenColumn | None = None
     """0 for padding; documents of a row have different numbers, such as 1 and 2. None: there is no padding."""
     position_ids: TokenColumn | None = None
-    """Where they do not count on, another document begins. None: each row is one document."""
+    """Positions of tokens; where they do not count on, another document begins. None: each row is one document."""
 
     def learnt(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return, for each token of the rows from ``begin`` to ``end``, whether it has a label and is not padding."""

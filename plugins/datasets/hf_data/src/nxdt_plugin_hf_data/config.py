@@ -19,15 +19,15 @@ class SourceConfig(Section):
     """One of several sources of a mixture."""
 
     train_dir: Path | None = None
-    """As ``data.train_dir``."""
+    """Training data of this source, by the rules of ``data.train_dir``."""
     val_dir: Path | None = None
-    """As ``data.val_dir``."""
+    """Validation data of this source, by the rules of ``data.val_dir``."""
     test_dir: Path | None = None
-    """As ``data.test_dir``."""
+    """Test data of this source, by the rules of ``data.test_dir``."""
     weight: NonNegativeFloat = 1.0
     """Its share of the training samples, in relation to the other sources' weights."""
     text_key: str | None = None
-    """As ``data.text_key``, for this source; null takes that one."""
+    """Column of this source that holds the text; null takes ``data.text_key``."""
 
 
 class HfDataConfig(Section):
@@ -38,25 +38,25 @@ class HfDataConfig(Section):
     """
 
     train_dir: Path | None = None
-    """What to train on: a directory as ``Dataset.save_to_disk`` writes it. With ``streaming`` also one with Parquet,
-    JSONL or Arrow files, such a file, or a pattern of them."""
+    """Training data: a directory as ``Dataset.save_to_disk`` writes it. With ``streaming`` also one with Parquet, JSONL
+    or Arrow files, such a file, or a pattern of them."""
     val_dir: Path | None = None
-    """What to validate on."""
+    """Validation data."""
     test_dir: Path | None = None
-    """What to test on, with ``trainer.test`` of the Lightning plugin. ``nxdt train`` does not read it."""
+    """Test data, for ``trainer.test`` of the Lightning plugin. ``nxdt train`` does not read it."""
     sources: Mapping[str, SourceConfig] = Field(default_factory=dict)
     """Several sources by names that you choose, instead of the three keys above."""
     streaming: bool = False
     """Read files in order and keep nothing of them in memory, instead of drawing samples from all of the data."""
     shuffle_block: PositiveInt = 512
-    """Of a stream with ``data.shuffle``: samples that are read ahead and taken in a random order. (The files, too, come
-    in another order each pass.)"""
+    """Samples that a stream with ``data.shuffle`` reads ahead and takes in a random order. The order of the files
+    differs in each pass, too."""
     text_key: str = "text"
     """Column that holds the text, where there is no column ``input_ids``."""
     packing: bool | None = None
-    """Whether rows are documents that follow each other and are cut into samples (``true``), or each row is a sample,
-    padded where it is shorter (``false``). ``null``: rows of tokens that all have the length of a sample are samples,
-    others and texts are documents."""
+    """Pack rows: ``true`` joins them as documents and cuts them into samples. ``false`` makes each row a sample, padded
+    where it is shorter. ``null``: rows of tokens that all have the length of a sample are samples, others and texts are
+    documents."""
     add_bos: bool = False
     """Put the tokenizer's begin-of-text token before each text."""
     add_eos: bool = True
@@ -68,8 +68,8 @@ class HfDataConfig(Section):
     eod_mask_loss: bool = False
     """Leave the positions out of the loss whose input is the end-of-text token."""
     cache_dir: Annotated[Path | None, Written()] = None
-    """Where the tokens of texts are kept, for the next run too; ``null``: in ``data/`` of the run's directory. One
-    process of a machine makes them for all. Of no effect for tokens and for streams."""
+    """Directory that keeps the tokens of texts for later runs; ``null``: ``data/`` in the run's directory. One process
+    of a machine makes them for all. It has no effect for tokens and for streams."""
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what cannot work with any files, as (key, message)."""

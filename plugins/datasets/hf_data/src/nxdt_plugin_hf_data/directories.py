@@ -65,7 +65,7 @@ def of_split(files: Sequence[Path], directory: Path, *, key: str, split: SplitNa
 
 
 def _splits(path: Path) -> set[SplitName]:
-    """What the directories of a file say, or where they say nothing, its own name."""
+    """Return the splits that the directories of a file name, or else its own name."""
     directories = {_KEYWORDS[word] for part in path.parts[:-1] for word in _KEYWORD.findall(part)}
     return directories or {_KEYWORDS[word] for word in _KEYWORD.findall(path.name)}
 

@@ -61,12 +61,12 @@ def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
 
 
 def _is_aside(inside: Path) -> bool:
-    """Whether a file of a directory is hidden, or none of its data."""
+    """Return whether a file of a directory is hidden, or a cache of datasets."""
     return _is_cache(inside) or any(part.startswith(".") for part in inside.parts)
 
 
 def _is_cache(path: Path) -> bool:
-    """Whether datasets has written a file to find results of ``map`` and the like again."""
+    """Return whether datasets wrote a file to cache results, such as those of ``map``."""
     return path.name.startswith("cache-") and path.suffix == ".arrow"
 
 

@@ -209,7 +209,7 @@ class TextFraming:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSettings:
-    """What makes samples of a dataset's tokens."""
+    """Settings that make samples of a dataset's tokens."""
 
     seq_length: int
     vocab_size: int | None

@@ -41,7 +41,7 @@ from nxdt_plugin_hf_data.rows import SampleSettings, TextFraming, check_columns,
 Ids = NDArray[np.integer]
 
 _LOOKED_AT = 4096
-"""Of the first rows with tokens, those among which something must be learnt."""
+"""Number of first rows with tokens among which something must be learnt."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class FileSource:
 
     files: Sequence[Path]
     key: str
-    """Of the configuration, for errors."""
+    """Key of the configuration, for errors."""
     text_key: str
     framing: Callable[[], TextFraming]
     """Called where the files hold text."""
@@ -60,14 +60,14 @@ class FileSource:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where a sample begins."""
+    """Place at which a sample begins."""
 
     epoch: int = 0
     file: int = 0
     """Number within the order of the pass."""
     row: int = 0
     token: int = 0
-    """Of the row."""
+    """Token of the row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -79,7 +79,7 @@ class Row:
     ids: Ids
     labels: Ids | None = None
     documents: NDArray[np.int64] | None = None
-    """Of each token, as :meth:`TokenColumns.documents` numbers them."""
+    """Document of each token, as :meth:`TokenColumns.documents` numbers them."""
 
 
 class FileStream(IterableDataset):
@@ -136,7 +136,7 @@ class FileStream(IterableDataset):
         return digest("stream", *files, self._seed, text, self._packs, cutting.seq_length, cutting.packing)
 
     def _look(self) -> bool:
-        """Whether the rows are documents to pack, by the first of them, up to where something is learnt."""
+        """Return whether rows are documents to pack, judged by those up to the first in which something is learnt."""
         source, cutting = self._source, self._source.cutting
         lengths = np.empty(0, np.int64)
         for path in source.files:

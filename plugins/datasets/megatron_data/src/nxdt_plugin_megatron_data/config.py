@@ -22,7 +22,7 @@ class MegatronDataConfig(Section):
     """Shares of training, validation and test documents in every file, such as ``"980,10,10"``; null uses all documents
     for training. It has no effect if ``data_prefix`` lists files for each split."""
     index_mapping_dir: Annotated[Path | None, Written()] = None
-    """Where indices are kept for the next start and for the other processes; null keeps them next to each file."""
+    """Directory that keeps indices for later starts and for other processes; null keeps them next to each file."""
     reset_attention_mask: bool = False
     """Keep documents apart that share a sample: attention does not reach from one into another, and the first token
     of a document is not a label."""

@@ -20,13 +20,13 @@ from nxdt_plugin_megatron_data.indices import Indices
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleSettings:
-    """How samples are made of tokens of any file."""
+    """Settings that make samples of the tokens of any file."""
 
     seq_length: int
     extra: bool
-    """Whether a sample takes one token more than that, for its last label."""
+    """True if a sample takes one token more than ``seq_length``, for its last label."""
     packing: Packing | None
-    """What documents in one sample know of each other; None: they are one text, and every label counts."""
+    """Separation of documents in one sample; None: they are one text, and every label counts."""
     eod_id: int | None
     """The token that ends a document, where it is known: with ``packing``, documents also end there."""
     vocab_size: int | None

@@ -42,7 +42,7 @@ HEADER = struct.Struct("<9sQBQQ")
 DTYPES: dict[int, np.dtype[np.generic]] = {
     code: np.dtype(name) for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<f8", "<f4", "<u2"), start=1)
 }
-"""By the code that a header carries."""
+"""Dtypes by the code that a header carries."""
 
 _UINT16_BELOW = 65500
 """Vocabularies that Megatron-Core's preprocessing stores as uint16."""
@@ -181,7 +181,7 @@ class IndexedTokens:
         return int(self.lengths.sum(dtype=np.int64))
 
     def _contradiction(self) -> str:
-        """What in the arrays cannot be, or nothing."""
+        """Return a contradiction in the arrays; empty where there is none."""
         if len(self.borders) and (self.borders[0] != 0 or self.borders[-1] != len(self)):
             return f"its documents end at sequence {self.borders[-1]} of {len(self)}"
         if (np.diff(self.borders) < 0).any():
@@ -283,12 +283,12 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Provenance:
-    """What the files do not say themselves."""
+    """Facts that the files do not contain themselves."""
 
     tokenizer: str
     """The tokenizer as it was named."""
     fingerprint: str
-    """Of that tokenizer."""
+    """Fingerprint of that tokenizer."""
     vocab_size: int
     eod_id: int | None
     """The token behind each document; None where none was put."""

@@ -22,7 +22,7 @@ from nxdt_core.data.cache import cached_arrays, is_array
 
 @dataclass(frozen=True, slots=True)
 class Indices:
-    """Which tokens each sample is made of."""
+    """Arrays that say which tokens each sample is made of."""
 
     documents: NDArray[np.int32]
     """[documents] sequences of the file in the order in which they are laid out."""
@@ -93,7 +93,7 @@ def _is_permutation(order: NDArray[np.integer], of: range) -> bool:
 def _starts(
     lengths: NDArray[np.int32], order: NDArray[np.int32], *, seq_length: int, extra: bool, drop_last: bool
 ) -> NDArray[np.int32 | np.int64]:
-    """Where the samples begin, and where the last ends.
+    """Return the places at which the samples begin, and at which the last ends.
 
     A sample that begins with the first token of a document, and shares no token with the one before, is said to begin
     behind the last token of the document before it.

@@ -1,4 +1,4 @@
-"""What ``data_prefix`` and ``splits_string`` say, in each of the forms that NxD Training and NeMo take."""
+"""Files and shares of ``data_prefix`` and ``splits_string``, in each of the forms that NxD Training and NeMo take."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Blend:
     """Sum 1; None takes each sample of each once."""
 
     def merged(self) -> Blend:
-        """With each prefix once, and the sum of its shares."""
+        """Return the blend with each prefix once, and the sum of its shares."""
         prefixes = tuple(dict.fromkeys(self.prefixes))
         if self.shares is None:
             return Blend(prefixes=prefixes, shares=None)

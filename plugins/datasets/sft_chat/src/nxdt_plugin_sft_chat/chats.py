@@ -24,7 +24,7 @@ from nxdt_plugin_sft_chat.errors import ChatTooLong, NothingTrained
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
 
 TEMPLATE = len(ROLES)
-"""In :attr:`Encoded.roles`: text of the template."""
+"""Index of text of the template in :attr:`Encoded.roles`."""
 
 _BATCH = 256
 """Conversations that the tokenizer gets at once: enough for the threads of its library."""
@@ -37,13 +37,13 @@ class Encoded:
     place: Place
     ids: NDArray[np.int64]
     trained: NDArray[np.bool_]
-    """Whether the token is learnt where it comes next."""
+    """True for each token that is learnt as the label of the one before."""
     weights: NDArray[np.float32]
     """Weight of the token in the loss; 1 where no message says otherwise."""
     roles: NDArray[np.int8]
     """Index in :data:`ROLES` of who says it, or :data:`TEMPLATE`."""
     turns: NDArray[np.int16]
-    """Of an assistant's token: the number of the turn, from 1; elsewhere 0."""
+    """Number of the turn, from 1, for tokens of an assistant; 0 elsewhere."""
     unused: tuple[str, ...] = ()
     """Fields of the record that the tokens do not depend on."""
 

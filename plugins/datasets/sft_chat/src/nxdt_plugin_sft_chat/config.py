@@ -19,17 +19,17 @@ class ChatSource(Section):
     """One of several sources of conversations; a key that it does not set is that of ``data``."""
 
     train_files: tuple[Path, ...] = ()
-    """As ``data.train_files``."""
+    """Training files of this source; see ``data.train_files``."""
     validation_files: tuple[Path, ...] = ()
-    """As ``data.validation_files``."""
+    """Validation files of this source; see ``data.validation_files``."""
     weight: NonNegativeFloat = 1.0
     """Its share of the training samples, in relation to the other sources' weights."""
     chat_template: str | None = None
-    """As ``data.chat_template``, for this source."""
+    """Chat template of this source; see ``data.chat_template``."""
     columns: Mapping[str, str] = Field(default_factory=dict)
-    """As ``data.columns``, for this source."""
+    """Columns of this source; see ``data.columns``."""
     dev_choose_samples: PositiveInt | None = None
-    """As ``data.dev_choose_samples``, for this source."""
+    """Number of samples of this source; see ``data.dev_choose_samples``."""
 
 
 class ChatConfig(ChatKeys):
@@ -43,12 +43,12 @@ class ChatConfig(ChatKeys):
     train_roles: tuple[Literal["system", "developer", "user", "assistant", "tool"], ...] = ("assistant",)
     """Whose messages the loss is on. A message's own ``train: true`` or ``train: false`` counts more."""
     train_turns: Literal["all", "last"] = "all"
-    """All messages of those roles, or the last one of a conversation."""
+    """Messages of those roles that are trained: all, or the last one of a conversation."""
     packing: bool = False
     """Put several conversations into one sequence, apart from each other; otherwise each is padded to a sequence."""
     truncation: Truncation = "refuse"
-    """Of a conversation that is longer than a sequence: ``refuse`` it, with its place; ``drop`` it, counted;
-    ``keep_start`` cuts its end off, ``keep_end`` its start, system prompt included."""
+    """Treatment of a conversation that is longer than a sequence: ``refuse`` reports its place as an error, ``drop``
+    skips and counts it, ``keep_start`` cuts off its end, ``keep_end`` its start, system prompt included."""
 
     sources: Mapping[str, ChatSource] = Field(default_factory=dict)
     """Several sources by names that you choose, instead of the keys that name files."""

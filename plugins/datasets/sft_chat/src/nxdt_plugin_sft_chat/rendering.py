@@ -19,7 +19,7 @@ from nxdt_plugin_sft_chat.errors import TurnsInseparable
 _OPENED = re.compile(r"[<\[][^>\]\s]*$")
 
 _THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)
-"""What templates write or leave out of turns before the user's last one."""
+"""Reasoning that templates write or leave out in turns before the user's last one."""
 
 _LOOK = 16
 """Characters of a turn that are compared before all of it is."""
@@ -247,7 +247,7 @@ def _without_thoughts(text: str) -> str:
 
 
 def _shared(first: str, second: str) -> int:
-    """How many characters two texts begin with in common, a token's name that is not closed left out."""
+    """Return the length of the common beginning of two texts, without a token's name that is not closed."""
     pairs = enumerate(zip(first, second, strict=False))
     count = next((place for place, (one, other) in pairs if one != other), min(len(first), len(second)))
     opened = _OPENED.search(second[:count])

@@ -1,4 +1,4 @@
-"""From files to documents, with every way in which that goes wrong named."""
+"""Reading of files as documents, with an error for every way in which that fails."""
 
 from __future__ import annotations
 

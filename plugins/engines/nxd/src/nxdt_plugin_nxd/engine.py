@@ -39,7 +39,7 @@ class NxdEngine(ParallelEngine):
     _started: ClassVar[int] = 0
     """Engines of this process that are running; the library's groups are the process's."""
     _sets_local_ranks: ClassVar[bool] = False
-    """Whether the first of them has set the variable that the library reads."""
+    """True if the first of them has set the variable that the library reads."""
 
     device: torch.device
     rank_info: RankInfo

@@ -1,4 +1,4 @@
-"""Whether neuronx-distributed can be imported, and what to say where it cannot. Nothing else here imports it."""
+"""Check that neuronx-distributed can be imported, and the errors if it cannot."""
 
 from __future__ import annotations
 

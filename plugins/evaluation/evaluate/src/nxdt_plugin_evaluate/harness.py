@@ -27,12 +27,12 @@ from nxdt_core.train.generate import LoadedModel, Sampling
 from nxdt_plugin_evaluate.errors import TaskRecordUnscorable, TaskSamplesOtherwise, TaskUnknown, TaskUnusable
 
 _MAX_NEW_TOKENS = 256
-"""Where a task does not say; the ``hf`` model's."""
+"""Limit of an answer for tasks that set none; the ``hf`` model has the same."""
 _UNDERSTOOD = {"until", "max_gen_toks", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty"}
 _WITHOUT_EFFECT = {"num_beams": 1}
 """Settings at which they do nothing."""
 _OF_DRAWS = {"typical_p"}
-"""Those that do nothing where the likeliest token is taken."""
+"""Settings that do nothing where the likeliest token is taken."""
 
 
 class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no types
@@ -107,7 +107,7 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
 
 
 def _sampling(settings: dict[str, Any], stops: Sequence[str], seed: int) -> Sampling:
-    """What a task asks for; ``seed`` differs between its requests, of which some are the same text several times.
+    """Return the sampling that a task asks for; ``seed`` differs between its requests, since some have the same text.
 
     Raises:
         TaskSamplesOtherwise: it asks for more than is known here.

@@ -27,13 +27,13 @@ class RayOptions(Section):
     resources: Mapping[str, float] = Field(default_factory=dict)
     """Further resources that a node reserves, such as neuron_cores=32."""
     strategy: Literal["STRICT_SPREAD", "SPREAD", "PACK", "STRICT_PACK"] = "STRICT_SPREAD"
-    """How Ray places the nodes of the run on those of the cluster; STRICT_SPREAD gives each another one."""
+    """Placement of the run's nodes on those of the cluster, in Ray's terms; STRICT_SPREAD gives each another one."""
     environment: Mapping[str, str] = Field(default_factory=dict)
     """Variables for all processes."""
     compile: bool | None = None
     """Compile the graphs first; by default where the engine is XLA's or model.compile is true."""
     max_restarts: NonNegativeInt = 3
-    """How often the run is started again, from the newest checkpoint, after a loss."""
+    """Number of restarts after a loss, each from the newest checkpoint."""
 
     @property
     def devices(self) -> int | None:

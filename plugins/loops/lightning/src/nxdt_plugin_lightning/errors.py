@@ -1,4 +1,4 @@
-"""What can be wrong with a user's own ``Trainer``: codes ``NXDT-T040`` to ``NXDT-T043``."""
+"""Errors of a user's own ``Trainer``: codes ``NXDT-T040`` to ``NXDT-T043``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a user's Trainer may not do, and the launcher that lets nxdt start the processes."""
+"""Checks of a user's Trainer, and the launcher that lets nxdt start the processes."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ class NxdtModule(pl.LightningModule):
         self.automatic_optimization = False
         self.config = config
         self.session = TrainSession(config)
-        """What the steps work on; its engine is the strategy's."""
+        """Session that the steps work on; its engine is the strategy's."""
         self._logs_metrics = logs_metrics
         self._validation: ValidationMetrics | None = None
         self._validated = ExitStack()
@@ -72,7 +72,7 @@ class NxdtModule(pl.LightningModule):
 
     @property
     def optimizer(self) -> ParallelOptimizer:
-        """Over the model; an AttributeError before :meth:`configure_optimizers`."""
+        """Optimizer over the model; an AttributeError before :meth:`configure_optimizers`."""
         return self.session.optimizer
 
     @property

@@ -124,7 +124,7 @@ class NxdtStrategy(Strategy):
 
     @property
     def _may_launch(self) -> bool:
-        """Whether this process is the only one so far of a run of several."""
+        """True if this process is the only one so far of a run of several."""
         trainer = self.config.run.trainer
         return trainer.devices > 1 and read_rank_environment().world_size == 1
 
@@ -136,7 +136,7 @@ class NxdtStrategy(Strategy):
 
     @property
     def lightning_accelerator(self) -> str | Accelerator:
-        """What to pass as the trainer's ``accelerator``: the name that Lightning has for the device type, or ours."""
+        """Value for the trainer's ``accelerator``: the name that Lightning has for the device type, or ours."""
         kind = self.engine.device.type
         return kind if kind in ("cpu", "cuda") else EngineAccelerator(self.engine.device)
 
@@ -325,7 +325,7 @@ class NxdtStrategy(Strategy):
             self._started = False
 
     def _loops_after(self, step: int) -> dict[str, Any]:
-        """What Lightning would have dumped after ``step`` optimizer steps, its loops being otherwise at their start."""
+        """Return what Lightning would dump after ``step`` optimizer steps, with its loops otherwise at their start."""
         loops = deepcopy(self._module.trainer.fit_loop.state_dict())
         for count in loops["epoch_loop.manual_optimization.optim_step_progress"].values():
             count.update(ready=step, completed=step)
@@ -342,6 +342,6 @@ def _operation(name: Any) -> Any:
 
 
 def _light(dumped: dict[str, Any]) -> dict[str, Any]:
-    """What Lightning dumped, without the tensors that travel another way."""
+    """Return what Lightning dumped, without the tensors, which are saved in another way."""
     heavy = {"state_dict", "optimizer_states", "lr_schedulers", "hparams_name", "hyper_parameters"}
     return {key: value for key, value in dumped.items() if key not in heavy}

@@ -55,19 +55,19 @@ class GPTArchitecture(Section):
     activation: Activation = "gelu"
     """``gelu`` is exact, ``gelu_tanh`` GPT-2's approximation; those in ``…glu`` are gated (arXiv:2002.05202)."""
     transformer_block_type: BlockType = "pre_ln"
-    """Where the norms of a layer are. ``gpt_j``: attention and feed-forward block side by side, as in GPT-NeoX.
-    ``normformer`` (arXiv:2110.09456) computes its feed-forward block on each tensor parallel rank whole, since its
-    norm needs every channel."""
+    """Position of the norms of a layer. ``gpt_j``: attention and feed-forward block side by side, as in GPT-NeoX.
+    ``normformer`` (arXiv:2110.09456) computes its feed-forward block on each tensor parallel rank whole, since its norm
+    needs every channel."""
     has_bias: bool = True
     """Biases in the projections; those of layer norms are always there."""
     share_embeddings_and_output_weights: bool = True
     """One matrix for embedding and head."""
     hidden_dropout: Fraction = 0.0
-    """Of the embedding and of what each block adds to the residual stream."""
+    """Dropout probability of the embedding and of what each block adds to the residual stream."""
     attention_dropout: Fraction = 0.0
-    """Of the attention's probabilities; with context parallelism it must be 0."""
+    """Dropout probability of the attention's probabilities; with context parallelism it must be 0."""
     ffn_dropout: Fraction = 0.0
-    """Behind the activation of the feed-forward block."""
+    """Dropout probability after the activation of the feed-forward block."""
     init_method_std: NonNegativeFloat = 0.02
     """Standard deviation of fresh weights."""
     use_scaled_init_method: bool = True
@@ -101,13 +101,13 @@ class GPTArchitecture(Section):
 
     @property
     def gated(self) -> bool:
-        """Whether the feed-forward block has a gate."""
+        """True if the feed-forward block has a gate."""
         return self.activation.endswith("glu")
 
     @property
     def fused_qkv(self) -> bool:
-        """Whether queries, keys and values come from one matrix, head by head, as in Megatron: where no key head is
-        shared."""
+        """True if queries, keys and values come from one matrix, head by head, as in Megatron. It is so if no key head
+        is shared."""
         return self.kv_heads == self.num_attention_heads
 
     @property

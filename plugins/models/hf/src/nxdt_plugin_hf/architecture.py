@@ -39,9 +39,9 @@ class Architecture:
     """One model of transformers."""
 
     config: PreTrainedConfig
-    """Not to be changed."""
+    """Configuration of the model, which must not be changed."""
     model_class: type[PreTrainedModel]
-    """Its ``…ForCausalLM``."""
+    """The model's ``…ForCausalLM``."""
 
     @property
     def name(self) -> str:

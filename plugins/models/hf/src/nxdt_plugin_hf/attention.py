@@ -28,12 +28,12 @@ _NOTED = "noted_calls"
 _HARMLESS = frozenset(
     {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal"}
 )
-"""What else models pass, without a meaning for attention that is causal."""
+"""Further arguments that models pass, without a meaning for attention that is causal."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
-    """What one attention module asks for."""
+    """Arguments with which one module calls attention."""
 
     heads: int
     kv_heads: int
@@ -49,7 +49,7 @@ class AttentionCall:
     """Name of the module's parameter with a score per head that has no value; None: there is none."""
     causal: bool
     documents: bool
-    """Whether ``document_ids`` came through."""
+    """True if ``document_ids`` reached the call."""
     unknown: tuple[str, ...]
     """Arguments that no core of ours honours."""
 

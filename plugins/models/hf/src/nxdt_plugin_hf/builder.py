@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 _facts: dict[tuple[type[Any], str], ModelFacts] = {}
-"""By class and configuration."""
+"""Facts by class and configuration."""
 
 
 class HFBuilder(ModelBuilder):
@@ -74,7 +74,7 @@ class HFBuilder(ModelBuilder):
 
     @cached_property
     def facts(self) -> ModelFacts:
-        """What was seen of the model. Builders of the same model share it: a run makes several."""
+        """Facts that were seen on the model. Builders of the same model share them: a run makes several."""
         key = (self.architecture.model_class, self.architecture.config.to_json_string(use_diff=False))
         if key not in _facts:
             _facts[key] = ModelFacts.of(self.architecture)
@@ -170,7 +170,7 @@ def _written_experts(model: PreTrainedModel, name: str, experts: str) -> KeyMap:
 
 
 def _reverted(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
-    """What transformers would write where a parameter is ``tensor``."""
+    """Yield the tensors that transformers would write for a parameter with the value ``tensor``."""
     from transformers.core_model_loading import revert_weight_conversion
 
     try:

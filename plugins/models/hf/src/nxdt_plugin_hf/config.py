@@ -10,7 +10,7 @@ from nxdt_core.config.section import Section
 
 
 class HFModelConfig(Section):
-    """Which model of transformers; ``model_config`` names its ``config.json``, or its directory."""
+    """Model of transformers; ``model_config`` names its ``config.json``, or its directory."""
 
     hf_config: dict[str, Any]
     """Content of ``config.json``. A key given here wins over that of the file, as in

@@ -1,4 +1,4 @@
-"""What is known of one model, all of it seen on the model itself, built on the meta device."""
+"""Facts of one model, all of them seen on the model itself, built on the meta device."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFacts:
-    """Of the whole model. Paths are patterns but for those of parameters."""
+    """Facts of the whole model. Paths are patterns but for those of parameters."""
 
     calls: Mapping[str, AttentionCall]
-    """What each attention module computes, by path."""
+    """Call of each attention module, by path."""
     layers: str
     """Path of the layers."""
     parameters: tuple[str, ...]
@@ -57,7 +57,7 @@ class ModelFacts:
     experts: Mapping[str, str]
     """Path of our matrices of experts → path of the module that they are of."""
     biased: bool
-    """Whether experts have biases."""
+    """True if experts have biases."""
     multiplied: int
     """Weights that a token is multiplied with, of experts those of as many as it is sent to."""
 
@@ -168,7 +168,7 @@ def _multiplied(model: CausalLM, top_k: Mapping[str, int]) -> int:
 
 
 _STD = 0.02
-"""Of transformers, where a configuration names none."""
+"""Default standard deviation of transformers, where a configuration names none."""
 
 
 def init_rules(architecture: Architecture, model: CausalLM) -> tuple[InitRule, ...]:
@@ -229,7 +229,7 @@ def _as_theirs(module: nn.Module) -> nn.Module:
 
 
 def _is_drawn(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Whether a parameter of ``module`` begins as random numbers; norms of single heads are matrices and do not."""
+    """Return whether a parameter of ``module`` begins as random numbers; norms of single heads, matrices, do not."""
     return parameter.ndim >= 2 and parameter.requires_grad and not is_norm(module) and not name.endswith(BIAS)
 
 

@@ -1,4 +1,4 @@
-"""Which parameters tensor parallelism really makes smaller: measured on the meta device, after it has been applied."""
+"""Measurement of the parameters that tensor parallelism makes smaller, on the meta device after it has been applied."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from nxdt_plugin_hf.builder import HFBuilder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sharding:
-    """Of one model over ``tp`` ranks."""
+    """Sizes of one model's parameters over ``tp`` ranks."""
 
     model: str
     tp: int
     elements: Mapping[str, tuple[int, int]]
-    """By parameter: all, and those that rank 0 holds."""
+    """Elements of each parameter: all, and those that rank 0 holds."""
     unmatched: tuple[str, ...]
     """Patterns of transformers' plan that name nothing in this model."""
 
@@ -31,7 +31,7 @@ class Sharding:
 
     @property
     def whole(self) -> tuple[str, ...]:
-        """Those that did not."""
+        """Names of the parameters that stayed whole."""
         cut = {*self.cut}
         return tuple(name for name in self.elements if name not in cut)
 

@@ -122,13 +122,13 @@ def _experts_of(block: nn.Module) -> RoutedExperts:
 STACK = "stack"
 """Attribute of :class:`RoutedExperts` with the matrices."""
 STACK_SIDES: Mapping[str, Literal["column", "row"]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
-"""Which side of its matrices tensor parallelism cuts; their biases end in :data:`BIAS`."""
+"""Sides on which tensor parallelism shards the matrices; their biases end in :data:`BIAS`."""
 BIAS = "_bias"
 """End of the names of biases of experts, there and here."""
 DISPATCHER = "dispatcher"
-"""Its attribute that moves tokens to experts and back."""
+"""Attribute of :class:`RoutedExperts` that moves tokens to experts and back."""
 TENSOR_STYLE = "moe_tp_experts"
-"""What plans of transformers call experts that are cut over tensor parallel ranks."""
+"""Style of experts that are sharded over tensor parallel ranks, in plans of transformers."""
 
 
 class RoutedExperts(nn.Module):
@@ -202,11 +202,11 @@ def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
 
 _MATRICES = {"gate_up_proj": 3, "down_proj": 3}
 _BIASES = {f"{name}{BIAS}": 2 for name in _MATRICES}
-"""What their experts may have, and dimensions."""
+"""Biases that experts of transformers may have, and their dimensions."""
 
 
 def _problem(theirs: Any) -> str | None:
-    """What our experts would lose."""
+    """Return what our experts would lose; None if nothing."""
     shapes = {name: parameter.ndim for name, parameter in theirs.named_parameters()}
     normed = getattr(theirs, "has_post_expert_norm", False)  # not in 5.17
     if normed or shapes not in (_MATRICES, {**_MATRICES, **_BIASES}):

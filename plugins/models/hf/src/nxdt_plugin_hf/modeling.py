@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 
 class CausalLM(nn.Module):
-    """What :func:`build_model` adds to a module, whose class is transformers' own: attributes, and two methods that
-    become attributes as well.
+    """Attributes that :func:`build_model` adds to a module, whose class is transformers' own; the two methods become
+    attributes as well.
 
     A pipeline stage is this module with layers taken out of their :class:`NumberedLayers` and ``torch.nn.Identity`` in
     place of modules on other stages; its first argument is then the hidden states.
@@ -36,7 +36,7 @@ class CausalLM(nn.Module):
     embedding_path: str
     head_path: str
     embedding_scale: float | None = None
-    """What embeddings are multiplied with."""
+    """Factor of embeddings."""
 
     def forward(
         self,
@@ -96,7 +96,7 @@ class NumberedLayers(nn.ModuleDict):
     def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__({str(number): layer for number, layer in enumerate(layers)})
         self.count = len(self._modules)
-        """Of the whole model."""
+        """Layers of the whole model."""
 
     def __getitem__(self, key: Any) -> Any:
         """The layer of a number, here or elsewhere; those of a slice as a list; a module by its key."""

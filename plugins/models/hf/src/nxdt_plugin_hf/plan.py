@@ -43,11 +43,11 @@ _ATTENTION: Sequence[Mapping[str, TensorStyle]] = (
     dict.fromkeys(("q_proj", "kv_b_proj"), "column"),
     dict.fromkeys(("q_b_proj", "kv_b_proj"), "column"),
 )
-"""What makes heads in attention that a plan leaves whole: grouped heads, without and with a gate of what they give
-(AFMoE), and latent attention without and with a compressed query (DeepSeek-V2, arXiv:2405.04434). ``o_proj`` takes
-them."""
+"""Projections that make heads in attention that a plan leaves whole: grouped heads, without and with a gate of what
+they give (AFMoE), and latent attention without and with a compressed query (DeepSeek-V2, arXiv:2405.04434). ``o_proj``
+takes them."""
 _LATENT = {"q_a_proj", "kv_a_proj_with_mqa"}
-"""What compresses tokens for latent attention, on each rank the whole."""
+"""Projections that compress tokens for latent attention, whole on each rank."""
 
 
 _FEED_FORWARD: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
@@ -56,13 +56,13 @@ _FEED_FORWARD: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "c
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
-    """What of a model's plan can be done."""
+    """Part of a model's plan that can be applied."""
 
     styles: Mapping[str, TensorStyle]
     blocks: tuple[str, ...]
     heads: AttentionHeads | None
     refusal: str | None
-    """Why the plan cannot be followed; None where it can."""
+    """Reason why the plan cannot be followed; None where it can."""
 
 
 def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str) -> TensorPlan:
@@ -150,7 +150,7 @@ def _feed_forward_styles(
 
 
 def _inside(around: Collection[str], pattern: str, modules: Collection[str]) -> bool:
-    """Whether a pattern names modules in blocks around experts."""
+    """Return whether a pattern names modules in blocks around experts."""
     return any(matches(pattern, path) and any(path.startswith(f"{block}.") for block in around) for path in modules)
 
 
@@ -195,7 +195,7 @@ def _norms_of_heads(
 def _heads(
     styles: Mapping[str, TensorStyle], norms: Collection[str], calls: Mapping[str, AttentionCall]
 ) -> AttentionHeads | None:
-    """Which modules make heads or have weights of them; None where attention sees them all on each rank."""
+    """Return the modules that make heads or have weights of them; None if attention sees all heads on each rank."""
     attention, call = next((pattern_of(path), call) for path, call in calls.items())
     cut = {p: s for p, s in styles.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
     columns = [pattern for pattern, style in cut.items() if style == "column"]

@@ -1,4 +1,4 @@
-"""What a model of transformers does with tokens, seen by sending shapes through it: nothing of it is taken on trust."""
+"""Trace of what a model of transformers does with tokens, seen by sending shapes through it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _OWN_ATTENTION = "it computes attention without transformers' interface for it"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
-    """What modules were asked for, by path, in order."""
+    """Calls of modules, by path, in order."""
 
     attention: Mapping[str, AttentionCall]
     experts: Mapping[str, int]
@@ -117,7 +117,7 @@ def _check_mixers(name: str, model: nn.Module) -> None:
 
 
 def _words(error: Exception) -> str:
-    """What transformers' code met, for people who have not read it."""
+    """Return the error of transformers' code, for people who have not read that code."""
     if isinstance(error, KeyError):
         return f"transformers' code finds no {error.args[0]!r}" if error.args else "transformers' code lacks a key"
     if isinstance(error, AttributeError) and error.name is not None:

@@ -21,7 +21,7 @@ _QWEN = {
     "max_position_embeddings": ("max_position_embeddings", 32768),
 }
 _ONE_WINDOW = {"use_sliding_window": (False,), **ONLY}
-"""Those with ``use_sliding_window`` have it in some layers only."""
+"""Values that a file must have. Models with ``use_sliding_window`` have windows in some layers only."""
 
 LLAMA = HFFamily(
     values=HFValues(

@@ -44,7 +44,7 @@ class MixtralConfig(RotaryDecoderConfig):
 
     @property
     def dense_layers(self) -> int:
-        """How many layers have a plain feed-forward block instead of experts."""
+        """Number of layers with a plain feed-forward block instead of experts."""
         return self.num_layers - len(self.expert_layers)
 
     def check(self) -> Iterator[tuple[str, str]]:

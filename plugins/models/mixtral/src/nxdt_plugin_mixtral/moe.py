@@ -56,7 +56,7 @@ class MoEConfig(Section):
 
     @property
     def pooled(self) -> bool:
-        """Whether the load-balancing loss counts and pools layers."""
+        """True if the load-balancing loss has a weight and pools layers."""
         return self.pool_router_aux_loss and self.balance_coefficient > 0
 
     @property

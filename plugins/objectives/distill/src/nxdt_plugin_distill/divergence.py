@@ -23,7 +23,7 @@ _COPIES = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """Which divergence."""
+    """Divergence between teacher and student."""
 
     beta: float = 0.0
     """0: KL(teacher ‖ student); 1: KL(student ‖ teacher); between: their generalized Jensen-Shannon divergence."""

@@ -1,4 +1,4 @@
-"""What can be wrong with a teacher: codes ``NXDT-B…``."""
+"""Errors of a teacher: codes ``NXDT-B…``."""
 
 from __future__ import annotations
 

@@ -60,11 +60,11 @@ class Distill(Objective):
         self._model: ParallelModel | None = None
         self._pipelined = False
         self._rows: int | None = None
-        """Of the logits of the model that learns; None: those of the teacher are as many."""
+        """Vocabulary rows of the student's logits; None: the teacher has as many."""
         self._hidden_bytes = 0
-        """Of the last hidden states that a head was applied to, for an estimate."""
+        """Bytes of the last hidden states that a head was applied to, for an estimate."""
         self._coming: Iterator[Teacher | ChunkedHead] | None = None
-        """What the teacher says of the micro-batches of a pass, in their order."""
+        """Outputs of the teacher for the micro-batches of a pass, in their order."""
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """``logits`` [micro_batch, seq, vocab].

@@ -18,10 +18,10 @@ class GrpoConfig(Section):
     """
 
     rewards: tuple[str | Mapping[str, Any], ...] = ()
-    """What scores the answers: names of components of the kind ``reward``, or mappings of ``name`` and the component's
-    own keys. Further keys of a mapping are ``weight`` (1 where it is left out), ``timeout`` (seconds that a call may
-    take) and ``on_error``: ``stop`` the run, or ``none``, so that the answers have no score. An answer's reward is the
-    weighted sum of its scores."""
+    """Functions that score the answers: names of components of the kind ``reward``, or mappings of ``name`` and the
+    component's own keys. Further keys of a mapping are ``weight`` (1 where it is left out), ``timeout`` (seconds that a
+    call may take) and ``on_error``: ``stop`` the run, or ``none``, so that the answers have no score. An answer's
+    reward is the weighted sum of its scores."""
     num_generations: PositiveInt = 8
     """Answers to each prompt, at least 2: a group."""
     max_completion_length: PositiveInt = 256

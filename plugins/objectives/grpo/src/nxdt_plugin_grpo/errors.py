@@ -1,4 +1,4 @@
-"""What can be wrong with rewards and prompts: codes ``NXDT-R…``."""
+"""Errors of rewards and prompts: codes ``NXDT-R…``."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ _OF_ANSWERS = ("reward_std", "frac_reward_zero_std", "completions/mean_length", 
 _COUNT = f"{_OF_ANSWER}count"
 
 _BLANK = Prompt(place="", ids=(0,), record={})
-"""Of a blank sample, at the end of a validation: other ranks wait for its passes."""
+"""Prompt of a blank sample, at the end of a validation: other ranks wait for its passes."""
 
 
 class Grpo(Objective):
@@ -67,7 +67,7 @@ class Grpo(Objective):
         self._bounds = 1 - config.epsilon, 1 + high
         of_rewards = [f"rewards/{name}" for name in config.reward_names]
         self._counts = ("count", "scored", *(f"scored/{name}" for name in config.reward_names))
-        """What means are taken over: answers, those with a reward, and those that each function scores."""
+        """Counts that means are taken over: answers, those with a reward, and those that each function scores."""
         self._means = {
             **dict.fromkeys(_OF_ANSWERS, "count"),
             "reward": "scored",

@@ -25,7 +25,7 @@ _EXAMPLE = '{"prompt": "7 + 5 =", "solution": "12"}'
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompt:
-    """What is behind a sample."""
+    """The record of a sample, and its prompt in tokens."""
 
     place: str
     """File and line."""

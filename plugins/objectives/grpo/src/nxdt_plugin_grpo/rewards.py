@@ -58,7 +58,7 @@ class Answer(str):
     __slots__ = ("ids",)
 
     ids: Sequence[int]
-    """Its tokens, with those that end it."""
+    """Tokens of the answer, with those that end it."""
 
     @classmethod
     def of(cls, text: str, ids: Sequence[int]) -> Answer:
@@ -98,7 +98,7 @@ class Weighted:
     timeout: float | None
     """Seconds that a call may take."""
     lenient: bool
-    """Whether answers have no score where the function fails."""
+    """If True, answers have no score where the function fails."""
     function: Reward
 
 
@@ -260,7 +260,7 @@ class Characters(Reward):
 
 
 class Format(Reward):
-    """1 where the whole answer matches the pattern, else 0."""
+    """Reward of 1 where the whole answer matches the pattern, else 0."""
 
     def __init__(self, config: FormatConfig) -> None:
         self._pattern = re.compile(config.pattern, re.DOTALL)
@@ -271,7 +271,7 @@ class Format(Reward):
 
 
 class Length(Reward):
-    """0 up to ``target`` tokens, and one less for each ``scale`` tokens beyond them."""
+    """Reward of 0 up to ``target`` tokens, and one less for each ``scale`` tokens beyond them."""
 
     def __init__(self, config: LengthConfig) -> None:
         self._target, self._scale = config.target, config.scale

@@ -20,11 +20,11 @@ class Group:
     answers: list[list[int]] = field(default_factory=list)
     """Tokens of each, with the one that ends it."""
     ended: list[bool] = field(default_factory=list)
-    """Whether an answer ends, and was not cut off."""
+    """True for each answer that ends by itself, and was not cut off."""
     rewards: dict[str, list[float | None]] = field(default_factory=dict)
-    """By name, of each answer, before they are weighted; None: it has no score."""
+    """Scores by name, of each answer, before they are weighted; None: it has no score."""
     old_log_probs: list[list[float]] = field(default_factory=list)
-    """Of the answers' tokens before the first step on them; empty where there is one step."""
+    """Log-probabilities of the answers' tokens before the first step on them; empty where there is one step."""
 
     def texts(self, tokenizer: Tokenizer, ends: Collection[int], stops: Sequence[str]) -> list[Answer]:
         """Return the answers without what ends them: a token of ``ends``, or one of the texts ``stops``."""

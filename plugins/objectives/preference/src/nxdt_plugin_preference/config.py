@@ -93,8 +93,8 @@ class OrpoConfig(Section):
     beta: NonNegativeFloat = 0.1
     """λ of the paper: weight of the odds-ratio term."""
     prompt_in_nll: bool = True
-    """Whether the fine-tuning term counts the prompt's tokens too, as TRL does; ``false``: those of the answer alone,
-    as in the paper."""
+    """Count the prompt's tokens in the fine-tuning term, as TRL does; ``false`` counts the answer's alone, as in the
+    paper."""
 
 
 class KtoConfig(Section):
@@ -109,7 +109,7 @@ class KtoConfig(Section):
     undesirable_weight: NonNegativeFloat = 1.0
     """Factor of the loss of undesirable answers."""
     precompute_ref_log_probs: bool = True
-    """As of ``dpo``."""
+    """Compute the reference's log-probabilities once, before the first step; see the same key of ``dpo``."""
 
 
 class RewardConfig(Section):
@@ -133,8 +133,8 @@ class UnpairedConfig(ChatKeys):
     """Let answers of messages end with the space that the template writes after a turn, such as ChatML's newline, as
     TRL does. Otherwise they end with the token that ends the turn, as in generation."""
     truncation_mode: TruncationMode = "refuse"
-    """Of a prompt that does not fit into ``data.seq_length`` with the longer answer: ``refuse`` the record, with its
-    place; ``keep_start`` cuts the end of the user's last message off, ``keep_end`` the prompt's start."""
+    """Treatment of a prompt that does not fit into ``data.seq_length`` with the longer answer: ``refuse`` reports its
+    place as an error, ``keep_start`` cuts off the end of the user's last message, ``keep_end`` the prompt's start."""
     max_prompt_length: PositiveInt | None = None
     """Tokens that a prompt keeps at least where it is cut; ``null``: half of ``data.seq_length``. If this does not
     suffice, answers are cut at their end."""

@@ -1,4 +1,4 @@
-"""What can be wrong with pairs of answers, and with a loss that compares: codes ``NXDT-A…``."""
+"""Errors of pairs of answers, and of losses that compare them: codes ``NXDT-A…``."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ from nxdt_plugin_preference.rendering import Pair, Renderer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TruncatedPairs:
-    """What becomes of pairs that are longer than a sequence.
+    """Truncation of pairs that are longer than a sequence.
 
     Raises:
         NoRoomForAnswers: a prompt that is cut leaves no answer.
@@ -176,14 +176,14 @@ class PreferenceData(DatasetSplits):
 
     @property
     def _what(self) -> tuple[str, ...]:
-        """What the samples are, for their fingerprint."""
+        """Return what the samples are, for their fingerprint."""
         return (self.kind, "margins") if self._margins else (self.kind,)
 
     def _read_record(self, record: Mapping[str, Any], place: Place) -> Preference:
         return read_preference(record, place, merge=self._config.turn_order == "merge", margins=self._margins)
 
     def _template(self) -> object:
-        """All that decides what messages become; None where no message could be rendered."""
+        """Return everything that decides what messages become; None where no message could be rendered."""
         try:
             runner = runner_of(self._config, self._tokenizer)
         except NxdtError:  # of which records of messages say more

@@ -47,9 +47,9 @@ class Preference:
     place: Place
     prompt: Text
     answers: Mapping[str, Text]
-    """By key of the record: ``chosen`` and ``rejected``, or ``completion``."""
+    """Answers by key of the record: ``chosen`` and ``rejected``, or ``completion``."""
     scores: tuple[float, ...] = ()
-    """Of a pair, its margin; of answers apart from each other, 1 or −1 for each."""
+    """Margin of a pair; for single answers, 1 or −1 for each."""
     tools: Sequence[Mapping[str, Any]] | None = None
     """JSON schemas of functions that the assistant may call."""
     unused: tuple[str, ...] = ()

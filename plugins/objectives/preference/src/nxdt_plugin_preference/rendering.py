@@ -32,9 +32,9 @@ class Pair:
     """Tokens of the prompt after its last message, such as the beginning of the answer's turn, which ``keep_start``
     does not cut off."""
     scores: tuple[float, ...] = ()
-    """As of :class:`~nxdt_plugin_preference.records.Preference`."""
+    """Scores of :class:`~nxdt_plugin_preference.records.Preference`."""
     cut: bool = False
-    """Whether it was longer."""
+    """True if the pair was longer."""
     unused: tuple[str, ...] = ()
     """Fields of the record that the tokens do not depend on."""
 

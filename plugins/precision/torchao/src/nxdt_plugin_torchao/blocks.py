@@ -51,7 +51,7 @@ _LEAST = 1e-30
 
 @dataclass(frozen=True, slots=True)
 class RowBlocks:
-    """How the rows of a shard are divided into blocks."""
+    """Division of a shard's rows into blocks."""
 
     size: int
     before: int

@@ -14,7 +14,7 @@ class Float8Config(Section):
     """Matrix products in float8."""
 
     scaling: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "rowwise"
-    """What shares a scaling factor: a whole tensor, which is fastest, or a row or column, which is more accurate.
+    """Scope of a scaling factor: a whole tensor, which is fastest, or a row or column, which is more accurate.
     ``rowwise_with_gw_hp`` computes gradients of weights in bfloat16. The names are those of torchao's recipes."""
     rest: Literal["mixed_precision", "autocast"] = "mixed_precision"
     """Policy for everything else: bfloat16 parameters with float32 masters, or float32 parameters under
@@ -24,9 +24,9 @@ class Float8Config(Section):
     number of components of a path, any other for one."""
 
     all_gather: Literal["float8", "bfloat16"] | None = None
-    """What FSDP gathers the weights of these products in. ``float8`` is one byte per element and needs ``tensorwise``,
-    where it is the default and changes no result. Rows have other scaling factors in backward than in forward, so that
-    row-wise scaling needs bfloat16."""
+    """Format in which FSDP gathers the weights of these products. ``float8`` is one byte per element and needs
+    ``tensorwise``, where it is the default and changes no result. Rows have other scaling factors in backward than in
+    forward, so that row-wise scaling needs bfloat16."""
 
     @property
     def gathers_float8(self) -> bool:

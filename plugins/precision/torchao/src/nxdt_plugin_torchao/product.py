@@ -52,7 +52,7 @@ class Float8Product:
         with torch.device("meta"):
             model = nn.Sequential(nn.Linear(1, 1, bias=False))
         (self._layer,) = convert_to_float8_training(model, config=recipe)
-        """Of no size: its weight is replaced in each call."""
+        """Layer on the meta device; each call replaces its weight."""
         self.gathered: ScaledCast | None = Float8Cast(recipe.cast_config_weight.target_dtype) if gathers else None
 
     def covers(self, name: str, out_features: int, in_features: int) -> bool:

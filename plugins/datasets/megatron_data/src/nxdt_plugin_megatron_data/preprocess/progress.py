@@ -1,4 +1,4 @@
-"""What is done of a preprocessing: blocks of the input files, and a record of those that are written."""
+"""Progress of a preprocessing: blocks of the input files, and a record of those that are written."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _NAMED = 10
 
 @dataclass(slots=True, kw_only=True)
 class Counts:
-    """What has been read and written."""
+    """Numbers of what has been read and written."""
 
     documents: int = 0
     tokens: int = 0

@@ -1,4 +1,4 @@
-"""What a tokenising process does: a block of records becomes tokens, and what holds no text is reported with its
+"""Work of a tokenising process: a block of records becomes tokens, and records without text are reported with their
 line."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Fault:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenizationOptions:
-    """How records become tokens."""
+    """Settings by which records become tokens."""
 
     text_key: str
     separator: str | None
@@ -44,7 +44,7 @@ class TokenizationOptions:
 
 @dataclass(slots=True, kw_only=True)
 class Encoded:
-    """What became of a block."""
+    """Result of one block."""
 
     tokens: bytes = b""
     lengths: NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
@@ -93,7 +93,7 @@ class RecordEncoder:
                 yield (line, *_text_of(record, self._recipe.text_key))
 
     def _texts(self, content: bytes) -> Iterator[tuple[int, str | None, str]]:
-        """The same of each document that is not blank; the line is that of its beginning."""
+        """Yield line, text and problem of each document that is not blank; the line is the document's first."""
         separator = self._recipe.separator
         line = 0
         for record in content.split(separator.encode()) if separator else [content]:

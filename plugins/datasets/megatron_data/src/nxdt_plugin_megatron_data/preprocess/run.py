@@ -69,13 +69,13 @@ class Job:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """What was made."""
+    """Result of a preprocessing."""
 
     counts: Counts
     tokens_before: int
     """Tokens of them that an earlier, unfinished run had written."""
     seconds: float
-    """That this run took."""
+    """Duration of this run."""
 
 
 def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:

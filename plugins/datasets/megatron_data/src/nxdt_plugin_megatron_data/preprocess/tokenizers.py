@@ -24,7 +24,7 @@ class NamedTokenizer:
     """A component of kind ``tokenizer`` and its configuration."""
 
     label: str
-    """As it was named."""
+    """Name under which the user chose it."""
     component: str
     config: Any
 

@@ -33,7 +33,7 @@ from nxdt_plugin_nxd.library import computes_on_host
 
 _META = torch.device("meta")
 _SEQUENCE_DIM = 1
-"""Of [batch, seq, hidden]."""
+"""Index of the sequence in [batch, seq, hidden]."""
 
 
 def apply_translation(module: nn.Module, translation: Translation, *, sequence_parallel: bool) -> None:
@@ -228,7 +228,7 @@ class ExpertDispatcher(ExchangingDispatcher):
 
 @final
 class ShardedLogits:
-    """Not a tensor, so that an objective that takes it for whole logits fails instead of computing something else."""
+    """Logits of this rank's vocabulary; no tensor, so that an objective that takes them for whole logits fails."""
 
     __slots__ = ("local",)
 

@@ -172,4 +172,4 @@ RULES = (
     loss_is_one_chunk,
     stochastic_rounding_has_masters,
 )
-"""In the order in which they are tried."""
+"""Rules in the order in which they are tried."""

@@ -42,12 +42,12 @@ class Stage:
     modules: tuple[nn.Module, ...]
     """Pipeline stages of this rank, in their order; their paths are those of the whole model."""
     plan: ParallelPlan
-    """With what adapters changed."""
+    """Plan with the changes of adapters."""
     rules: tuple[InitRule, ...]
     added: frozenset[str]
     """Parameters of the whole model that adapters added."""
     shards: Mapping[str, Shard]
-    """By the parameter's path; one that is absent is whole on each rank."""
+    """Shards by the parameter's path; one that is absent is whole on each rank."""
     partial: frozenset[str]
     """Parameters whose gradient is a partial sum on each tensor parallel rank."""
 
@@ -64,13 +64,13 @@ class LocalParameter:
     shard: Shard | None
     partial: bool
     counted: bool
-    """Whether sums over all ranks count its elements here."""
+    """True if sums over all ranks count its elements on this rank."""
     place: MeshCoordinates
-    """Of this process."""
+    """Place of this process in the mesh."""
 
     @property
     def distributed(self) -> bool:
-        """Whether it is experts that are distributed over ranks."""
+        """True for experts that are distributed over ranks."""
         return self.shard is not None and self.shard.expert_parts > 1
 
     def box(self) -> Box:

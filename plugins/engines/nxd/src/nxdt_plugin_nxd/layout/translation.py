@@ -1,4 +1,4 @@
-"""What each module of a model becomes under tensor and expert parallelism, from its plan. The library is not needed.
+"""Translation of a model's plan into the modules of tensor and expert parallelism. The library is not needed.
 
 Inside a tensor block (``ParallelPlan.tensor_blocks``) activations are whole and their gradients are partial sums over
 the ranks; outside, both are whole and equal on all ranks, or under sequence parallelism parts of the sequence. From
@@ -24,7 +24,7 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_plugin_nxd.errors import PlanNotExpressible
 
 Kind = Literal["column", "row", "vocabulary_embedding", "vocabulary_head", "sequence_embedding"]
-"""What a module becomes. A ``sequence_embedding`` is a whole table that looks up this rank's part of the sequence."""
+"""Replacement of a module. A ``sequence_embedding`` is a whole table that looks up this rank's part of the sequence."""
 
 _KINDS: Mapping[TensorStyle, Kind] = {
     "column": "column",
@@ -33,15 +33,15 @@ _KINDS: Mapping[TensorStyle, Kind] = {
     "vocab_head": "vocabulary_head",
 }
 _EXPERT_DIM = {"column": 1, "row": 2}
-"""Of matrices [experts, out, in]."""
+"""Sharded dimension of matrices [experts, out, in]."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shard:
-    """How a parameter is divided among the tensor parallel ranks, and experts among the expert parallel ones."""
+    """Division of a parameter among the tensor parallel ranks, and of experts among the expert parallel ones."""
 
     shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     dim: int
     parts: int
     """Different parts; fewer than ranks where neighbouring ranks hold copies."""
@@ -80,13 +80,13 @@ class Replacement:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """What becomes of one pipeline stage."""
+    """Translation of the plan for one pipeline stage."""
 
     replacements: tuple[Replacement, ...]
     blocks: tuple[str, ...]
     """Paths of the tensor blocks, at whose entry the gradient of the hidden states is summed."""
     shards: Mapping[str, Shard]
-    """By the parameter's path; one that is absent is whole on each rank."""
+    """Shards by the parameter's path; one that is absent is whole on each rank."""
     partial: frozenset[str]
     """Parameters that every rank holds and whose gradient is a partial sum."""
     dispatchers: tuple[str, ...]
@@ -211,7 +211,7 @@ def _expert_shards(module: nn.Module, plan: ParallelPlan, tp: int, ep: int) -> d
 
 
 def _within_expert(module: nn.Module, plan: ParallelPlan, name: str, parameter: nn.Parameter, tp: int) -> Shard:
-    """How each expert is divided among tensor parallel ranks."""
+    """Return the division of each expert among tensor parallel ranks."""
     if tp == 1:
         return Shard(shape=tuple(parameter.shape), dim=0, parts=1)
     side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, name)), None)

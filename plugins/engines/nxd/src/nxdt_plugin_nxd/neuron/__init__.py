@@ -1,1 +1,1 @@
-"""What the Neuron runtime and compiler, Trainium machines and the devices of torch-xla need."""
+"""Support for the Neuron runtime and compiler, Trainium machines and the devices of torch-xla."""

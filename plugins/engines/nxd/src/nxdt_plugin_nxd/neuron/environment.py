@@ -76,7 +76,7 @@ def apply_environment(variables: Mapping[str, str], environment: MutableMapping[
 TOOL = "neuron_parallel_compile"
 """Runs a command, collects the graphs that it traces, and compiles those that the cache lacks."""
 COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
-"""Set by the tool for the command: graphs are written down, and return zeros."""
+"""Variable that the tool sets for the command: graphs are written down, and return zeros."""
 _DEFAULT = "/var/tmp/neuron-compile-cache"
 
 

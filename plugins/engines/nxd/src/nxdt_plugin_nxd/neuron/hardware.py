@@ -30,20 +30,20 @@ _APART: Mapping[tuple[str, int], int] = {("trn2", 2): 8, ("trn2", 1): 16}
 _RINGS: Mapping[tuple[str, int], int] = {("trn2", 2): 32, ("trn2", 1): 64}
 """Platform and LNC → the tensor parallel size whose groups run up one row of chips and down another."""
 _ROWS = 4
-"""Of chips in a Trn2 machine; first and last are neighbours, and so are the two between."""
+"""Rows of chips in a Trn2 machine; first and last are neighbours, and so are the two between."""
 _GROUP_OF_ROW = ((0, 0), (1, 0), (1, 1), (0, 1))
-"""By row: number of the group within the machine, and half of the group."""
+"""Group of each row of chips: number of the group within the machine, and half of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
-    """What the library's rules depend on."""
+    """Facts of a machine that the library's rules depend on."""
 
     platform: str
     """``trn1``, ``trn2`` or ``trn3``."""
     lnc: int
     processes: int
-    """Of one machine."""
+    """Processes of one machine."""
 
     @classmethod
     def of(cls, platform: str, processes: int, environment: Mapping[str, str] | None = None) -> Machine:

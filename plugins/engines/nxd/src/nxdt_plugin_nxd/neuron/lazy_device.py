@@ -43,7 +43,7 @@ PROFILE = DeviceProfile(
     memory_gib=MEMORY_GIB,
     install="torch-xla 2.9 and torch-neuronx 2.9 with torch 2.9",
 )
-"""Of processes that train on this device."""
+"""Profile of processes that train on this device."""
 
 
 def lazy_device() -> torch.device:

@@ -21,7 +21,7 @@ from nxdt_plugin_nxd.layout.layers import sharded_cross_entropies
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeContext:
-    """What the passes of a run share."""
+    """Values that the passes of a run share."""
 
     device: torch.device
     seed: int

@@ -56,13 +56,13 @@ class NxdModel(ParallelModel):
         """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
         self._stage, self._place, self._around = stage, place, around
         self.held: Mapping[str, LocalParameter] = parameters_of(stage, place)
-        """By global name."""
+        """Parameters of this rank by global name."""
         self.trained = trained_tensors(
             self.held,
             master=torch.float32 if precision.master_weights else None,
             sharing=self._sharing,
         )
-        """What the optimizer updates, by global name."""
+        """Tensors that the optimizer updates, by global name."""
         self._masters = precision.master_weights
         # On a device, the Neuron runtime rounds; environment variables enable it.
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()

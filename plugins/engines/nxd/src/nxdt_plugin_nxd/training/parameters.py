@@ -1,4 +1,4 @@
-"""What the optimizer updates: parameters, or float32 masters of them, and of either this data parallel rank's part.
+"""Tensors that the optimizer updates: this data parallel rank's part of parameters, or of their float32 masters.
 
 ZeRO-1: a rank updates its part of each parameter along the first dimension and keeps the optimizer's state for that
 alone; afterwards the ranks gather the parts. A parameter that does not divide is updated by all of them. (The
@@ -26,9 +26,9 @@ class StateSharding:
     """Ranks that hold the same elements of a parameter and share the optimizer's state of it."""
 
     part: int = 0
-    """Of this rank."""
+    """Index of this rank's part."""
     parts: int = 1
-    """1 shares nothing."""
+    """Number of parts; 1 shares nothing."""
     group: dist.ProcessGroup | None = None
 
 
@@ -66,7 +66,7 @@ class TrainedTensor:
 
     @property
     def separate(self) -> bool:
-        """Whether the part is a separate tensor."""
+        """True if the part is a separate tensor."""
         return self.tensor is not self.held.parameter
 
     def set_gradient(self, gradient: torch.Tensor | None) -> None:

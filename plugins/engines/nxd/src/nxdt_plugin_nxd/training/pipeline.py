@@ -34,9 +34,9 @@ from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.training.global_batch import ComputeContext
 
 Consume = Callable[[Any, Batch, StepContext], torch.Tensor]
-"""From the logits of a micro-batch to its loss, on the last stage."""
+"""Function from the logits of a micro-batch to its loss, on the last stage."""
 Contexts = Callable[[Batch], StepContext]
-"""From a micro-batch on the device to what its passes depend on in addition."""
+"""Function from a micro-batch on the device to the further inputs of its passes."""
 
 
 class Pipeline:

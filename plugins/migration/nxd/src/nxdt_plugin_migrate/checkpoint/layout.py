@@ -1,4 +1,4 @@
-"""Which files a checkpoint of NxD consists of: names and markers, nothing is opened.
+"""Files of a checkpoint of NxD: names and markers, nothing is opened.
 
 ::
 
@@ -32,7 +32,7 @@ _RANK = re.compile(
 )
 _OLDER = re.compile(r"tp_rank_(?P<tp>\d{2,})_pp_rank_(?P<pp>\d{2,})(?P<pt>\.pt)?")
 _OF_RUNS = ("checkpoint", "done", "optim", "user_content.pt")
-"""What NxD's converter does not write."""
+"""Entries that runs write and NxD's converter does not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +48,9 @@ class NeuronxLayout:
     optimizer_dp: int
     """Data-parallel ranks that wrote a share of the optimizer's state; 0 where there is none."""
     of_run: bool
-    """Whether a run saved it. NxD's converter leaves neither markers nor anything but ``model/``."""
+    """True if a run saved it. NxD's converter leaves neither markers nor anything but ``model/``."""
     older: bool = False
-    """Whether ``parallel_layers/checkpointing.py`` wrote it."""
+    """True if ``parallel_layers/checkpointing.py`` wrote it."""
 
     def model_name(self, tp: int, pp: int, ep: int = 0) -> str:
         """Return the name of the file with the weights of a rank, relative to the directory."""
@@ -166,7 +166,7 @@ def _ranks(folder: Path) -> _Ranks:
 
 
 def _older(path: Path) -> _Ranks:
-    """The same of the older functions' files."""
+    """Return the ranks of each file of the older functions."""
     found: _Ranks = {}
     for each in path.iterdir() if path.is_dir() else ():
         match, inside = _OLDER.fullmatch(each.name), each / "checkpoint.pt"

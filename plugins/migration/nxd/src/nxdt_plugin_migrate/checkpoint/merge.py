@@ -30,7 +30,7 @@ class KeyValueSlots:
     padded: int
     """Query heads on all ranks; those beyond ``query_heads`` fill up the last slots of each key head."""
     adjacent: bool
-    """Whether copies are adjacent."""
+    """True if copies of a head are adjacent."""
 
     @property
     def count(self) -> int:

@@ -31,7 +31,7 @@ _ROUNDING = 2.0**-7
 
 
 class Unmergeable(Exception):
-    """Why state cannot be merged; the weights can be imported without it."""
+    """State cannot be merged, for the reason given; the weights can be imported without it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,10 +20,10 @@ from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor
 from nxdt_plugin_migrate.errors import NeuronxReplicasDiffer
 
 Stages = Sequence[Sequence[Mapping[str, LazyTensor]]]
-"""By pipeline stage and tensor-parallel rank: that rank's tensors by name."""
+"""Tensors by pipeline stage, tensor-parallel rank and name."""
 
 MEGATRON = "language_model."
-"""What the names of a model of ``model_source: megatron`` begin with."""
+"""Prefix of the names of a model of ``model_source: megatron``."""
 
 _NAMES = {
     f"{MEGATRON}embedding.word_embeddings.": "model.embed_tokens.",

@@ -88,7 +88,7 @@ class Record:
     """An object of a class that is known by name only: what the pickle would have set on it."""
 
     def __new__(cls, *_: object) -> Record:
-        """Without the arguments that the class itself would have been called with."""
+        """Make a record without the arguments that the class itself would have been called with."""
         return super().__new__(cls)
 
 
@@ -133,7 +133,7 @@ def read_pt(path: Path) -> Any:
 
 
 class RankFile:
-    """What one rank saved at ``path``; read when it is first asked for."""
+    """File that one rank saved at ``path``; it is read on first access."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

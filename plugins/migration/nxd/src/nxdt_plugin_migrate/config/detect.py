@@ -1,4 +1,4 @@
-"""Which program a file is of, by keys that no other has."""
+"""Detection of the program that a file is for, by keys that no other has."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
 
 
 def _stands_alone(node: Any, own: str) -> bool:
-    """Whether the node's text means the same at another place: it is not a block and contains no anchor or alias."""
+    """Return whether the node's text means the same elsewhere: it is not a block and contains no anchor or alias."""
     if isinstance(node, yaml.SequenceNode):
         return bool(node.flow_style) and not set("&*\n") & set(own)
     return node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")
@@ -82,11 +82,11 @@ class Setting:
     """Key path in the file; empty for one that was added."""
     line: int
     value: Any
-    """Plain, with interpolations resolved."""
+    """Plain value, with interpolations resolved."""
     text: str | None
-    """As written; None for a value to be dumped."""
+    """The value's text in the file; None for a value to be dumped."""
     original: str
-    """What the report shows as its value."""
+    """Value in the report."""
     beside: str = ""
     above: tuple[str, ...] = ()
     verdict: Verdict = "mapped"
@@ -101,7 +101,7 @@ class Document:
     headings: Mapping[str, tuple[str, ...]]
     """Comments above sections, by key path."""
     lines: Mapping[str, int]
-    """Where sections begin in the file, by key path."""
+    """First line of each section of the file, by key path."""
     left_out: list[MigratedKey] = field(default_factory=list)
     moved: dict[str, str] = field(default_factory=dict)
     """Key path in the file → the one that it has now, or that of the key that says the same."""

@@ -81,7 +81,7 @@ def _drop_neutral(document: Document, path: str) -> None:
 
 
 def _declared(path: str, document: Document, kernel: Kernel) -> bool:
-    """Whether the core or the selected component reads the key."""
+    """Return whether the core or the selected component reads the key."""
     section, _, name = path.rpartition(".")
     cls = section_class(section, document, kernel)
     return path in core_keys() or (cls is not None and name in keys_of(cls))

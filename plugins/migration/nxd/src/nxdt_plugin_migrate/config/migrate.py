@@ -90,12 +90,12 @@ def unset_paths(document: Document, directory: Path) -> Iterator[tuple[str, str]
 
 
 def _is_path(key: str, text: str) -> bool:
-    """Whether a value names a file on this machine; a tokenizer may be named by the id of a hub, too."""
+    """Return whether a value names a file on this machine; a tokenizer may also be named by the id of a hub."""
     return "://" not in text and (not key.endswith("tokenizer.type") or text.startswith(("/", ".", "~", "$")))
 
 
 def _is_missing(text: str, directory: Path) -> bool:
-    """Whether a path leads nowhere; a prefix of files counts as there where a file begins with it."""
+    """Return whether a path does not exist; a prefix exists if some file begins with it."""
     path = directory / expand_home(text)
     return not path.exists() and not any(path.parent.glob(f"{glob.escape(path.name)}*"))
 
@@ -141,7 +141,7 @@ _READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt,
 
 
 _SECTIONS = (*section_paths(RunConfig), "model.moe", "model.data", "model.tokenizer", "model.data.tokenizer")
-"""Where only a mapping, or nothing, can be migrated."""
+"""Sections that can be migrated only if they are a mapping or empty."""
 
 
 def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> MigratedConfig:
@@ -203,7 +203,7 @@ def _head(source: Path, framework: str) -> tuple[str, ...]:
 
 
 def _tail(document: Document) -> tuple[str, ...]:
-    """What was lost, where the reader of the YAML sees it."""
+    """Return comments that list what was lost, for the reader of the YAML."""
     lost = [row for row in document.report() if row.verdict == "unsupported"]
     lines = [f"  {row.key}: {row.value}  (line {row.line}: {row.reason})" for row in lost]
     return ("Not carried over:", *lines) if lines else ()

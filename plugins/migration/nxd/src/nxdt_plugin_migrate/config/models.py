@@ -1,4 +1,4 @@
-"""Which model plugin a file of NxD Training means, and what of its architecture that plugin is given by its name."""
+"""Model plugin that a file of NxD Training means, and parts of the architecture that the plugin gets by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What ``model.peft`` of NeMo and neuronx-nemo-megatron means: LoRA alone has a counterpart here."""
+"""Meaning of ``model.peft`` of NeMo and neuronx-nemo-megatron: only LoRA has a counterpart here."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def _nemo_precision(document: Document) -> None:
 
 
 def _nnm_precision(document: Document) -> None:
-    """What the file says of it; the rest was said by the environment of the launch script."""
+    """Migrate the keys of precision that the file has; the environment of the launch script said the rest."""
     masters = document.value("model.zero_use_master_weight") or document.value("model.megatron_amp_O2")
     if masters or document.value("model.zero_use_fp32_grad_accum"):
         chosen, reason = "mixed_precision", "float32 masters and sums of gradients"

@@ -1,4 +1,4 @@
-"""What a file of NxD Training means, key by key."""
+"""Meaning of a file of NxD Training, key by key."""
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def stage_ends(layers: int, stages: int) -> list[int]:
 
 
 def _defaults(document: Document) -> None:
-    """What a missing key means there and does not mean here."""
+    """Write the defaults of NxD Training that differ from those here, for keys that are missing."""
     if document.value("model_source") == "megatron":
         for path, value in DEFAULTS.get(str(document.value("model.name")), {}).items():
             document.put(path, value, "the default there; here it is another")

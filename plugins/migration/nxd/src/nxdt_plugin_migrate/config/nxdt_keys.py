@@ -133,7 +133,7 @@ MODEL_READERS: Mapping[str, frozenset[str]] = {
         "bias_dropout_add_fusion bias_activation_fusion moe_dropout"
     ),
 }
-"""By ``model_source``: the keys of ``model`` that its code reads."""
+"""Keys of ``model`` that the code of each ``model_source`` reads."""
 
 DEFAULTS: Mapping[str, Mapping[str, float | bool]] = {
     "gpt": {"model.hidden_dropout": 0.1},

@@ -273,7 +273,7 @@ NNM_MOVED: Mapping[str, str] = {
     "enable_recovery_time_instrumentation": "exp_manager.enable_recovery_time_instrumentation",
     "async_checkpointing": "exp_manager.async_checkpointing",
 }
-"""What neuronx-nemo-megatron adds → NxD Training's."""
+"""Keys that neuronx-nemo-megatron adds → those of NxD Training."""
 
 _KERNEL = "kernels are the engine's and the compiler's business"
 _SCALER = "bfloat16 and float32 need no loss scale"
@@ -377,7 +377,7 @@ LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
     "data.mock_dataset": ("name data that exists", _NONE),
     "data.shuffle_documents": ("documents are always shuffled", (None, True)),
 }
-"""The same of what asks for something unless it has one of these values."""
+"""Key or section → the reason why what it asks for is lost, and the values that ask for nothing."""
 
 
 def current_name(key: str, known: Collection[str]) -> str | None:

@@ -18,7 +18,7 @@ from nxdt_plugin_gpt.hf.gpt2 import GPT2
 from nxdt_plugin_gpt.hf.neox import GPT_NEOX
 
 FAMILIES: Mapping[str, HFFamily] = {family.architecture: family for family in (GPT2, GPT_NEOX)}
-"""By architecture."""
+"""Families by architecture."""
 
 IGNORED = tuple(name for family in FAMILIES.values() for name in family.ignored)
 """Tensors that a directory may hold and no parameter needs: masks and rotary tables of old exports, and the head next

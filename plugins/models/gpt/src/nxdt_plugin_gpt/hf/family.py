@@ -1,4 +1,4 @@
-"""What is known of one family of models in Hugging Face's library. No torch here."""
+"""Facts of one family of models in Hugging Face's library. No torch here."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ class HFFamily:
     values: HFValues
     """Keys of ``config.json`` that need no translation of their values."""
     from_hf: Callable[[Mapping[str, Any]], Mapping[str, Any]]
-    """Further keys of ours."""
+    """Returns further keys of ours."""
     to_hf: Callable[[GPTArchitecture], Mapping[str, Any]]
-    """Further keys of theirs."""
+    """Returns further keys of theirs."""
     key_map: Callable[[int], Sequence[KeyMap]]
-    """All parameters of a model with so many heads."""
+    """Returns all parameters of a model with so many heads."""
     obstacles: Callable[[GPTArchitecture], Iterator[str]]
-    """Why the architecture does not compute what a configuration says; nothing where it does."""
+    """Yields reasons why the architecture does not compute what a configuration says; nothing where it does."""
     ignored: tuple[str, ...]
 
 
 def activation_to_hf(config: GPTArchitecture) -> str:
-    """Their name of the activation."""
+    """Return their name of the activation."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
 
 
