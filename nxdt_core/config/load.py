@@ -71,7 +71,7 @@ def load(
 
     Args:
         source: A YAML file, ``recipe:NAME``, or a mapping such as :meth:`ResolvedConfig.to_dict` gives.
-        overrides: ``key.path=value`` each, over the source.
+        overrides: ``key.path=value`` each, over the source; over a file of another program also in its keys.
         kernel: A started kernel; by default one is started under the policy of the section ``plugins``.
         label: What errors call a mapping.
 
@@ -114,8 +114,11 @@ class _Load:
         self.wanted = source
         self.label = label
         self.overrides = overrides
-        self.set, self.unreadable = read_overrides(overrides)
-        """The trees that overrides set, later ones over earlier ones, and what is wrong with others."""
+        trees, self.unreadable = read_overrides(overrides)
+        self.set: Sequence[Tree] = trees
+        """The trees that overrides set, later ones over earlier ones."""
+        self.unread: Mapping[KeyPath, str] = {}
+        """Keys of another program that overrides set and that say nothing here, unless nxdt has them, too → why."""
         self.passed = kernel
         self.started: Kernel | None = None
         """The kernel in use; before it is known, one that was started to find a recipe."""
@@ -146,6 +149,11 @@ class _Load:
             tree.set("trainer.max_steps", _NO_END, DEFAULT)
 
         keys = fill(tree, model)
+        for path, note in self.unread.items():
+            self.notes += () if path in keys.names else (note,)
+            while path not in keys.names and not (isinstance(value := tree.get(path), dict) and value):
+                tree.remove(path)
+                path = path[:-1]
         self.problems += interpolate(tree, keys.known)
         mask_options(tree, kernel)
         for path, key in keys.leaves.items():
@@ -153,7 +161,7 @@ class _Load:
         self.problems += hide_credentials(tree)
         hide_secrets.learn(tree, references=False)
         reading = read(tree, model, keys, open_sections=composition.open, unfilled=composition.unfilled)
-        self.problems += explained(reading.problems, keys.known, kernel)
+        self.problems += explained(reading.problems, tree, keys.known, kernel)
         for path, origin in mandatory.items():
             if path in tree and tree.origin(path).kind == "default":
                 self.problems.append(MissingKey(**origin.at(dotted(path)), allowed=f"a value in place of {MANDATORY}"))
@@ -227,9 +235,10 @@ class _Load:
         except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
             del self.problems[found:]
             return source
-        source, notes = converted(source, kernel)
-        self.notes += notes
-        return source
+        result = converted(source, self.set, kernel)
+        self.set, self.unread = result.overrides, {**self.unread, **result.unread}
+        self.notes += result.notes
+        return result.source
 
     def _collect(self, source: Source) -> tuple[Tree, dict[KeyPath, Origin]]:
         """Return what was written, overrides included, and where the keys are that said ``???``."""

@@ -8,19 +8,19 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import get_args
 
 from nxdt_core.api import MigrationComponent
-from nxdt_core.config.sources import Source, read_source
-from nxdt_core.config.tree import KeyPath, Origin, Tree, dotted, parse_yaml, plain, walk
+from nxdt_core.config.sources import COMMAND_LINE, Source, read_source
+from nxdt_core.config.tree import KeyPath, Origin, Tree, dotted, parse_yaml, parts_of, plain, walk
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, MigrationUnknown, UnknownKey
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.registry import showing_migrations
-from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration, Verdict
+from nxdt_core.protocols.migration import MigratedConfig, Migration, Verdict
 
 __all__ = [
     "converted",
@@ -54,23 +54,36 @@ def migrate(source: Path, target: Path, name: str | None, kernel: Kernel) -> Mig
     """
     if name is not None:
         migration: Migration = kernel.registry.get(_KIND, name).load_target()()
-        return migration.migrate(source, target, kernel)
+        return migration.migrate(source, target, kernel, {})
     read = read_source(source, lambda: kernel)
     if read.problems:
         raise ConfigError(source=str(source), problems=read.problems)
     found = _recognising(read, kernel)
     if found is None:
         raise _unknown(read.label, kernel)
-    return found[1].migrate(source, target, kernel)
+    return found[1].migrate(source, target, kernel, {})
 
 
-def converted(source: Source, kernel: Kernel) -> tuple[Source, list[str]]:
-    """Return a source in keys of nxdt, each with its line of the file, and notes on what became of which key.
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A source and overrides in keys of nxdt."""
 
-    A file that is not of another program is returned as it is.
+    source: Source
+    """Each value has its line of the file."""
+    overrides: Sequence[Tree]
+    """In their order; each value that the migration took has its key of the other program as ``own``."""
+    unread: Mapping[KeyPath, str] = field(default_factory=dict)
+    """Key of an override that the migration leaves out → a note that says why. nxdt may have a key of this name."""
+    notes: Sequence[str] = ()
+    """What became of which key."""
+
+
+def converted(source: Source, overrides: Sequence[Tree], kernel: Kernel) -> Converted:
+    """Return a source and overrides in keys of nxdt. A file that is not of another program is returned as it is.
 
     Args:
         source: A file that could be read.
+        overrides: With keys of the file or of nxdt.
         kernel: Its plugins bring the migrations.
 
     Raises:
@@ -82,20 +95,39 @@ def converted(source: Source, kernel: Kernel) -> tuple[Source, list[str]]:
     if found is None:
         if any(kernel.registry.not_offered(_KIND)) and any(key in source.tree for key in showing_migrations()):
             raise _unknown(source.label, kernel)
-        return source, []
+        return Converted(source, overrides)
     component, migration = found
-    done = migration.migrate(path, path, kernel)
+    given = {dotted(at): value for each in overrides for at, value in each.leaves()}
+    done = migration.migrate(path, path, kernel, given)
     tree, _ = parse_yaml(done.text, source.label)
     before = {row.target: row.key for row in done.keys if row.target}
     _place(tree, (), source.tree, before, Origin(kind="plugin", where=component.dist))
     counts = ", ".join(f"{verdict} {count}" for verdict, count in summary(done))
     notes = [f"{source.label}: read as a file of {done.program}, as nxdt config migrate writes it: {counts}"]
     for row in done.keys:
-        if row.verdict in ("changed", "added", "ignored", "unsupported"):
+        # why an override is left out is said once it is known that nxdt does not have its key, either
+        if row.verdict == "changed" or (row.verdict in ("added", "ignored", "unsupported") and row.key not in given):
             place = f"{source.label}:{row.line}" if row.line else source.label
+            place = str(COMMAND_LINE) if row.key in given else place
             value = f" ({row.value})" if row.value else ""
             notes.append(f"{place}: {row.key}{value}: {row.verdict}; {row.reason}")
-    return replace(source, tree=tree), notes
+    rows = {row.key: row for row in done.keys if row.verdict != "added"}
+    words, unread = list[Tree](), dict[KeyPath, str]()
+    for each in overrides:
+        words.append(Tree({}, {(): COMMAND_LINE}))
+        for at, value in each.leaves():
+            origin, key = each.origins[at], dotted(at)
+            parts = (dotted(at[:depth]) for depth in range(len(at), 0, -1))
+            answer = next((rows[part] for part in parts if part in rows), None)
+            target = (answer.target or key) if answer is not None and answer.key == key else key
+            if answer is None:
+                words[-1].set(at, value, origin)
+            elif answer.verdict in ("mapped", "renamed", "changed") and target in tree:
+                words[-1].set(target, tree.get(target), replace(origin, own=key if target != key else ""))
+            else:
+                unread[at] = f"{COMMAND_LINE}: {key}: {answer.verdict}; {answer.reason}"
+                words[-1].set(at, value, origin)
+    return Converted(replace(source, tree=tree), words, unread, notes)
 
 
 def _place(tree: Tree, path: KeyPath, file: Tree, before: Mapping[str, str], added: Origin) -> Origin:
@@ -137,25 +169,35 @@ def _unknown(label: str, kernel: Kernel) -> NxdtError:
     return MigrationUnknown(source=label, installed=installed, install=install, unusable=unusable)
 
 
-def explained(problems: Iterable[ConfigProblem], known: Collection[str], kernel: Kernel) -> Iterator[ConfigProblem]:
+def explained(
+    problems: Iterable[ConfigProblem], tree: Tree, known: Collection[str], kernel: Kernel
+) -> Iterator[ConfigProblem]:
     """Yield the problems; those about a key that another program has say what it means here.
 
     Args:
         problems: In any order.
+        tree: The values. A section that another program has is reported key by key.
         known: Key paths of the schema, with those of the selected components.
         kernel: Its plugins bring the migrations.
     """
     migrations: list[Migration] | None = None
     for problem in problems:
-        if isinstance(problem, UnknownKey):
-            migrations = [each for _, each in _usable(kernel)] if migrations is None else migrations
-            answers = (migration.explain(problem.key, known) for migration in migrations)
-            meaning = next((answer for answer in answers if answer is not None), KeyMeaning())
-            if meaning.name:
-                problem.candidates = (meaning.name,)
-            elif meaning.unneeded:
-                problem.candidates, problem.unneeded, problem.program = (), meaning.unneeded, meaning.program
-        yield problem
+        if not isinstance(problem, UnknownKey):
+            yield problem
+            continue
+        migrations = [each for _, each in _usable(kernel)] if migrations is None else migrations
+        leaves, answered = list[UnknownKey](), False
+        if isinstance(tree.get(problem.key), dict):
+            paths = [(*parts_of(problem.key), *at) for at, _ in tree.copy(problem.key).leaves()]
+            leaves = [UnknownKey(**tree.origin(at).at(dotted(at)), known=problem.known) for at in paths]
+        for each in (problem, *leaves):
+            answers = (migration.explain(each.key, known) for migration in migrations)
+            meaning = next((answer for answer in answers if answer is not None), None)
+            if meaning is not None:
+                answered = answered or each is not problem
+                each.candidates = (meaning.name,) if meaning.name else ()
+                each.unneeded, each.program = meaning.unneeded, meaning.program
+        yield from leaves if answered else [problem]
 
 
 def environment_notes(environment: Mapping[str, str], kernel: Kernel) -> Iterator[str]:

@@ -148,11 +148,13 @@ class UnknownKey(ConfigProblem):
     unneeded: str = ""
     """Reason why no key here replaces a key of another program."""
     program: str = ""
-    """Name of the program that ``unneeded`` is about."""
+    """Name of that program, where it is known."""
 
     def _view(self) -> dict[str, Any]:
         if self.unneeded:
             near = f"It is a key of {self.program}: {self.unneeded}. Leave it out."
+        elif self.candidates and self.program:
+            near = f"It is a key of {self.program}. Here it is {one_of(self.candidates)}."
         elif self.candidates:
             near = f"Did you mean {one_of(self.candidates)}?"
         else:

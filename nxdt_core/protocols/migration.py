@@ -9,8 +9,8 @@ Example::
         def explain(self, key, known):
             return KeyMeaning(name="trainer.max_steps") if key == "max_steps" else None
 
-        def migrate(self, source, target, kernel):
-            keys = yaml.safe_load(source.read_text())
+        def migrate(self, source, target, kernel, overrides):
+            keys = yaml.safe_load(source.read_text()) | overrides
             ...
             return MigratedConfig(source=source, target=target, program="Acme", text=text, keys=rows)
 """
@@ -38,7 +38,7 @@ class MigratedKey:
     key: str
     """Key path in the file that was migrated; of an added key: in the new file."""
     line: int
-    """Line of the file that was migrated, counted from 1; 0 for an added key."""
+    """Line of the file that was migrated, counted from 1; 0 for a key that is not in it."""
     verdict: Verdict
     target: str = ""
     """Key path in the new file, where it differs."""
@@ -109,13 +109,15 @@ class Migration(ABC):
         return None
 
     @abstractmethod
-    def migrate(self, source: Path, target: Path, kernel: Any) -> MigratedConfig:
+    def migrate(self, source: Path, target: Path, kernel: Any, overrides: Mapping[str, Any]) -> MigratedConfig:
         """Rewrite a file for nxdt.
 
         Args:
             source: The file.
             target: Where the caller will write the text; its relative paths start there.
             kernel: A started :class:`nxdt_core.kernel.Kernel`; its plugins say what can be kept.
+            overrides: Key path → value of the command line. Those that this program has replace the file's and are
+                in the report; others are nxdt's, and the caller puts them over the result.
 
         Raises:
             NxdtError: the file cannot be read, or is not one of this program.

@@ -148,7 +148,11 @@ def _remarked(row: KeyStatus) -> KeyStatus:
     ignored = IGNORED.get(row.key)
     if ignored is None:
         return row
-    reason = row.reason if "never read" in row.reason else f"{row.reason}; {ignored}".removeprefix("; ")
+    reason = (
+        row.reason
+        if "never read" in row.reason or ignored in row.reason
+        else f"{row.reason}; {ignored}".removeprefix("; ")
+    )
     return replace(row, reason=reason)
 
 

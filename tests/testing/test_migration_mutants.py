@@ -16,6 +16,7 @@ IS_ONE, LIGHT = "test_it_is_a_migration", "test_its_module_imports_nothing_heavy
 RECOGNISES, REFUSES = "test_it_recognises_its_files_and_no_others", "test_what_another_program_wrote_is_refused"
 KEYS, FILE_HAS = "test_every_key_is_accounted_for", "test_the_file_has_what_the_report_says"
 WRITES, EXPLAINS = "test_it_writes_nothing_and_says_the_same_again", "test_it_explains_its_keys_and_no_others"
+OVERRIDES = "test_an_override_replaces_the_value_of_the_file"
 NOTE = "test_it_says_nothing_of_an_environment_without_its_variables"
 CAUGHT_BY = {
     "Right": set(),
@@ -28,9 +29,11 @@ CAUGHT_BY = {
     "DropsKeysSilently": {KEYS},
     "CountsLinesFromZero": {KEYS},
     "HasAVerdictOfItsOwn": {KEYS},
-    "ReportsAnotherPlace": {FILE_HAS},
+    "ReportsAnotherPlace": {FILE_HAS, OVERRIDES},
     "WritesTheTarget": {WRITES},
     "NumbersItsResults": {WRITES},
+    "ReadsNoOverrides": {OVERRIDES},
+    "TakesEveryOverride": {OVERRIDES},
     "ExplainsEverything": {EXPLAINS},
     "ExplainsByText": {EXPLAINS},
     "AlwaysHasANote": {NOTE},

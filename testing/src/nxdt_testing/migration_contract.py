@@ -26,6 +26,7 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from nxdt_core.config.tree import DEFAULT, Tree
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration, Verdict
@@ -55,7 +56,7 @@ class MigrationContract(ComponentContract):
     @pytest.fixture
     def migrated(self, factory: Callable[[], Migration], source: Path, tmp_path: Path) -> MigratedConfig:
         """Return the migration of the file."""
-        return factory().migrate(source, tmp_path / "ours.yaml", Kernel.start())
+        return factory().migrate(source, tmp_path / "ours.yaml", Kernel.start(), {})
 
     def test_it_is_a_migration(self, factory: Callable[[], Migration]) -> None:
         """It is made without arguments, and inherits from the base class."""
@@ -83,7 +84,7 @@ class MigrationContract(ComponentContract):
             path.write_text(text, encoding="utf-8")
             said = f"the file {text!r} must be refused by an NxdtError;"
             with suppress(NxdtError), no_error(said, but=NxdtError):
-                found = factory().migrate(path, tmp_path / "out.yaml", Kernel.start())
+                found = factory().migrate(path, tmp_path / "out.yaml", Kernel.start(), {})
                 pytest.fail(f"the file {text!r} is not one of the program, and migrate returned {found.text!r}")
 
     def test_every_key_is_accounted_for(self, migrated: MigratedConfig, source: Path) -> None:
@@ -121,11 +122,27 @@ class MigrationContract(ComponentContract):
     ) -> None:
         """The caller writes the text."""
         target, kernel = tmp_path / "ours.yaml", Kernel.start()
-        first = factory().migrate(source, target, kernel)
+        first = factory().migrate(source, target, kernel, {})
         with side_effects() as found:
-            again = factory().migrate(source, target, kernel)
+            again = factory().migrate(source, target, kernel, {})
         assert not found, f"migrate must only return text; it {found[0]}"
         assert again == first, "the same file gives another result when it is migrated again"
+
+    def test_an_override_replaces_the_value_of_the_file(
+        self, factory: Callable[[], Migration], migrated: MigratedConfig, source: Path
+    ) -> None:
+        """In the key of the program; a key that it does not have is left to nxdt."""
+        theirs = Tree.of(yaml.safe_load(source.read_text(encoding="utf-8")), DEFAULT)
+        counts = (row for row in migrated.keys if row.verdict in ("mapped", "renamed") and row.line)
+        row = next((row for row in counts if type(theirs.get(row.key)) is int), None)
+        if row is None:
+            return
+        value, place = theirs.get(row.key) + 1, row.target or row.key
+        changed = factory().migrate(source, migrated.target, Kernel.start(), {row.key: value, _UNKNOWN: 1})
+        found = Tree.of(yaml.safe_load(changed.text), DEFAULT).get(place)
+        assert found == value, f"with the override {row.key}={value}, {place} must be {value}; it is {found!r}"
+        others = [each.key for each in changed.keys if each.key.startswith(_UNKNOWN)]
+        assert not others, f"the report must not have {_UNKNOWN!r}, an override whose key the program does not have"
 
     def test_it_explains_its_keys_and_no_others(
         self, factory: Callable[[], Migration], migrated: MigratedConfig

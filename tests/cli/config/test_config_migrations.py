@@ -29,13 +29,14 @@ MIGRATION = dedent("""
         def environment_note(self, environment):
             return "environment: ACME_STEPS: trainer.max_steps" if "ACME_STEPS" in environment else None
 
-        def migrate(self, source, target, kernel):
+        def migrate(self, source, target, kernel, overrides):
+            steps = overrides.get("trainer.stop_after", 3)
             keys = (
                 MigratedKey(key="acme", line=1, verdict="unneeded", value="2", reason="it has no effect here"),
-                MigratedKey(key="trainer.stop_after", line=3, verdict="renamed", value="3", target="trainer.max_steps"),
+                MigratedKey(key="trainer.stop_after", line=3, verdict="renamed", target="trainer.max_steps"),
                 MigratedKey(key="base", line=0, verdict="added", value="recipe:llama-tiny", reason="as large"),
             )
-            text = "base: recipe:llama-tiny\\ntrainer:\\n  max_steps: 3\\n"
+            text = f"base: recipe:llama-tiny\\ntrainer:\\n  max_steps: {steps}\\n"
             return MigratedConfig(source=source, target=target, program="Acme 2", text=text, keys=keys)
 """)
 FILE = "acme: 2\ntrainer:\n  stop_after: 3\n"
@@ -68,6 +69,8 @@ def test_a_file_of_its_program_is_read_as_it_writes_it(nxdt):
     assert line.endswith("# acme.yaml:3")
     checked = nxdt("config", "check", "acme.yaml", "trainer.max_steps=many")
     assert "command line: trainer.max_steps: found 'many'" in checked.stderr
+    shown = nxdt("config", "show", "acme.yaml", "trainer.stop_after=5").stdout.splitlines()
+    assert next(line for line in shown if "max_steps: 5 " in line).endswith("# command line")
     notes = [line for line in nxdt("config", "check", "acme.yaml").stderr.splitlines() if "acme.yaml" in line]
     assert notes == [
         "note: acme.yaml: read as a file of Acme 2, as nxdt config migrate writes it: renamed 1, added 1, unneeded 1",

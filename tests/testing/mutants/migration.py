@@ -37,13 +37,14 @@ class Right(Migration):
     def environment_note(self, environment):
         return "unset MINE_HOME" if "MINE_HOME" in environment else None
 
-    def migrate(self, source, target, kernel):
+    def migrate(self, source, target, kernel, overrides):
         text = source.read_text(encoding="utf-8")
         tree = self.parsed(text)
         if not isinstance(tree, dict) or not self.recognise(tree):
             raise MigrationUnknown(source=str(source))
         ours, rows = {}, []
         for path, value in self.values(tree):
+            value = overrides.get(path, value)
             line = next(
                 n for n, each in enumerate(text.splitlines(), 1) if each.strip().startswith(path.split(".")[-1])
             )
@@ -112,9 +113,9 @@ class RaisesYAMLError(Right):
 
 @mutant
 class MigratesAnything(Right):
-    def migrate(self, source, target, kernel):
+    def migrate(self, source, target, kernel, overrides):
         try:
-            return super().migrate(source, target, kernel)
+            return super().migrate(source, target, kernel, overrides)
         except NxdtError:
             return MigratedConfig(source=source, target=target, program="Mine", text="{}\n", keys=())
 
@@ -145,8 +146,8 @@ class ReportsAnotherPlace(Right):
 
 @mutant
 class WritesTheTarget(Right):
-    def migrate(self, source, target, kernel):
-        done = super().migrate(source, target, kernel)
+    def migrate(self, source, target, kernel, overrides):
+        done = super().migrate(source, target, kernel, overrides)
         target.write_text(done.text)
         return done
 
@@ -155,8 +156,22 @@ class WritesTheTarget(Right):
 class NumbersItsResults(Right):
     made = itertools.count()
 
-    def migrate(self, source, target, kernel):
-        return replace(super().migrate(source, target, kernel), program=f"Mine {next(self.made)}")
+    def migrate(self, source, target, kernel, overrides):
+        return replace(super().migrate(source, target, kernel, overrides), program=f"Mine {next(self.made)}")
+
+
+@mutant
+class ReadsNoOverrides(Right):
+    def migrate(self, source, target, kernel, overrides):
+        return super().migrate(source, target, kernel, {})
+
+
+@mutant
+class TakesEveryOverride(Right):
+    def migrate(self, source, target, kernel, overrides):
+        done = super().migrate(source, target, kernel, overrides)
+        others = (MigratedKey(key=key, line=0, verdict="unsupported") for key in overrides if key not in KEYS)
+        return replace(done, keys=(*done.keys, *others))
 
 
 @mutant

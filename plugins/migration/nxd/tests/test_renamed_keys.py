@@ -63,7 +63,7 @@ def test_a_key_that_has_another_name_here_is_reported_with_it(kernel, key):
 )
 def test_the_name_is_the_one_that_the_model_reads(kernel, key, wanted):
     (problem,) = problems(key, kernel, "llama-tiny")
-    assert f"Did you mean {wanted!r}?" in problem.row()
+    assert f"It is a key of NeMo. Here it is {wanted!r}." in problem.row()
 
 
 @pytest.mark.parametrize("key", [*LOSES_NOTHING, *LOST])

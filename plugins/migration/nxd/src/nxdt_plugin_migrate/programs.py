@@ -68,20 +68,29 @@ class _Program(Migration):
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
         """Return the key that says the same here, or why none is needed; None for a key of none of the programs."""
-        from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, current_name, why_unneeded
+        from nxdt_plugin_migrate.config.renamed_keys import (
+            GONE,
+            MOVED,
+            NEUTRAL,
+            NNM_MOVED,
+            OF_ENGINE,
+            current_name,
+            why_unneeded,
+        )
 
         name = current_name(key, known)
         if name:
-            return KeyMeaning(name=name)
-        key = key if why_unneeded(key) else current_name(key, {*OF_ENGINE, *GONE, *NEUTRAL}) or key
+            program = "neuronx-nemo-megatron" if key in NNM_MOVED else "NeMo" if key in MOVED else "NxD Training"
+            return KeyMeaning(name=name, program=program)
+        key = key if why_unneeded(key) else current_name(key, {*OF_ENGINE, *GONE, *NEUTRAL}) or MOVED.get(key, key)
         found = why_unneeded(key)
         return None if found is None else KeyMeaning(unneeded=found[0], program=found[1])
 
-    def migrate(self, source: Path, target: Path, kernel: Any) -> MigratedConfig:
+    def migrate(self, source: Path, target: Path, kernel: Any, overrides: Mapping[str, Any]) -> MigratedConfig:
         """Rewrite a file for nxdt; see :func:`nxdt_plugin_migrate.config.migrate.migrate`."""
         from nxdt_plugin_migrate.config.migrate import migrate
 
-        return migrate(source, target, self.name, kernel)
+        return migrate(source, target, self.name, kernel, overrides)
 
 
 class NxDTraining(_Program):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -87,6 +88,8 @@ class Setting:
     """The value's text in the file; None for a value to be dumped."""
     original: str
     """Value in the report."""
+    overrides: bool = False
+    """Whether the command line sets it."""
     beside: str = ""
     above: tuple[str, ...] = ()
     verdict: Verdict = "mapped"
@@ -128,13 +131,19 @@ class Document:
         self.settings[path].reasons.append(reason)
 
     def move(self, path: str, target: str, reason: str = "") -> None:
-        """Give a key, or all keys of a section, another path. An existing value takes precedence."""
+        """Give a key, or all keys of a section, another path.
+
+        An existing value takes precedence, unless the command line sets the key alone.
+        """
         for old in self.below(path):
             new = target + old.removeprefix(path)
-            if new in self.settings:
+            setting, other = self.settings[old], self.settings.get(new)
+            if other is not None and setting.overrides and not other.overrides:
+                self.moved[other.source] = new
+                self.drop(new, "ignored", f"it is the setting {new}, for which the command line counts")
+            elif other is not None:
                 self._collide(old, new)
                 continue
-            setting = self.settings[old]
             setting.verdict = "renamed"
             if reason:
                 setting.reasons.append(reason)
@@ -146,11 +155,8 @@ class Document:
         same = mine.value == other.value
         if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
             other.text = mine.text
-        why = (
-            f"line {other.line} says the same"
-            if same
-            else f"it is the setting {new}, for which line {other.line} counts"
-        )
+        there = "the command line" if other.overrides else f"line {other.line}"
+        why = f"{there} says the same" if same else f"it is the setting {new}, for which {there} counts"
         self.moved[mine.source] = new
         self.drop(old, "unneeded" if same else "ignored", why)
 
@@ -224,13 +230,16 @@ def read_document(tree: Tree, written: Comments) -> Document:
     settings: dict[str, Setting] = {}
     for at, value in tree.leaves():
         path, line, meant = dotted(at), tree.origins[at].line, resolved.get(at)
-        text = written.values.get(path)
+        overrides = tree.origins[at].kind == "override"
+        reference = json.dumps(value) if isinstance(value, str) and "${" in value else None
+        text = reference if overrides else written.values.get(path)
         settings[path] = Setting(
             source=path,
             line=line,
             value=value if meant is UNRESOLVED else meant,
             text=text,
             original=text if text is not None else str(value),
+            overrides=overrides,
             beside=beside.pop(line, ""),  # of several keys on a line, the first has the comment
             above=above.pop(line, ()),
         )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from nxdt_core.config.load import check
 from nxdt_core.config.schema import RunConfig
 from nxdt_core.config.section import section_paths
-from nxdt_core.config.sources import expand_home, read_source
+from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_source
 from nxdt_core.config.tree import Tree, parse_yaml
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey, WrongValue
 from nxdt_core.kernel import Kernel
@@ -18,7 +20,7 @@ from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require
 from nxdt_plugin_migrate.config.document import Document, read_comments, read_document
 from nxdt_plugin_migrate.config.nemo import from_nemo, from_nnm
 from nxdt_plugin_migrate.config.nxdt import from_nxdt
-from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL
+from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL, has_key
 from nxdt_plugin_migrate.config.render import TO_SET, render
 from nxdt_plugin_migrate.errors import NoDecoder
 
@@ -144,7 +146,9 @@ _SECTIONS = (*section_paths(RunConfig), "model.moe", "model.data", "model.tokeni
 """Sections that can be migrated only if they are a mapping or empty."""
 
 
-def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> MigratedConfig:
+def migrate(
+    source: Path, target: Path, framework: str, kernel: Kernel, overrides: Mapping[str, Any] | None = None
+) -> MigratedConfig:
     """Read a file of NxD Training (``nxdt``), NeMo 1.x (``nemo``) or neuronx-nemo-megatron (``nnm``) for this schema.
 
     Args:
@@ -152,6 +156,7 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
         target: Where the caller will write the text.
         framework: One of the three.
         kernel: Its plugins say what can be kept.
+        overrides: Key path → value of the command line; keys of nxdt alone are not looked at.
 
     Raises:
         ConfigError: the file cannot be read, or is not valid YAML.
@@ -165,6 +170,10 @@ def migrate(source: Path, target: Path, framework: str, kernel: Kernel) -> Migra
     if framework != "nxdt":
         require_decoder(read.tree, source, kernel)
     require(read.tree, framework, source)
+    for key, value in (overrides or {}).items():
+        if (key in read.tree and not isinstance(read.tree.get(key), dict)) or has_key(framework, key):
+            line = read.tree.origin(key).line if key in read.tree else 0
+            read.tree.set(key, value, replace(COMMAND_LINE, line=line))
     if wrong := tuple(_no_sections(read.tree)):
         raise ConfigError(source=str(source), problems=wrong)
     document = read_document(read.tree, read_comments(source.read_text(encoding="utf-8-sig")))

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from nxdt_plugin_migrate.config.nxdt_keys import IGNORED, nxdt_keys
+
 _MANAGER = "exp_manager"
 _SAVING = f"{_MANAGER}.checkpoint_callback_params"
 
@@ -57,6 +59,14 @@ ALIGNMENT: Mapping[str, str] = {
     for name in ("max_prompt_length", "truncation_mode")
 }
 """Keys of its parts that say how records are cut."""
+
+OF_PARTS: Mapping[str, str] = {
+    key: ALIGNMENT.get(key, f"{SECTIONS[part][0]}.{name}")
+    for key in nxdt_keys()
+    if key.startswith("model_alignment_strategy.")
+    for _, part, name in [key.split(".")]
+}
+"""Keys of ``model_alignment_strategy`` → of a component that the section here names."""
 
 OF_ENGINE: Mapping[str, str] = {
     "compiler_flags": "parallel_engine.compiler_flags",
@@ -380,9 +390,21 @@ LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 """Key or section → the reason why what it asks for is lost, and the values that ask for nothing."""
 
 
+def has_key(framework: str, key: str) -> bool:
+    """Return whether ``nxdt``, ``nemo`` or ``nnm`` has a key; nxdt may have it, too."""
+    gone, names = {*IGNORED}, {*nxdt_keys()}
+    if framework != "nxdt":
+        gone |= {*LOSES_NOTHING, *LOST}
+        names |= {f"model.{name}" for name in names if name.startswith("data.")} | {*MOVED}
+        names |= {f"model.{name.removeprefix('data.')}" for name in names if name.startswith("data.tokenizer.")}
+    if framework == "nnm":
+        names |= {*NNM_MOVED, "model.zero_use_master_weight", "model.zero_use_fp32_grad_accum"}
+    return key in names or any(f"{key}.".startswith(f"{section}.") for section in gone)
+
+
 def current_name(key: str, known: Collection[str]) -> str | None:
     """Return the key among ``known`` that says what ``key`` says elsewhere; None if there is none."""
-    for names in (NNM_MOVED, MOVED, RENAMED, SAID_BY, OF_ENGINE, LLAMA_NAMES):
+    for names in (NNM_MOVED, MOVED, RENAMED, SAID_BY, OF_ENGINE, LLAMA_NAMES, OF_PARTS):
         key = names.get(key, key)
         if key in known:
             return key
@@ -402,9 +424,11 @@ def why_unneeded(key: str) -> tuple[str, str] | None:
     reason = LOSES_NOTHING.get(key) or LOST.get(key, (None,))[0]
     if reason is not None:
         return reason, "NeMo"
-    reason = _WHOLE_SECTIONS.get(key) or GONE.get(key)
-    if key in OF_ENGINE:
+    reason = _WHOLE_SECTIONS.get(key) or GONE.get(key) or IGNORED.get(key)
+    if key in OF_PARTS:
+        reason = f"a component that the section {OF_PARTS[key].partition('.')[0]} names may read it, as {OF_PARTS[key]}"
+    elif key in OF_ENGINE:
         reason = f"only the engine nxd reads it, as {OF_ENGINE[key]}"
-    elif reason is None and key in NEUTRAL:
-        reason = NEUTRAL[key][1] or "the selected model does not read it"
+    elif reason is None and (section := "model.moe" if key.startswith("model.moe.") else key) in NEUTRAL:
+        reason = NEUTRAL[section][1] or "the selected model does not read it"
     return None if reason is None else (reason, "NxD Training")
