@@ -13,7 +13,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic.errors import PydanticUserError
 
-from nxdt_core.config.huggingface import architectures_of, merge_hf_values, read_hf_config
+from nxdt_core.config.huggingface import architectures_of, fill_recipe, merge_hf_values, read_hf_config
 from nxdt_core.config.interpolation import interpolate, interpolations
 from nxdt_core.config.read import Reading, fill, read_part
 from nxdt_core.config.schema import SLOTS, Composition, RunConfig, Selected, Slot, core_class
@@ -53,15 +53,17 @@ _RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
 """Keys that the rules below read in addition to the selectors."""
 
 
-def select(tree: Tree, kernel: Kernel, label: str) -> tuple[Composition, list[ConfigProblem]]:
+def select(tree: Tree, kernel: Kernel, label: str, *, published: bool) -> tuple[Composition, list[ConfigProblem]]:
     """Return the component of every slot and what is wrong with the choices.
 
-    Names that follow from rules are added to the tree, and the values of ``model.model_config``.
+    Names that follow from rules are added to the tree, the values of ``model.model_config``, and the defaults of a run
+    that starts from a published model.
 
     Args:
         tree: What was written.
         kernel: Knows the components.
         label: Place of problems with keys that are not written anywhere.
+        published: Whether the run starts from a published model.
     """
     view = tree
     if any(interpolations(tree.data)):
@@ -105,11 +107,13 @@ def select(tree: Tree, kernel: Kernel, label: str) -> tuple[Composition, list[Co
             composition.open.add(slot.section)
         if why:
             tree.set(slot.key, name, replace(DEFAULT, where="" if why == _BY_DEFAULT else f"by {why}"))
-            if slot.kind == "model":
+            if slot.kind == "model" and not published:
                 composition.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
     faults = merge_hf_values(tree, composition, hf)
     if faults:
         composition.unfilled["model"] = composition.classes["model"]
+    if published:
+        composition.notes.extend(fill_recipe(tree, hf))
     return composition, [*problems, *faults]
 
 

@@ -1,26 +1,37 @@
-"""A Hugging Face ``config.json`` as a source of the section ``model``, and what one from elsewhere may hold."""
+"""Values from a Hugging Face directory: from its ``config.json`` for the section ``model``, and defaults of a run that
+starts from its weights. Also what a ``config.json`` from elsewhere may hold."""
 
 from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.interpolation import has_interpolation
-from nxdt_core.config.schema import Composition
-from nxdt_core.config.section import NamesHFKeys, ReadsHFConfig, keys_of
-from nxdt_core.config.sources import PackageNotFound, file_problem, resolve_path
-from nxdt_core.config.tree import Origin, Tree
+from nxdt_core.config.interpolation import has_interpolation, interpolate
+from nxdt_core.config.schema import Composition, ModelConfig
+from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
+from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, file_problem, resolve_path
+from nxdt_core.config.tree import DEFAULT, Origin, Place, Tree
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.regular_files import open_regular, read_text, require_inside
 
-__all__ = ["HFConfig", "architectures_of", "merge_hf_values", "read_hf_config", "unusable", "weights_in"]
+__all__ = [
+    "HFConfig",
+    "architectures_of",
+    "fill_recipe",
+    "merge_hf_values",
+    "read_hf_config",
+    "unusable",
+    "weights_in",
+    "with_published_model",
+]
 
 
 def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
@@ -117,7 +128,75 @@ def _scalars(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-_KEY = "model.model_config"
+_KEY, _START = "model.model_config", "checkpoint.resume_from"
+_NOT_OF_ARCHITECTURES = keys_of(ModelConfig).keys() - {"name", "model_config"}
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_SEQ_LENGTH, _BATCH, _LR, _ADAPTER_LR = 2048, 8, 2e-5, 2e-4
+"""Defaults of a run that starts from a published model. The rates are those of TRL's SFT and of the QLoRA paper."""
+
+
+def with_published_model(tree: Tree) -> tuple[Tree, bool]:
+    """Return the tree with what the Hugging Face directory in ``checkpoint.resume_from`` gives below it, and whether
+    that key names one.
+
+    A path without a ``config.json`` counts, too, where nothing else describes the model: reading it reports the path.
+    """
+    named, origin, view = tree.get(_START), tree.origin(_START), tree
+    if has_interpolation(named):
+        view = tree.copy()
+        interpolate(view, wanted=(_START,))
+    path, model = view.get(_START), tree.get("model") or {}
+    described = isinstance(model, dict) and any(model[key] is not None for key in model.keys() - _NOT_OF_ARCHITECTURES)
+    try:
+        if not isinstance(path, str) or not path or ("://" in path and not path.startswith(PACKAGE_SCHEME)):
+            return tree, False
+        directory = resolve_path(path, view.origin(_START).directory)
+    except PackageNotFound:  # reported as a wrong value when it is read
+        return tree, False
+    if described and not os.path.isfile(directory / "config.json"):
+        return tree, False
+    value = f"${{{_START}}}" if has_interpolation(named) else named
+    given: dict[str, Any] = {"checkpoint": {"weight_init_only": True}, "model": {"model_config": value}}
+    tokenizer = tree.get("data.tokenizer", {})
+    other = not isinstance(tokenizer, dict) or tokenizer.keys() & {"library", "model", "type", "vocab_file"}
+    if not other and any(os.path.isfile(directory / name) for name in _TOKENIZER):
+        given["data"] = {"tokenizer": {"library": "huggingface", "model": value}}
+    written = origin.at(_START)["place"]
+    follows = Origin(kind="hf", where=_START, line=origin.line, written=written, directory=origin.directory)
+    if tree.get("model") is None:  # a section without keys
+        tree.remove("model")
+    below = Tree.of(given, follows)
+    below.merge(tree)
+    return below, True
+
+
+def fill_recipe(tree: Tree, hf: HFConfig) -> list[str]:
+    """Set the keys of training that a run from a published model lacks; return a note on all that the model gave."""
+    gave = [f"architecture ({', '.join(architectures_of(hf.values))})"] if _is_published(tree, _KEY) else []
+    gave += ["tokenizer", "chat template"] if _is_published(tree, "data.tokenizer.model") else []
+    of_model = (tree.get("model.max_position_embeddings"), *map(hf.values.get, _POSITIONS))
+    defaults: dict[str, Any] = {
+        "data.seq_length": min([_SEQ_LENGTH, *(each for each in of_model if type(each) is int)]),
+        "data.global_batch_size": _BATCH,
+    }
+    if tree.get("model.optim.name") in (None, "adam", "adamw"):
+        defaults["model.optim.lr"] = _ADAPTER_LR if tree.get("adapter.name") else _LR
+    added = list[str]()
+    for key, value in defaults.items():
+        if isinstance(tree.get(key.rpartition(".")[0], {}), dict) and key not in tree:
+            tree.set(key, value, replace(DEFAULT, where="for a published model"))
+            added.append(f"{key} {value:g}")
+    note = f"{_START} gives {', '.join(['weights', 'stop tokens', *gave])}"
+    return [f"{note}; defaults: {', '.join(added)}" if added else note] if gave or added else []
+
+
+def _place(tree: Tree) -> Place:
+    return tree.origin(_KEY).at(_START if _is_published(tree, _KEY) else _KEY)
+
+
+def _is_published(tree: Tree, key: str) -> bool:
+    return key in tree and tree.origin(key).kind == "hf" and tree.origin(key).where == _START
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +214,7 @@ def read_hf_config(view: Tree) -> HFConfig:
     named, origin = view.get(_KEY), view.origin(_KEY)
     if not isinstance(named, str) or not named:
         return HFConfig()
-    place = origin.at(_KEY)
+    place = _place(view)
     try:
         path = resolve_path(named, origin.directory)
     except PackageNotFound:  # reported as a wrong value when it is read
@@ -145,6 +224,12 @@ def read_hf_config(view: Tree) -> HFConfig:
             path = path / "config.json"
             require_inside(path, path.parent)
         parsed = json.loads(read_text(path, follow=True))
+    except FileNotFoundError as error:
+        if _is_published(view, _KEY) and path.name == "config.json":
+            message = f"'{path.parent}' has no config.json, and the section model describes no model."
+            advice = "Name a Hugging Face directory, or write the keys of the model."
+            return HFConfig(path=path, problem=ComponentFinding(**place, message=message, advice=advice))
+        return HFConfig(path=path, problem=file_problem(path, error, place))
     except (OSError, UnicodeDecodeError) as error:
         return HFConfig(path=path, problem=file_problem(path, error, place))
     except (ValueError, RecursionError) as error:
@@ -167,10 +252,17 @@ def merge_hf_values(tree: Tree, composition: Composition, hf: HFConfig) -> list[
     cls = composition.classes.get("model")
     if hf.path is None or _KEY not in tree or cls is None:
         return []
-    lacking = [name for name in keys_of(cls) if name not in tree.get("model")]
-    if not lacking:
+    keys = keys_of(cls)
+    lacking = [name for name in keys if name not in tree.get("model")]
+    problems = _merge(tree, cls, lacking, hf) if lacking else []
+    if problems and _is_published(tree, _KEY) and all(keys[name].default is not REQUIRED for name in lacking):
+        tree.remove(_KEY)  # the configuration describes another model for these weights
         return []
-    place, model = tree.origin(_KEY).at(_KEY), f"model {tree.get('model.name')!r}"
+    return problems
+
+
+def _merge(tree: Tree, cls: type, lacking: list[str], hf: HFConfig) -> list[ConfigProblem]:
+    place, model = _place(tree), f"model {tree.get('model.name')!r}"
     if hf.problem is not None:
         return [hf.problem]
     if not issubclass(cls, ReadsHFConfig):

@@ -23,6 +23,7 @@ from nxdt_core.config.components import (
     select,
     selected,
 )
+from nxdt_core.config.huggingface import with_published_model
 from nxdt_core.config.interpolation import MANDATORY, has_interpolation, interpolate
 from nxdt_core.config.migration import converted, explained
 from nxdt_core.config.read import fill, read, read_part
@@ -139,9 +140,10 @@ class _Load:
                 place = tree.origin("plugins.local").at("plugins.local")
                 self.problems.append(ComponentFinding(**place, message=message, advice=advice))
         self.notes += drop_replaced(tree, self.replaced, kernel)
+        tree, published = with_published_model(tree)
         tree, problems = _with_plugin_defaults(tree, source.label, kernel)
         self.problems += problems
-        composition, problems = select(tree, kernel, source.label)
+        composition, problems = select(tree, kernel, source.label, published=published)
         model, faults = run_model(tree, composition)
         self.problems += [*problems, *faults]
         passes = tree.get("trainer.max_epochs")

@@ -145,7 +145,8 @@ DataNeedsTokenizer = NxdtError.define(
     "NXDT-D012",
     "Text without a tokenizer.",
     "The '{dataloader}' data is text, and the configuration names no tokenizer.",
-    "Set data.tokenizer.library, for example to 'byte', which needs no files.",
+    "Set data.tokenizer.model to a directory with a tokenizer.json, or data.tokenizer.library to 'byte', which needs "
+    "no files.",
 )
 
 SpecialTokenMissing = NxdtError.define(

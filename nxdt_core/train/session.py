@@ -26,10 +26,11 @@ from typing import Any, Self
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointManager, Manifest
 from nxdt_core.checkpoint.foreign import format_of, load_format_into
-from nxdt_core.checkpoint.format.hf_source import read_hf_source
+from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
+from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.base import listing
@@ -526,6 +527,16 @@ class TrainSession:
         if self._foreign is None or format_of(self._foreign, self.config.kernel) != "hf":
             return {}
         return read_hf_source(self._foreign).facts()
+
+    @cached_property
+    def stop_ids(self) -> frozenset[int]:
+        """Tokens that end what the model writes: those of the tokenizer and of the chat template, and those that the
+        Hugging Face directory of the weights names. Empty without a tokenizer."""
+        tokenizer, source = self.data.tokenizer, HFSource.of_facts(self.hf_facts)
+        if tokenizer is None:
+            return frozenset()
+        theirs = () if source is None else source.stops_of(tokenizer)
+        return frozenset((*stop_ids(build.chat_keys(self.config), tokenizer), *theirs))
 
     def _parts(self, extra: dict[str, Any] | None, about: SaveFacts) -> SaveParts:
         parts = save_parts(

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.checkpoint.format.hf_source import HFSource
-from nxdt_core.data.chat.rendering import prompt_ids, stop_ids
+from nxdt_core.data.chat.rendering import prompt_ids
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.training import GenerationsNeedTokenizer
@@ -55,10 +54,8 @@ class Generations(Callback):
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )
         keys = build.chat_keys(run.config)
-        source = HFSource.of_facts(run.session.hf_facts)
-        stops = {*stop_ids(keys, tokenizer), *(() if source is None else source.stops_of(tokenizer))}
         window = build.window(run.config)
-        writer = Writer(model=run.session.model, tokenizer=tokenizer, window=window, stop_ids=stops)
+        writer = Writer(model=run.session.model, tokenizer=tokenizer, window=window, stop_ids=run.session.stop_ids)
         prompts = [self._ids(prompt, tokenizer, keys) for prompt in config.prompts]
         for number, (prompt, (text,)) in enumerate(zip(config.prompts, writer.texts(prompts, sampling), strict=True)):
             if run.rank == 0:

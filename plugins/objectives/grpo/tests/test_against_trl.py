@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nxdt_plugin_grpo import objective, rewards
+from nxdt_plugin_grpo import rewards
 
 from nxdt_core.config import load
 from nxdt_core.config.sources import resolve_path
@@ -57,7 +57,7 @@ def models(tmp_path_factory):
 @pytest.fixture(autouse=True)
 def many_tokens_end_answers(monkeypatch):
     """So that fresh models write answers of several lengths."""
-    monkeypatch.setattr(objective, "stop_ids", lambda keys, tokenizer: ENDS)
+    monkeypatch.setattr(TrainSession, "stop_ids", frozenset(ENDS))
 
 
 @pytest.fixture

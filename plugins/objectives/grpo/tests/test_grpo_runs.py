@@ -10,7 +10,6 @@ from functools import partial
 
 import pytest
 import torch
-from nxdt_plugin_grpo import objective
 from nxdt_plugin_grpo.config import CharactersConfig, MatchConfig
 from nxdt_plugin_grpo.errors import NoPrompts, PromptMissing, PromptTooLong, RewardFailed
 from nxdt_plugin_grpo.rewards import Characters, Match
@@ -169,11 +168,11 @@ def short(tmp_path, monkeypatch):
 def losses_with_uneven_answers(directory, overrides):
     """Losses of three steps, where each answer of the second rank ends at once and those of the first never do."""
     with process_group(timeout_s=60):
-        objective.stop_ids = lambda keys, tokenizer: tuple(range(256)) if torch.distributed.get_rank() else ()
         config = load(
             "recipe:llama-tiny-grpo", [f"exp_manager.exp_dir={directory}", "trainer.devices=2", *NARROW, *overrides]
         )
         with TrainSession(config) as session:
+            session.stop_ids = frozenset(range(256) if torch.distributed.get_rank() else ())
             return [float(session.step(batch).loss.loss) for batch, _ in zip(session.batches(), range(3), strict=False)]
 
 

@@ -8,9 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.train import build
 from nxdt_core.train.continuation import Writer
 from nxdt_core.train.sampling import Sampling
 from nxdt_plugin_distill.config import DistillConfig
@@ -38,7 +36,7 @@ def answered(session: TrainSession, micro_batches: Sequence[Batch], config: Dist
     if tokenizer is None:
         raise NoPrompts(share=config.on_policy, reason="the data has no tokenizer")
     writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
-    stops, longest = frozenset(stop_ids(build.chat_keys(session.config), tokenizer)), config.max_completion_length
+    stops, longest = session.stop_ids, config.max_completion_length
     sampling = Sampling(max_new_tokens=longest, temperature=1.0)
     any_left = session.engine.ranks.any_rank if session.engine.rank_info.dp_size > 1 else None
     place = session.engine.rank_info.dp_rank * sum(len(batch.input_ids) for batch in micro_batches)

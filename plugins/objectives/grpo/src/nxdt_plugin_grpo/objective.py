@@ -18,13 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.train import build
 from nxdt_core.train.continuation import Writer
 from nxdt_core.train.sampling import Sampling
 from nxdt_plugin_grpo.config import GrpoConfig
@@ -184,7 +182,6 @@ class Grpo(Objective):
         if tokenizer is None:
             raise NoPrompts()
         writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
-        stops = frozenset(stop_ids(build.chat_keys(session.config), tokenizer))
         sampling = Sampling(
             max_new_tokens=longest,
             temperature=config.temperature,
@@ -208,7 +205,7 @@ class Grpo(Objective):
             here = [next(rank_places) for _ in prompts]
             drawn = writer.answers(
                 [prompt.ids for prompt in prompts],
-                stops,
+                session.stop_ids,
                 sampling,
                 drawn=[(session.config.run.seed, step, place) for place in here],
                 any_left=session.engine.ranks.any_rank if session.engine.rank_info.dp_size > 1 else None,
@@ -220,7 +217,7 @@ class Grpo(Objective):
                     own[place] = Group(prompt=list(prompt.ids), answers=[*answers], ended=[*ended])
                     asked[place] = prompt
         if asked:
-            texts = [text for place in asked for text in own[place].texts(tokenizer, stops, config.stop)]
+            texts = [text for place in asked for text in own[place].texts(tokenizer, session.stop_ids, config.stop)]
             of_answers = [asked[place] for place in asked for _ in own[place].answers]
             for name, scores in score(self._rewards or (), texts, of_answers).items():
                 for number, place in enumerate(asked):
