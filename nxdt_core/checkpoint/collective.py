@@ -1,4 +1,4 @@
-"""What ranks do together succeeds on all of them or fails on all of them, and so does what threads do. Torch-free."""
+"""Joint work of ranks, or of threads, which succeeds on all of them or fails on all of them. Torch-free."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _Outcome(Generic[T]):
 
 
 def rank_of(ranks: RankAgreement | None) -> int:
-    """This process among all; 0 where it is alone."""
+    """Return the number of this process among all; 0 where it is alone."""
     return 0 if ranks is None else ranks.rank
 
 
@@ -42,21 +42,21 @@ def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: s
     """
     if ranks is None:
         return [work()]
-    own: Exception | None = None
+    failure: Exception | None = None
     try:
         outcome = _Outcome(work())
     except NxdtError as error:
-        own, outcome = error, _Outcome(None, error)
+        failure, outcome = error, _Outcome(None, error)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
-        own, outcome = error, _Outcome(None, CheckpointRankFailed(where=where, reason=reason, rank=ranks.rank))
+        failure, outcome = error, _Outcome(None, CheckpointRankFailed(where=where, reason=reason, rank=ranks.rank))
     outcomes = ranks.all_gather_object(outcome)
-    if own is not None:
-        raise own
-    for each in outcomes:
-        if each.error is not None:
-            raise each.error
-    return [cast(T, each.value) for each in outcomes]
+    if failure is not None:
+        raise failure
+    for result in outcomes:
+        if result.error is not None:
+            raise result.error
+    return [cast(T, result.value) for result in outcomes]
 
 
 def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:

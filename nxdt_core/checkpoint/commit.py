@@ -117,8 +117,8 @@ def greatest_fencing(storage: CheckpointStore) -> int:
             return read_manifest(storage, step).facts.fencing
         return 0
 
-    found = ((step_of(info.key.partition("/")[0]), info.key) for info in storage.list("step-"))
-    steps = [step for step, key in found if step is not None and key == manifest_key(step)]
+    objects = ((step_of(info.key.partition("/")[0]), info.key) for info in storage.list("step-"))
+    steps = [step for step, key in objects if step is not None and key == manifest_key(step)]
     return max(in_threads(fencing, steps, threads=_THREADS), default=0)
 
 
@@ -234,15 +234,15 @@ def withdraw(storage: CheckpointStore, step: int, attempt: str) -> None:
 def clear_other_attempts(
     storage: CheckpointStore, manifest: Manifest, check_in_time: Callable[[], None] = lambda: None
 ) -> None:
-    """After the commit: delete files of the step that are not this attempt's. Never raises for the store.
+    """Delete files of the step that are not this attempt's, after the commit. Never raises for the store.
 
     ``check_in_time`` raises once a later attempt may have begun: what was listed before that is none of its files.
     """
     keep = manifest_key(manifest.step)
     try:
-        found = [info.key for info in storage.list(step_prefix(manifest.step))]
+        keys = [info.key for info in storage.list(step_prefix(manifest.step))]
         check_in_time()
-        storage.delete_many([key for key in found if key != keep and not key.startswith(manifest.prefix)])
+        storage.delete_many([key for key in keys if key != keep and not key.startswith(manifest.prefix)])
     except (OSError, StorageError) as error:
         _log.warning("files of older saves are left under %s/%s: %s", storage.uri, keep, error)
 

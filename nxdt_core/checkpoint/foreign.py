@@ -42,14 +42,14 @@ def recognise(path: Path, kernel: Kernel) -> RegisteredComponent | None:
     """
     if not path.exists():
         return None
-    found = [component for component in kernel.registry.all(_KIND) if _recognises(component, path)]
-    return kernel.registry.choose(_KIND, str(path), found) if found else None
+    formats = [component for component in kernel.registry.all(_KIND) if _recognises(component, path)]
+    return kernel.registry.choose(_KIND, str(path), formats) if formats else None
 
 
 def format_of(path: Path, kernel: Kernel) -> str | None:
     """Return the name of what :func:`recognise` returns."""
-    found = recognise(path, kernel)
-    return None if found is None else found.record.name
+    component = recognise(path, kernel)
+    return None if component is None else component.record.name
 
 
 def open_checkpoint(
@@ -80,9 +80,9 @@ def open_checkpoint(
         chosen = component.load_class(CheckpointFormat)()
         if not chosen.recognises(path):
             raise _unknown(path, kernel, f"it is not of the format {format!r}")
-    found = chosen.open(path)
-    found.fill_rows = fill_rows
-    return component.record.name, found
+    reader = chosen.open(path)
+    reader.fill_rows = fill_rows
+    return component.record.name, reader
 
 
 def load_format_into(
@@ -117,31 +117,31 @@ def load_format_into(
     opened: list[tuple[CheckpointReader, Listing]] = []
 
     def look() -> None:
-        found = open_checkpoint(path, kernel, fill_rows=fill_rows)[1]
-        opened.append((found, found.listing(builder, weights_only=True)))
+        reader = open_checkpoint(path, kernel, fill_rows=fill_rows)[1]
+        opened.append((reader, reader.listing(builder, weights_only=True)))
 
     on_all_ranks(ranks, look, where=str(path))
-    found, listing = opened[0]
+    reader, listing = opened[0]
     index = {
-        name: TensorEntry(dtype=held.dtype, shape=held.shape)
-        for (section, name), held in listing.items()
+        name: TensorEntry(dtype=shard.dtype, shape=shard.shape)
+        for (section, name), shard in listing.items()
         if section == "model"
     }
     unmatched = check_model(index, tensors, ranks, strict=False)
     if unmatched.missing or unmatched.extra:
         if strict:
             raise WeightsDoNotFit(missing=unmatched.missing, extra=unmatched.extra, shapes=[], saved=[])
-        said = "%s: parameters that it lacks keep their fresh values: %s; those that the model lacks are left out: %s"
-        _log.warning(said, path, ", ".join(unmatched.missing) or "none", ", ".join(unmatched.extra) or "none")
-    on_all_ranks(ranks, lambda: _fill(found, [name for name in index if name in tensors], tensors), where=str(path))
+        text = "%s: parameters that it lacks keep their fresh values: %s; those that the model lacks are left out: %s"
+        _log.warning(text, path, ", ".join(unmatched.missing) or "none", ", ".join(unmatched.extra) or "none")
+    on_all_ranks(ranks, lambda: _fill(reader, [name for name in index if name in tensors], tensors), where=str(path))
 
 
-def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch.Tensor | Piece]) -> None:
+def _fill(reader: CheckpointReader, names: list[str], tensors: Mapping[str, torch.Tensor | Piece]) -> None:
     import torch
 
     from nxdt_core.distributed.placement import piece_of
 
-    due = found.read([("model", name) for name in names])
+    due = reader.read([("model", name) for name in names])
     for name in names:
         piece = piece_of(tensors[name], name)
         with torch.no_grad():
@@ -149,7 +149,7 @@ def _fill(found: CheckpointReader, names: list[str], tensors: Mapping[str, torch
 
 
 def _recognises(component: RegisteredComponent, path: Path) -> bool:
-    """Whether a format recognises the path. One that fails is skipped with a warning: the path may be another's."""
+    """Return whether a format recognises the path; one that fails is skipped, since the path may be another's."""
     try:
         return component.load_class(CheckpointFormat)().recognises(path)
     except NxdtError as error:
@@ -163,6 +163,6 @@ def _recognises(component: RegisteredComponent, path: Path) -> bool:
 
 
 def _unknown(path: Path, kernel: Kernel, reason: str) -> NxdtError:
-    formats = [f"{each.record.name}: {each.record.summary}" for each in kernel.registry.all(_KIND)]
+    formats = [f"{component.record.name}: {component.record.summary}" for component in kernel.registry.all(_KIND)]
     install, unusable = kernel.registry.not_offered(_KIND)
     return ForeignFormatUnknown(path=str(path), reason=reason, formats=formats, install=install, unusable=unusable)

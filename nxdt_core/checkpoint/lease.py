@@ -43,7 +43,7 @@ class _CurrentLease:
 
     number: int
     owner: Owner | None
-    """None where the object cannot be decoded."""
+    """Owner that the object names; None where it cannot be decoded."""
     beat: bytes
 
     @property
@@ -107,10 +107,10 @@ class Lease:
         """Raise where another process has taken the store since."""
         if self._heartbeat is None:
             raise OwnershipLost(where=self._storage.uri, reason="this run has given it back")
-        found = _current_lease(self._storage)
-        if found is None or found.owner != self._me:
-            other = "the object that says so was deleted" if found is None else f"{found.name} has taken it over"
-            why = "this process gave no sign of life for too long" if found else "see who deletes objects there"
+        current = _current_lease(self._storage)
+        if current is None or current.owner != self._me:
+            other = "the object that says so was deleted" if current is None else f"{current.name} has taken it over"
+            why = "this process gave no sign of life for too long" if current else "see who deletes objects there"
             raise OwnershipLost(where=self._storage.uri, reason=f"{other}; {why}")
 
     def release(self) -> None:
@@ -141,19 +141,19 @@ def take_lease(storage: CheckpointStore, me: Owner, *, say: Callable[[str], None
     watched: _CurrentLease | None = None
     since = 0.0
     while True:
-        found = _current_lease(storage)
-        fate = "gone" if found is None or found.released else _liveness(found, me)
-        if found is not None and fate == "running":
-            raise _in_use(storage, found, "it is running on this machine")
-        if found is not None and fate == "unknown":
+        current = _current_lease(storage)
+        fate = "gone" if current is None or current.released else _liveness(current, me)
+        if current is not None and fate == "running":
+            raise _in_use(storage, current, "it is running on this machine")
+        if current is not None and fate == "unknown":
             if watched is None:
-                watched, since = found, time.monotonic()
-                say(f"waiting for up to {expiry_s:g} s for a sign of life of {found.name}, who has {storage.uri}")
-            elif found != watched:
-                moved = found.number == watched.number
-                raise _in_use(storage, found, "it has given a sign of life" if moved else "it has just taken it")
+                watched, since = current, time.monotonic()
+                say(f"waiting for up to {expiry_s:g} s for a sign of life of {current.name}, who has {storage.uri}")
+            elif current != watched:
+                moved = current.number == watched.number
+                raise _in_use(storage, current, "it has given a sign of life" if moved else "it has just taken it")
         if fate == "gone" or time.monotonic() - since >= expiry_s:
-            lease = _claim(storage, me, above=0 if found is None else found.number, expiry_s=expiry_s)
+            lease = _claim(storage, me, above=0 if current is None else current.number, expiry_s=expiry_s)
             if lease is not None:
                 return lease
             continue  # another taker was faster: see who
@@ -162,16 +162,16 @@ def take_lease(storage: CheckpointStore, me: Owner, *, say: Callable[[str], None
 
 def is_leased(storage: CheckpointStore, me: Owner) -> bool:
     """Return whether a process has the lease that may still run."""
-    found = _current_lease(storage)
-    return found is not None and not found.released and _liveness(found, me) != "gone"
+    current = _current_lease(storage)
+    return current is not None and not current.released and _liveness(current, me) != "gone"
 
 
-def _liveness(found: _CurrentLease, me: Owner) -> str:
-    return "unknown" if found.owner is None else me.liveness_of(found.owner)
+def _liveness(claim: _CurrentLease, me: Owner) -> str:
+    return "unknown" if claim.owner is None else me.liveness_of(claim.owner)
 
 
-def _in_use(storage: CheckpointStore, found: _CurrentLease, reason: str) -> StoreInUse:
-    return StoreInUse(where=storage.uri, owner=found.name, reason=reason)
+def _in_use(storage: CheckpointStore, claim: _CurrentLease, reason: str) -> StoreInUse:
+    return StoreInUse(where=storage.uri, owner=claim.name, reason=reason)
 
 
 def _claim(storage: CheckpointStore, me: Owner, *, above: int, expiry_s: float) -> Lease | None:
@@ -199,7 +199,8 @@ def _claim(storage: CheckpointStore, me: Owner, *, above: int, expiry_s: float) 
 
 
 def _put_claim(storage: CheckpointStore, number: int, me: Owner) -> bool:
-    """Whether the object of ``number`` is ``me``'s now. (The answer to its making may be lost, or to a first try.)"""
+    """Return whether ``me`` now has the object of ``number``. (A first try may have made it, and its answer been
+    lost.)"""
     key, data = _json_key(number), me.encode()
     try:
         return storage.put_if_absent(key, data) or read_object(storage, key) == data
@@ -225,12 +226,12 @@ def _current_lease(storage: CheckpointStore) -> _CurrentLease | None:
 
 def _keys(storage: CheckpointStore) -> dict[int, list[str]]:
     """The keys of each number."""
-    found: dict[int, list[str]] = {}
+    keys: dict[int, list[str]] = {}
     for info in storage.list(_PREFIX):
         match = _KEY.fullmatch(info.key)
         if match:
-            found.setdefault(int(match[1]), []).append(info.key)
-    return found
+            keys.setdefault(int(match[1]), []).append(info.key)
+    return keys
 
 
 def _json_key(number: int) -> str:

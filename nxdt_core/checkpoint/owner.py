@@ -1,4 +1,4 @@
-"""Who owns a store: a process on a machine, within a job; and whether that process is gone. Torch-free."""
+"""The owner of a store: a process on a machine, within a job; and whether that process is gone. Torch-free."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _JOBS = (
     ("batch", "AWS_BATCH_JOB_ID", "AWS_BATCH_JOB_ATTEMPT"),
     ("elastic", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
 )
-"""Who restarts jobs under the same number, and counts how often. (Slurm sets its count from the first restart on.)"""
+"""Schedulers that count how often a job restarts under its number. (Slurm sets the count from the first restart on.)"""
 _NO_JOBS = frozenset({"", "none", "nxdt"})
 """Run ids that torchrun and ``nxdt train`` fill in themselves."""
 
@@ -33,7 +33,7 @@ class Owner:
     """One process that saves, as recorded for other processes."""
 
     run: str
-    """Its name, for people."""
+    """Name of the run, for people."""
     host: str
     pid: int
     since: str
@@ -45,7 +45,7 @@ class Owner:
     job: tuple[str, ...] = ()
     """Scheduler jobs in which it runs, each ``name=number``."""
     restarts: tuple[int, ...] = ()
-    """How often each of these schedulers has restarted it."""
+    """Restarts by each of these schedulers."""
     token: str
     """Differs between any two owners."""
 
@@ -77,7 +77,7 @@ def decode_owner(data: bytes) -> Owner | None:
 
 
 def this_process(run: str, environment: Mapping[str, str] | None = None) -> Owner:
-    """This process as an owner.
+    """Return this process as an owner.
 
     Args:
         run: what people call it.
@@ -137,7 +137,7 @@ def _runs(pid: int, started: str) -> bool:
         return False
     except PermissionError:
         pass  # another user's
-    found = _stat(pid)
-    if found is None:  # hidden from this user
+    process = _stat(pid)
+    if process is None:  # hidden from this user
         return True
-    return found.started == started and found.state not in "ZX" and not found.flags & _EXITING
+    return process.started == started and process.state not in "ZX" and not process.flags & _EXITING

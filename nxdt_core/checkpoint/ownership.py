@@ -40,9 +40,9 @@ class LockedStore:
         before = self._storage.lock_note(_KEY)
         lock = None if before else self._storage.try_lock(_KEY, self._me.encode())
         if lock is None:
-            found = decode_owner(before or self._storage.lock_note(_KEY))
+            owner = decode_owner(before or self._storage.lock_note(_KEY))
             reason = "its directory was moved or deleted, and another run began to save there"
-            raise OwnershipLost(where=self._storage.uri, reason=f"{reason}, {found}" if found else reason)
+            raise OwnershipLost(where=self._storage.uri, reason=f"{reason}, {owner}" if owner else reason)
         self._lock = lock
 
     def release(self) -> None:

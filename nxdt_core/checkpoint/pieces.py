@@ -1,4 +1,4 @@
-"""What this rank holds of a tensor: plain tensors whole, distributed ones by their box."""
+"""The part of a tensor that this rank holds: plain tensors whole, distributed ones by their box."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from nxdt_core.protocols.piece import Piece, ShardInfo
 
 
 def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
-    """This rank's piece of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.
+    """Return this rank's piece of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.
 
     Raises:
         TensorStateUnsupported: it has no plain bytes (sparse, quantised, complex, on the meta device, a subclass of
@@ -43,15 +43,15 @@ def list_pieces(
     """
     pieces = {name: storable_piece(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
     owners = _owners_by_address(pieces) if ties is None else ties
-    held: dict[str, ShardInfo] = {}
+    shards: dict[str, ShardInfo] = {}
     for name, piece in pieces.items():
         owner = owners.get(name)
         if owner is not None and owner not in pieces:
             owner = None  # another rank has the owner, so this one writes its own copy
         if owner is not None and (pieces[owner].shape, pieces[owner].box) != (piece.shape, piece.box):
             raise TensorStateUnsupported(where=f"{section}/{name}", reason=f"it is tied to {owner} of another shape")
-        held[name] = ShardInfo(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box, same_as=owner)
-    return pieces, held
+        shards[name] = ShardInfo(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box, same_as=owner)
+    return pieces, shards
 
 
 def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | Piece:

@@ -55,12 +55,12 @@ _MOST_KEY_BYTES = 2**16
 _ALGORITHM = "ed25519"
 _MOST_BYTES = 4096
 _DER_PREFIX = bytes.fromhex("302a300506032b6570032100")
-"""Of every Ed25519 public key in DER (RFC 8410); the 32 bytes of the key follow."""
+"""Prefix of every Ed25519 public key in DER (RFC 8410); the 32 bytes of the key follow."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """What the file holds. Nothing of it was checked."""
+    """Content of a signature file. Nothing of it was checked."""
 
     public_key: bytes
     """32 bytes: of the key that is said to have signed."""
@@ -91,12 +91,12 @@ class Signature:
         """
         try:
             table = json.loads(data)
-            found = cls(public_key=bytes.fromhex(table["public_key"]), signature=bytes.fromhex(table["signature"]))
+            decoded = cls(public_key=bytes.fromhex(table["public_key"]), signature=bytes.fromhex(table["signature"]))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise ValueError("it is not a signature") from error
-        if found.encode() != data or len(found.public_key) != 32 or len(found.signature) != 64:
+        if decoded.encode() != data or len(decoded.public_key) != 32 or len(decoded.signature) != 64:
             raise ValueError("it is not an Ed25519 signature")
-        return found
+        return decoded
 
 
 def fingerprint_of(public_key: bytes) -> str:
@@ -214,13 +214,13 @@ class TrustedKeys:
             CheckpointNotTrusted: a subclass that says why.
             CheckpointDamaged: the signature file does not hold a signature.
         """
-        known, where = self.fingerprints, f"{storage.uri}/{step_name(manifest.step)}"
+        trusted, where = self.fingerprints, f"{storage.uri}/{step_name(manifest.step)}"
         signature = read_signature(storage, manifest)
         if signature is None:
             raise CheckpointNotSigned(where=where, reason="it has no signature")
-        if signature.fingerprint not in known:
+        if signature.fingerprint not in trusted:
             reason = f"it is signed by {signature.fingerprint}, which is not a trusted key"
-            raise CheckpointSignedByOther(where=where, reason=reason, trusted=known)
+            raise CheckpointSignedByOther(where=where, reason=reason, trusted=trusted)
         check_signature(signature, manifest, data, where=where)
         return signature
 

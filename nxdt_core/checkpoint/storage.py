@@ -1,4 +1,4 @@
-"""From an address to a store, and from the operating system's errors to errors that say what to do. Torch-free."""
+"""Stores by their addresses, and the operating system's errors as errors that say what to do. Torch-free."""
 
 from __future__ import annotations
 

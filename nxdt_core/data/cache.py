@@ -112,34 +112,34 @@ def content_digests(paths: Iterable[Path], directory: Path | None) -> list[str]:
     Raises:
         OSError: a file cannot be read.
     """
-    kept = None if directory is None else directory / _DIGESTS
-    known: dict[str, list[object]] = {}
-    if kept is not None:
+    cache_file = None if directory is None else directory / _DIGESTS
+    recorded: dict[str, list[object]] = {}
+    if cache_file is not None:
         with suppress(OSError, ValueError, TypeError, RecursionError):
-            known = dict(json.loads(read_text(kept)))
-    found: list[str] = []
+            recorded = dict(json.loads(read_text(cache_file)))
+    digests: list[str] = []
     read: dict[str, list[object]] = {}
     for path in paths:
         with open(open_regular(path, follow=True), "rb", buffering=0) as file:
             before = os.fstat(file.fileno())
             identity = [before.st_ino, before.st_size, before.st_mtime_ns, before.st_ctime_ns]
-            match known.get(str(path.absolute())):
+            match recorded.get(str(path.absolute())):
                 case [*same, str(content)] if same == identity:
-                    found.append(content)
+                    digests.append(content)
                     continue
             settled = max(before.st_mtime, before.st_ctime) + _SETTLED_S < time.time()
             state, block = xxh3_128(), memoryview(bytearray(_READ_BYTES))
             while count := file.readinto(block):
                 state.update(block[:count])
-            found.append(state.hexdigest())
+            digests.append(state.hexdigest())
             if settled and before.st_size > SAMPLED_FROM_BYTES:
-                read[str(path.absolute())] = [*identity, found[-1]]
-    if kept is not None and read:
-        remembered = {path: entry for path, entry in known.items() if os.path.exists(path)} | read
+                read[str(path.absolute())] = [*identity, digests[-1]]
+    if cache_file is not None and read:
+        remembered = {path: entry for path, entry in recorded.items() if os.path.exists(path)} | read
         with suppress(OSError):  # then they are read again
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            replace_text(kept, json.dumps(remembered, indent=0))
-    return found
+            cache_file.parent.mkdir(parents=True, exist_ok=True)
+            replace_text(cache_file, json.dumps(remembered, indent=0))
+    return digests
 
 
 _LOOK_AGAIN_S = 0.1
@@ -211,22 +211,22 @@ def are_offsets(starts: NDArray[Any], end: int) -> bool:
 
 
 _DAMAGED = (OSError, ValueError, TypeError, IndexError, OverflowError, MemoryError, RecursionError, TokenError)
-"""What reading arrays raises that are missing or damaged; numpy parses a header as Python."""
+"""Errors of reading arrays that are missing or damaged; numpy parses a header as Python."""
 
 
 def _mapped(place: Path, kind: type[T], fits: Callable[[T], bool]) -> T:
     """Return the arrays in ``place``, compared with their digests."""
-    files = {each.name: place / f"{each.name}.npy" for each in fields(kind)}
+    files = {item.name: place / f"{item.name}.npy" for item in fields(kind)}
     for path in files.values():
         require_regular(path)  # a pipe would block
     with suppress(PermissionError):
         os.utime(place)  # the time of its last use
     if json.loads(read_text(place / _DIGESTS)) != _digests(place.name, files, place.parent):
         raise ValueError("its arrays differ from their digests")
-    found = kind(**{name: open_memmap(path, mode="r").view(np.ndarray) for name, path in files.items()})
-    if not fits(found):
+    arrays = kind(**{name: open_memmap(path, mode="r").view(np.ndarray) for name, path in files.items()})
+    if not fits(arrays):
         raise ValueError("its arrays contradict each other")
-    return found
+    return arrays
 
 
 def _digests(name: str, files: Mapping[str, Path], directory: Path | None) -> dict[str, str]:
@@ -237,7 +237,7 @@ def _digests(name: str, files: Mapping[str, Path], directory: Path | None) -> di
 def _store(place: Path, made: T, fits: Callable[[T], bool]) -> None:
     part = Path(tempfile.mkdtemp(dir=place.parent, prefix=f".{place.name}-"))
     try:
-        files = {each.name: part / f"{each.name}.npy" for each in fields(made)}
+        files = {item.name: part / f"{item.name}.npy" for item in fields(made)}
         for name, path in files.items():
             with path.open("wb") as file:
                 np.save(file, getattr(made, name))
@@ -271,14 +271,14 @@ def _remove_unfinished(directory: Path) -> None:
                     shutil.rmtree(part, ignore_errors=True)
 
 
-def _remove_oldest(kept: Path, most_bytes: int | None) -> None:
+def _remove_oldest(current: Path, most_bytes: int | None) -> None:
     """Remove arrays next to ``kept`` until the directory holds at most ``most_bytes``; who maps them still has them."""
     if most_bytes is None:
         return
-    others = (each for each in kept.parent.iterdir() if each != kept and not _PART.fullmatch(each.name))
-    found = [each for each in others if any(each.glob("*.npy"))]
-    sizes = {each: sum(file.stat().st_size for file in each.iterdir()) for each in (kept, *found)}
-    for place in sorted(found, key=lambda each: each.stat().st_mtime):
+    others = (entry for entry in current.parent.iterdir() if entry != current and not _PART.fullmatch(entry.name))
+    complete = [entry for entry in others if any(entry.glob("*.npy"))]
+    sizes = {entry: sum(file.stat().st_size for file in entry.iterdir()) for entry in (current, *complete)}
+    for place in sorted(complete, key=lambda entry: entry.stat().st_mtime):
         if sum(sizes.values()) <= most_bytes:
             return
         shutil.rmtree(place, ignore_errors=True)
@@ -308,5 +308,5 @@ def _try_lock(path: Path, note: bytes) -> FileLock | None:
     try:
         return take_file_lock(path, note)
     except LocksUnsupported:
-        own = private_directory(Path(tempfile.gettempdir()) / f"nxdt-locks-{os.geteuid()}")
-        return take_file_lock(own / f"{digest(str(path))}.lock", note)
+        folder = private_directory(Path(tempfile.gettempdir()) / f"nxdt-locks-{os.geteuid()}")
+        return take_file_lock(folder / f"{digest(str(path))}.lock", note)

@@ -181,12 +181,12 @@ class GlobalBatchLoader:
         Raises:
             DataChanged: the state is of other data, or of another order of it.
         """
-        for key, aspect, found in (
+        for key, aspect, current in (
             ("fingerprint", "data of the fingerprint", self._dataset.fingerprint()),
             ("order", "samples", self._order),
         ):
-            if state[key] != found:
-                raise DataChanged(aspect=aspect, saved=state[key], found=found)
+            if state[key] != current:
+                raise DataChanged(aspect=aspect, saved=state[key], found=current)
         self._position = Position(samples=int(state["consumed_samples"]), stream=state.get("stream"))
         self._loaded = True
 

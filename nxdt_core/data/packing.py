@@ -23,7 +23,7 @@ __all__ = ["PackedDataset", "Packing", "first_fit_decreasing", "first_fit_in_row
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
-    """How documents in one sample affect each other. The defaults separate them."""
+    """Separation of the documents in one sample. The defaults separate them."""
 
     reset_attention_mask: bool = True
     """Number the documents of a sample, so that attention stays within each (a block-diagonal mask); a label that
@@ -31,7 +31,7 @@ class Packing:
     reset_position_ids: bool = True
     """Let positions restart at 0 with each document."""
     eod_id: int | None = None
-    """Where given, positions whose *input* is this end-of-document token have no label."""
+    """End-of-document token: positions whose *input* is this token have no label. None: all have one."""
 
     def sample(self, inputs: NDArray[np.int64], labels: NDArray[np.int64], starts: NDArray[np.int64] | None) -> Sample:
         """Return a sample of tokens and what follows each.

@@ -1,4 +1,4 @@
-"""What a run would train on, for people to look at: samples as documents of trained and untrained text."""
+"""A preview of a run's training data, for people to look at: samples as documents of trained and untrained text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Part:
 
     ids: tuple[int, ...]
     texts: tuple[str, ...]
-    """Of each token by itself; a character that several tokens share shows in none of them."""
+    """Text of each token by itself; a character that several tokens share shows in none of them."""
     text: str
     """Text of all tokens; empty where there is no tokenizer."""
     trained: bool
@@ -34,7 +34,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShownDocument:
-    """What attends to itself only."""
+    """A document, whose tokens attend to each other only."""
 
     parts: tuple[Part, ...]
 
@@ -50,13 +50,13 @@ class ShownSample:
     """One row of a sample."""
 
     index: int
-    """Of the sample in the dataset; in an iterable one, its place from 0."""
+    """Index of the sample in the dataset; in an iterable one, its place from 0."""
     row: int
     documents: tuple[ShownDocument, ...]
     padding: int
     """Positions without a token."""
     length: int
-    """All positions."""
+    """Number of all positions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,7 +64,7 @@ class Preview:
     """The first samples of a run, and counts."""
 
     samples: int | None
-    """In the dataset; None where it does not know."""
+    """Number of samples in the dataset; None where it does not know."""
     shown: tuple[ShownSample, ...]
     report: DataReport
     counted: int | None

@@ -90,7 +90,7 @@ def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def draw(items: Sequence[Item], count: int, *, seed: int) -> tuple[list[Item], list[Item]]:
-    """``count`` items drawn by ``seed``, and the others; both in the order of ``items``, which are not empty."""
+    """Return ``count`` items drawn by ``seed``, and the others; both in the order of ``items``, which are not empty."""
     order = Permutation(len(items), seed=seed, epoch=0).take(np.arange(len(items), dtype=np.int64))
     drawn, others = ([items[i] for i in sorted(part.tolist())] for part in (order[:count], order[count:]))
     return drawn, others
@@ -177,11 +177,11 @@ def limit_sets(
     So a mean over all of them weighs each set as it would without a limit. A stream does not know its size: where one
     is among them, all are left as they are.
     """
-    known = {name: dataset for name, dataset in sets.items() if isinstance(dataset, MapDataset)}
-    size, samples = sum(map(len, known.values())), batches * batch_size
-    if len(known) < len(sets) or size <= samples:
+    sized = {name: dataset for name, dataset in sets.items() if isinstance(dataset, MapDataset)}
+    size, samples = sum(map(len, sized.values())), batches * batch_size
+    if len(sized) < len(sets) or size <= samples:
         return dict(sets)
-    return {name: Head(dataset, max(1, round(samples * len(dataset) / size))) for name, dataset in known.items()}
+    return {name: Head(dataset, max(1, round(samples * len(dataset) / size))) for name, dataset in sized.items()}
 
 
 class NoData(DatasetSplits):

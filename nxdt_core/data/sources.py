@@ -52,7 +52,7 @@ def collate(samples: Sequence[Sample]) -> Batch:
         input_ids=_stack([sample.input_ids for sample in samples], np.int64),
         labels=_stack([sample.labels for sample in samples], np.int64),
         **optional,
-        values={name: _values(samples, name) for name in dict.fromkeys(n for each in samples for n in each.values)},
+        values={name: _values(samples, name) for name in dict.fromkeys(n for item in samples for n in item.values)},
         rows_per_sample=1 if len(shapes[0]) == 1 else shapes[0][0],
         origins=tuple(origins) if any(origins := [sample.origin for sample in samples]) else (),
     )
@@ -87,7 +87,7 @@ _OPTIONAL: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]]
     ),
     "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
 }
-"""By field: its dtype, and what its absence means."""
+"""Dtype of each field, and what its absence means."""
 
 
 def _optional(
@@ -137,7 +137,7 @@ Job = Callable[[], Step | None]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Slicing:
-    """How a global batch is cut into the micro-batches of one rank."""
+    """Division of a global batch into the micro-batches of one rank."""
 
     global_batch_size: int
     micro_batch_size: int
@@ -146,11 +146,11 @@ class Slicing:
     repeat: bool
     drop_last: bool
     constant: bool = False
-    """Whether every global batch has equally many micro-batches, also the last one of a single pass."""
+    """Every global batch has equally many micro-batches, also the last one of a single pass."""
 
     @property
     def mine(self) -> range:
-        """This rank's places within a global batch."""
+        """Return this rank's places within a global batch."""
         per_rank = self.global_batch_size // self.dp_size
         return range(self.dp_rank * per_rank, (self.dp_rank + 1) * per_rank)
 
@@ -186,12 +186,12 @@ class MapSource:
         size = self._slicing.global_batch_size
         start = position.samples
         while True:
-            found = size if self._slicing.repeat else max(0, min(size, len(self._dataset) - start))
-            if not self._slicing.keeps(found):
+            count = size if self._slicing.repeat else max(0, min(size, len(self._dataset) - start))
+            if not self._slicing.keeps(count):
                 return
-            indices = self._order.indices(start, start + found).tolist()
-            yield self._job(indices, start, Position(samples=start + found))
-            start += found
+            indices = self._order.indices(start, start + count).tolist()
+            yield self._job(indices, start, Position(samples=start + count))
+            start += count
 
     def _job(self, indices: list[int], start: int, after: Position) -> Job:
         def build() -> Step:
@@ -226,16 +226,16 @@ class StreamSource:
         def build() -> Step | None:
             nonlocal reached
             slicing = self._slicing
-            template, mine, found = None, [], 0
-            for found, sample in zip(range(1, slicing.global_batch_size + 1), samples, strict=False):
+            template, mine, count = None, [], 0
+            for count, sample in zip(range(1, slicing.global_batch_size + 1), samples, strict=False):
                 template = template or sample
-                if found - 1 in slicing.mine:
+                if count - 1 in slicing.mine:
                     mine.append(sample)
-            if template is None or not slicing.keeps(found):
+            if template is None or not slicing.keeps(count):
                 return None
-            reached += found
+            reached += count
             after = Position(samples=reached, stream=self._dataset.state_dict())
-            return Step(batches=slicing.cut(mine, template, found), after=after)
+            return Step(batches=slicing.cut(mine, template, count), after=after)
 
         while True:
             yield build

@@ -84,15 +84,15 @@ def tokenize(
     tail = np.array([] if eos_id is None else [eos_id], dtype)
     parts: list[NDArray[np.unsignedinteger]] = []
     lengths: list[int] = []
-    kept: list[int] = []
+    used: list[int] = []
     for number, ids in enumerate(encode_documents(documents, tokenizer)):
         if len(ids):
-            kept.append(number)
+            used.append(number)
             parts += (head, ids, tail)
             lengths.append(len(head) + len(ids) + len(tail))
     tokens = np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.empty(0, dtype)
     starts = np.cumsum([0, *lengths], dtype=np.int64)[: len(lengths)]
-    weighted = [weights[number] for number in kept] if any(each != 1 for each in weights) else []
+    weighted = [weights[number] for number in used] if any(weight != 1 for weight in weights) else []
     return TokenStream(tokens=tokens, starts=starts, weights=np.array(weighted, np.float32))
 
 

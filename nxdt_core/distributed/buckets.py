@@ -15,11 +15,11 @@ def buckets(items: Iterable[T], size: Callable[[T], int], limit: int) -> Iterato
     group: list[T] = []
     filled = 0
     for item in items:
-        own = size(item)
-        if group and filled + own > limit:
+        item_size = size(item)
+        if group and filled + item_size > limit:
             yield group
             group, filled = [], 0
         group.append(item)
-        filled += own
+        filled += item_size
     if group:
         yield group

@@ -51,7 +51,7 @@ __all__ = [
 
 
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """``tensor``, equal on all ranks, handed to computations that differ by rank: their gradients are summed."""
+    """Return ``tensor``, equal on all ranks, for computations that differ by rank: their gradients are summed."""
     if group is None:
         return tensor
     copied: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
@@ -102,7 +102,7 @@ def gather_shard(tensor: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
 
 
 def reduce_scatter_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
-    """This rank's part along ``dim`` of the sum of all ranks' ``tensor``; gradients are gathered.
+    """Return this rank's part along ``dim`` of the sum of all ranks' ``tensor``; gradients are gathered.
 
     Raises:
         ValueError: the group's size does not divide ``dim``.
@@ -281,7 +281,7 @@ class _AllToAll(torch.autograd.Function):
 
 
 class _Sent(torch.autograd.Function):
-    """Its gradient is one that is on its way."""
+    """Waits in backward for a gradient that is still being sent."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -293,7 +293,7 @@ class _Sent(torch.autograd.Function):
 
 
 class _Arrived(torch.autograd.Function):
-    """What was sent is an argument for its gradient alone, which has that shape."""
+    """Waits for an all-to-all that has begun. ``sent`` is an argument for its gradient alone, which has that shape."""
 
     @staticmethod
     def forward(
@@ -410,15 +410,15 @@ def _exchanged_by_gathers(
     equal: bool,
 ) -> torch.Tensor:
     """Exchange as :func:`_exchanged` for groups without an all-to-all: every rank gets all rows and keeps its own."""
-    ranks, own = group.size(), group.rank()
+    ranks, this_rank = group.size(), group.rank()
     if equal:
         whole = _gathered(tensor, 0, group).view(ranks, ranks, input_splits[0], *tensor.shape[1:])
-        return whole[:, own].flatten(0, 1).contiguous()
+        return whole[:, this_rank].flatten(0, 1).contiguous()
     splits = _gathered(torch.tensor([input_splits], device=tensor.device), 0, group).tolist()
     padded = tensor.new_zeros((max(map(sum, splits)), *tensor.shape[1:]))
     padded[: len(tensor)] = tensor
     whole = _gathered(padded, 0, group).view(ranks, *padded.shape)
-    starts = [sum(sent[:own]) for sent in splits]
+    starts = [sum(sent[:this_rank]) for sent in splits]
     return torch.cat([whole[rank, start : start + output_splits[rank]] for rank, start in enumerate(starts)])
 
 

@@ -1,4 +1,4 @@
-"""What a process asks of its device type at run time: which devices there are, their memory, their random numbers.
+"""Operations of a device type at run time: its devices, their memory, their random numbers.
 
 :class:`DeviceOperations` asks ``torch.accelerator`` and the module ``torch.<type>``, as devices provide them that
 torch knows, PrivateUse1 devices among them. A device profile names another class where its library does otherwise, such
@@ -41,8 +41,8 @@ class DeviceOperations:
 
     def is_available(self, device_type: str) -> bool:
         """Return whether this machine has such a device."""
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return found is not None and found.type == device_type
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        return accelerator is not None and accelerator.type == device_type
 
     def count(self) -> int:
         """Return the number of devices of this machine; each process of a run uses one."""
@@ -156,7 +156,7 @@ class UnknownDeviceOperations(HostOperations):
 
 
 def _figure(ask: Callable[[], _T]) -> _T | None:
-    """What ``ask`` returns; None from a device that does not implement it, which must not end a run."""
+    """Return what ``ask`` returns; None from a device that does not implement it, which must not end a run."""
     try:
         return ask()
     except (
@@ -227,13 +227,13 @@ def product_name(system: Path = _SYSTEM) -> str | None:
     """
     for file in _NAMING_FILES:
         try:
-            found = re.search(r"trn\d", (system / file).read_text())
+            match = re.search(r"trn\d", (system / file).read_text())
         except OSError:
             continue
-        if found is not None:
+        if match is not None:
             lnc = next((value for name in _LNC if (value := os.environ.get(name))), None)
-            named = f"{found[0]}-lnc{lnc}"
-            return named if named in MEMORY_GIB else found[0]
+            named = f"{match[0]}-lnc{lnc}"
+            return named if named in MEMORY_GIB else match[0]
     return None
 
 
@@ -246,8 +246,8 @@ class TrainiumOperations(DeviceOperations):
 
     def total_memory_bytes(self, device: torch.device | None = None) -> int | None:
         """Return the memory of a logical core: as torch says, or the chip's share."""
-        said = super().total_memory_bytes(device)
-        if said is not None:
-            return said
+        reported = super().total_memory_bytes(device)
+        if reported is not None:
+            return reported
         name = product_name()
         return None if name is None else round(MEMORY_GIB[name] * 2**30)

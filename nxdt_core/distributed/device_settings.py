@@ -31,12 +31,12 @@ def register_profile_of(config: ResolvedConfig) -> None:
     """
     registry, wanted = config.kernel.registry, config.run.trainer.accelerator
     if wanted == "auto":
-        found = torch.accelerator.current_accelerator(check_available=True)
-        if found is None or found.type not in registry.names(_KIND):
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type not in registry.names(_KIND):
             return
-        wanted = found.type
-    elif wanted not in (known := registry.names(_KIND)):
-        raise UnknownAccelerator(accelerator=wanted, known=known)
+        wanted = accelerator.type
+    elif wanted not in (names := registry.names(_KIND)):
+        raise UnknownAccelerator(accelerator=wanted, known=names)
     component = registry.get(_KIND, wanted)
     if component.plugin == BUILTIN:
         return

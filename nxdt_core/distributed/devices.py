@@ -1,4 +1,4 @@
-"""What differs between device types, in one table. No other file of the core names a device type.
+"""The differences between device types, in one table. No other file of the core names a device type.
 
 Peak figures are dense FLOP/s as the vendors' data sheets state them: NVIDIA A100 80GB, H100 SXM, H200, L4, L40S. Links
 are those of NVIDIA's DGX and HGX machines. Figures of AWS Trainium are in
@@ -41,18 +41,18 @@ __all__ = [
 ]
 
 HOST = torch.device("cpu")
-"""Where batches are read, checkpoints are written from and numbers are drawn."""
+"""The host: it reads batches, writes checkpoints and draws random numbers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
-    """How fast the processes of a product send to one another: bytes per second of one process, in one direction."""
+    """Bandwidths between the processes of a product: bytes per second of one process, in one direction."""
 
     processes: int
-    """Of one machine, which are connected by ``inside``."""
+    """Processes of one machine, which are connected by ``inside``."""
     inside: float
     outside: float
-    """Between machines: the share of one process in the network adapters of its machine."""
+    """Bandwidth between machines: the share of one process in its machine's network adapters."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,54 +60,54 @@ class DeviceProfile:
     """Facts about one device type."""
 
     device_type: str
-    """``torch.device.type``."""
+    """Name of the device type, as ``torch.device.type`` has it."""
     process_group_backend: str
     operations: DeviceOperations = field(default_factory=DeviceOperations)
     """Operations that processes call at run time."""
     host: bool = False
-    """Whether its tensors are in host memory; it then has no separate memory or random number generator."""
+    """Tensors are in host memory; the device then has no separate memory or random number generator."""
     cache_bound_kernels: bool = False
-    """Whether kernels are paced by a core's cache rather than by launches: few passes and small chunks win."""
+    """A core's cache paces kernels, rather than launches do: few passes and small chunks win."""
     float64: bool = False
-    """Whether it computes in float64; initial weights are then drawn on the device rather than on the host."""
+    """The device computes in float64; initial weights are then drawn on it rather than on the host."""
     fused_optimizers: bool = False
-    """Whether ``torch.optim`` has fused kernels for it."""
+    """``torch.optim`` has fused kernels for the device."""
     point_to_point: bool = True
-    """Whether two ranks can send to each other without the rest of their group."""
+    """Two ranks can send to each other without the rest of their group."""
     binds_process_group: bool = False
-    """Whether the default process group gets its device when it starts. It then connects at once, as NCCL can."""
+    """The default process group gets its device when it starts. It then connects at once, as NCCL can."""
     all_to_all: bool = True
-    """Whether its process group has an all-to-all; otherwise one is made of gathers, which send more."""
+    """The process group has an all-to-all; otherwise one is made of gathers, which send more."""
     reduce_scatter: bool = True
-    """Whether its process group has a reduce-scatter that sends no more than the parts. Gloo's sums the whole tensor on
-    every rank, which sends twice as much."""
+    """The process group has a reduce-scatter that sends no more than the parts. Gloo's sums the whole tensor on every
+    rank, which sends twice as much."""
     symmetric_memory: bool = False
-    """Whether its processes on one machine can read one another's memory (``torch.distributed._symmetric_memory``), as
+    """Processes on one machine can read one another's memory (``torch.distributed._symmetric_memory``), as
     ``distributed_strategy.async_tensor_parallel`` needs."""
     pinned_host_memory: bool = False
-    """Whether copies between host and device run faster, and in parallel with kernels, with pinned memory."""
+    """Pinned memory makes copies between host and device faster, and lets them run in parallel with kernels."""
     reduced_float32_matmul: bool = False
-    """Whether float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
+    """Float32 matrix products can run in a shorter format (TF32), for ``trainer.float32_matmul_precision``."""
     gc_interval: int = 0
     """Steps between two garbage collections where ``trainer.gc_interval`` is not set; 0 leaves them to Python."""
     allocator_variables: tuple[str, ...] = ()
     """Environment variables that configure its allocator, if that has expandable segments; the first is the one to set,
     and a process that has any of them keeps it."""
     broadcast_loads: bool = False
-    """Whether ranks get what others hold as well faster from one of them than from the store of a checkpoint."""
+    """Ranks get values that others hold as well faster from one of them than from the store of a checkpoint."""
     host_random: bool = False
-    """Whether random numbers are drawn on the host, since the device has no generator, or none that can be seeded."""
+    """Random numbers are drawn on the host, since the device has no generator, or none that can be seeded."""
     lazy: bool = False
-    """Whether operations are recorded and run later, so that a tensor has no address until it is copied to the host."""
+    """Operations are recorded and run later, so that a tensor has no address until it is copied to the host."""
     records: bool = False
-    """Whether kernels can be recorded once and launched together, by :meth:`DeviceOperations.recorded`."""
+    """Kernels can be recorded once and launched together, by :meth:`DeviceOperations.recorded`."""
     static_shapes: bool = False
-    """Whether a new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
+    """A new shape means a compilation that takes minutes, so that each graph is compiled for fixed shapes."""
     compile_backend: str = "inductor"
     """Backend of ``torch.compile``, which differentiates graphs by AOTAutograd: torch 2.11's ``eager``, which does not,
     loses gradients of collectives."""
     context_parallel_method: Literal["ring", "gather"] = "ring"
-    """How context parallelism moves keys and values where the configuration does not say."""
+    """Default of how context parallelism moves keys and values."""
     attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"
     """Attention with a log-sum-exp (:mod:`~nxdt_core.models.attention.kernels`), which context parallelism merges;
     ``composed`` is matrix products and runs anywhere."""
@@ -129,16 +129,17 @@ class DeviceProfile:
     links: Mapping[str, Links] = field(default_factory=dict)
     """Name of a product → its connections in the machine that it is usually sold in; none: it is not known."""
     install: str = "the build of torch for that device"
-    """What a machine needs so that torch finds it."""
+    """Software that a machine needs so that torch finds the device."""
 
     @property
     def sums_by_exchange(self) -> bool:
-        """Whether a reduce-scatter is made of an all-to-all and a sum."""
+        """Return whether a reduce-scatter is made of an all-to-all and a sum."""
         return self.all_to_all and not self.reduce_scatter
 
     @property
     def never_waits(self) -> bool:
-        """Whether a step must not read a value of the device: that ends a graph, or empties the queue of graphs."""
+        """Return whether a step must not read a value of the device, which ends a graph or empties the queue of
+        graphs."""
         return self.lazy or self.static_shapes
 
 
@@ -212,7 +213,7 @@ NEURON = DeviceProfile(
 """AWS Trainium under torch-neuronx."""
 
 PROFILES: MutableMapping[str, DeviceProfile] = {profile.device_type: profile for profile in (CPU, CUDA, NEURON)}
-"""By device type. :func:`register_profile` adds to it."""
+"""Profiles by device type; :func:`register_profile` adds to them."""
 
 _UNLISTED = DeviceProfile(
     device_type="unlisted",
@@ -256,8 +257,8 @@ def current_device(accelerator: str = "auto", *, index: int | None = None) -> to
 
 def available_type() -> str:
     """Return the type of the accelerator that torch finds here and a profile describes; else that of the host."""
-    found = torch.accelerator.current_accelerator(check_available=True)
-    return found.type if found is not None and found.type in PROFILES else HOST.type
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return accelerator.type if accelerator is not None and accelerator.type in PROFILES else HOST.type
 
 
 def profile_of(device: torch.device) -> DeviceProfile:

@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 _PORTS = range(12000, 32000)
-"""Where derived ports are: above the well-known ones, below those that Linux hands out by itself."""
+"""Range of derived ports: above the well-known ones, below those that Linux hands out by itself."""
 
 
 def read_variable(variables: Mapping[str, str], name: str, *, least: int = 0) -> int:
@@ -338,12 +338,12 @@ OWN_LAUNCHERS = frozenset(_JOINS)
 
 
 def _has_agent(variables: Mapping[str, str]) -> bool:
-    """Whether an elastic agent started this process: torchrun's, or that of ``nxdt train``."""
+    """Return whether an elastic agent started this process: torchrun's, or that of ``nxdt train``."""
     return "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables
 
 
 def _is_node(variables: Mapping[str, str]) -> bool:
-    """Whether a launcher started one process on each node, for nxdt to start those of the devices."""
+    """Return whether a launcher started one process on each node, for nxdt to start those of the devices."""
     numbered = all(variables.get(name) for name in _NODE)
     return numbered and (is_slurm_node(variables) or is_mpi_node(variables))
 
@@ -358,5 +358,5 @@ def _compare(place: RankEnvironment, variables: Mapping[str, str], host: str) ->
     for name, join in (("mpi", join_mpi), ("slurm", join_slurm)):
         other = join(variables, host)
         if other is not None and other.world_size == place.world_size and other.rank != place.rank:
-            said = f"RANK is {place.rank} of {place.world_size}, and {other.launcher} says rank {other.rank}"
-            raise LaunchersDisagree(contradiction=said, launcher=name)
+            contradiction = f"RANK is {place.rank} of {place.world_size}, and {other.launcher} says rank {other.rank}"
+            raise LaunchersDisagree(contradiction=contradiction, launcher=name)

@@ -1,4 +1,4 @@
-"""Which elements of a tensor this rank holds.
+"""The elements of a tensor that this rank holds.
 
 A process that runs alone has no sharded tensor and does not import ``torch.distributed.tensor``, which takes 0.5 to 1
 CPU-seconds. :func:`is_dtensor` and :func:`is_fsdp_module` find out without it.
@@ -58,7 +58,7 @@ def shard_over_mesh(local: torch.Tensor, mesh: DeviceMesh, *dims: int | None) ->
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's elements as a plain tensor that shares their memory."""
+    """Return this rank's elements as a plain tensor that shares their memory."""
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():

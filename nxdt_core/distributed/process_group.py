@@ -1,6 +1,6 @@
 """This process among all: joining and leaving the process group, and agreement between hosts.
 
-``parallel`` communicates tensors on devices over the groups of the mesh. This module communicates what surrounds the
+:mod:`nxdt_core.engine` sends tensors between devices over the groups of the mesh. This module sends what surrounds the
 steps: flags, names, decisions. It uses a separate group on the hosts, so that it waits for no device and never mixes
 with the collectives of training.
 """
@@ -40,7 +40,7 @@ _starts = itertools.count()
 _COLLECTIVE_TIMEOUT_S = 1800.0
 """Longest wait within one collective. Dead ranks are noticed elsewhere, in seconds; this bounds deadlocks."""
 _SUPERVISED_FACTOR = 4
-"""How many times longer a supervised process waits: its supervisor finds the rank that hangs before that, while torch
+"""Factor of the timeout in a supervised process. Its supervisor finds the rank that hangs before that, while torch
 would blame the ranks that wait."""
 
 
@@ -126,8 +126,8 @@ class Ranks(RankAgreement):
         if threads < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
             torch.set_num_threads(threads)
             if self.rank == 0:
-                said = "%d ranks share %d cores, and OMP_NUM_THREADS is not set: torch threads per rank: %d"
-                _log.warning(said, sharing, len(cores), threads)
+                message = "%d ranks share %d cores, and OMP_NUM_THREADS is not set: torch threads per rank: %d"
+                _log.warning(message, sharing, len(cores), threads)
 
     def start_alone(self, device: torch.device) -> None:
         """Give a world of one process its own group, for code that requires one."""
@@ -184,9 +184,9 @@ class Ranks(RankAgreement):
         """Return the values of all ranks in their order, on every rank."""
         if self._group is None:
             return [value]
-        found: list[Any] = [None] * self.world_size
-        dist.all_gather_object(found, value, group=self._group)
-        return found
+        values: list[Any] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self._group)
+        return values
 
     def on_rank_zero(self, function: Callable[[], _T]) -> _T:
         """Return what ``function`` returns on rank 0, where alone it is called; its ``NxdtError`` is raised on every
@@ -238,7 +238,7 @@ class Ranks(RankAgreement):
 
 
 def _host_group(timeout: timedelta) -> dist.ProcessGroup:
-    """All ranks, over the hosts. Collective."""
+    """Return the group of all ranks over the hosts. Collective."""
     return cast(dist.ProcessGroup, dist.new_group(backend=profile_of(HOST).process_group_backend, timeout=timeout))
 
 
@@ -255,6 +255,6 @@ def check_devices(device: torch.device, wanted: int, host: str) -> None:
     """
     if profile_of(device).host:
         return
-    found = profile_of(device).operations.count()
-    if wanted > found:
-        raise NotEnoughDevices(host=host, wanted=wanted, found=found, device_type=device.type)
+    count = profile_of(device).operations.count()
+    if wanted > count:
+        raise NotEnoughDevices(host=host, wanted=wanted, found=count, device_type=device.type)

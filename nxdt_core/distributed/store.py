@@ -17,7 +17,8 @@ from nxdt_core.protocols.launcher import RankEnvironment
 __all__ = ["connect_store", "join_timeout_s"]
 
 _JOIN_TIMEOUT_S = 300.0
-"""How long ranks wait for each other at the start: nodes boot, images load, file systems mount at different speeds."""
+"""Seconds that ranks wait for each other at the start: nodes boot, images load, file systems mount at different
+speeds."""
 _RETRY_S = 0.25
 _TIMEOUT_VARIABLE = "NXDT_JOIN_TIMEOUT_S"
 
@@ -88,7 +89,7 @@ def _serve(place: RankEnvironment, timeout_s: float) -> TCPStore:
 
 
 _served: dict[tuple[str, int], TCPStore] = {}
-"""By address: a server ends with the last reference to it, and a rank that starts a second group may already have
+"""Stores by address. A server ends with the last reference to it. A rank that starts a second group may already have
 connected while rank 0 still leaves the first."""
 
 

@@ -1,4 +1,4 @@
-"""What differs between the versions of torch that are supported, 2.9 to 2.15, under one name each.
+"""Differences between the supported versions of torch, 2.9 to 2.15, under one name each.
 
 Each name looks for the newer call first, so that a fallback can be deleted with the version that needs it. How stages
 of the stock pipeline differ is in :mod:`nxdt_core.engine.pipeline.stage`, and what an older version
@@ -33,7 +33,7 @@ set_group_timeout: Any = getattr(dist, "set_timeout", None) or distributed_c10d.
 """Set the longest wait, a ``timedelta``, within one collective of a group that exists. Public from 2.14."""
 
 grouped_mm: Any = getattr(functional, "grouped_mm", None)
-"""``functional.grouped_mm``, from 2.10; None before."""
+"""Grouped matrix product, ``functional.grouped_mm``, from 2.10; None before."""
 
 
 def forget_shardings() -> None:
@@ -45,8 +45,8 @@ def forget_shardings() -> None:
         return
     from torch.distributed.tensor import DTensor, debug
 
-    found: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
-    clear = getattr(debug, "_clear_sharding_prop_cache", None) or found.cache.cache_clear
+    propagate: Any = DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding
+    clear = getattr(debug, "_clear_sharding_prop_cache", None) or propagate.cache.cache_clear
     clear()
 
 
@@ -84,9 +84,9 @@ def ended(begun: torch.Tensor) -> torch.Tensor:
 
 
 def _named(group: dist.ProcessGroup) -> Any:
-    """What functional collectives take for a group: from 2.13 itself where a graph is traced, else its name."""
-    known = getattr(functional_collectives, "_group_or_group_name", None)
-    return group.group_name if known is None else known(group)
+    """Return what functional collectives take for a group: from 2.13 itself where a graph is traced, else its name."""
+    convert = getattr(functional_collectives, "_group_or_group_name", None)
+    return group.group_name if convert is None else convert(group)
 
 
 def memory_info(device: torch.device | None = None) -> tuple[int, int]:
@@ -112,10 +112,10 @@ def hash_meshes_alike() -> None:
 
 
 def _hash_of_mesh(mesh: DeviceMesh) -> int:
-    found: int | None = getattr(mesh, "_hash", None)
-    if found is None:
-        found = mesh._hash = int(mesh._stable_hash()[:15], 16)
-    return found
+    value: int | None = getattr(mesh, "_hash", None)
+    if value is None:
+        value = mesh._hash = int(mesh._stable_hash()[:15], 16)
+    return value
 
 
 def unflatten(mesh: DeviceMesh, dim: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

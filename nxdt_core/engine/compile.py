@@ -108,10 +108,10 @@ class _CompiledForward:
 
 
 class _Documents:
-    """What a layer's attention needs of packed documents, computed before its graph runs and shared by all layers."""
+    """Makes the document masks of a layer's attention before the layer's graph runs; all layers share them."""
 
     _ARGUMENT = "document_ids"
-    """Of layers and attention cores."""
+    """Name of the argument of layers and attention cores that holds the document ids."""
 
     def __init__(self, layer: nn.Module) -> None:
         cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]

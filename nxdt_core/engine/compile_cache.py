@@ -81,9 +81,11 @@ def graph_origins() -> GraphOrigins:
     Forward and backward of a layer are a graph each.
     """
     utils = sys.modules.get("torch._dynamo.utils")  # what compiles first has imported it
-    found = Counter[str]() if utils is None else utils.counters["inductor"]
+    counts = Counter[str]() if utils is None else utils.counters["inductor"]
     return GraphOrigins(
-        new=found["fxgraph_cache_miss"], found=found["fxgraph_cache_hit"], not_kept=found["fxgraph_cache_bypass"]
+        new=counts["fxgraph_cache_miss"],
+        found=counts["fxgraph_cache_hit"],
+        not_kept=counts["fxgraph_cache_bypass"],
     )
 
 

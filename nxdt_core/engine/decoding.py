@@ -71,8 +71,8 @@ def check_positions_stay(modules: Sequence[nn.Module], lengths: Sequence[int], c
         CacheUnsupported: they change.
     """
     for part in (part for module in modules for part in module.modules()):
-        kept: Callable[[int, int], bool] | None = getattr(part, "kept", None)
-        if kept is not None and not kept(min(lengths), columns):
+        positions_stay: Callable[[int, int], bool] | None = getattr(part, "kept", None)
+        if positions_stay is not None and not positions_stay(min(lengths), columns):
             raise CacheUnsupported(f"the rotary frequencies change where a text outgrows {part.original} tokens")
 
 
@@ -104,12 +104,12 @@ class CachedDecoding(Decoding):
     """Passes over the new tokens of all rows, in every layout."""
 
     cache: KeyValueCache
-    """Of this rank's layers."""
+    """Keys and values of this rank's layers."""
     last_logits: Callable[[Batch, int, KeyValueCache], torch.Tensor]
-    """Of a batch and the number of its columns that count: runs the model, extends the cache, and returns the logits
-    [rows, vocab] of the last of these columns."""
+    """Runs the model on a batch and extends the cache. The integer is how many of the batch's columns count; the result
+    is the logits [rows, vocab] of the last of these."""
     multiple: int = 1
-    """What the columns of a pass must be a multiple of."""
+    """Divisor of the number of columns of a pass."""
 
     def __call__(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Return the logits [rows, vocab] behind ``input_ids`` [rows, tokens]."""
@@ -132,23 +132,23 @@ class Recorded:
     cache: KeyValueCache
     choice: TokenChoice
     launch: Callable[[], None] | None = None
-    """None: it has not run yet."""
+    """Launches the recording; None until it has run once."""
 
 
 @final
 @dataclass(kw_only=True)
 class RecordedDecoding(CachedDecoding):
-    """The same on a device that records passes, so that the host does not wait after each token."""
+    """Cached decoding on a device that records passes, so that the host does not wait after each token."""
 
     columns: int
     """Tokens that the longest row can grow to."""
     logits: Callable[[Batch], torch.Tensor]
-    """Of a batch on the device, [rows, 1, vocab]."""
+    """Returns the logits [rows, 1, vocab] of a batch on the device."""
     passes: Callable[[], AbstractContextManager[None]]
     """Returns a context around passes."""
     device: torch.device
     weights: Sequence[nn.Parameter]
-    """All that passes read, in the memory that a recording has the addresses of."""
+    """Weights that passes read, in the memory that a recording has the addresses of."""
     kept: dict[Hashable, Recorded]
     """The model's last recording, which the next call of equal shapes uses again."""
 
@@ -164,7 +164,7 @@ class RecordedDecoding(CachedDecoding):
                 recorded = Recorded(self.cache.fixed(columns), copy.copy(choice))
                 recorded.choice.state = {name: torch.empty_like(value) for name, value in choice.state.items()}
             recorded.cache.take(self.cache)
-            choice.state = {name: held.copy_(choice.state[name]) for name, held in recorded.choice.state.items()}
+            choice.state = {name: tensor.copy_(choice.state[name]) for name, tensor in recorded.choice.state.items()}
         self.cache = recorded.cache
         try:
             while (count := choice.begin(left())) > 0:

@@ -74,7 +74,7 @@ class DiscardedTensors:
 
     def __init__(self) -> None:
         self.runs = False
-        """Whether the layer runs forward, and autograd is to run backward through it."""
+        """True while the layer runs forward and autograd will run backward through it."""
         self.block: weakref.ref[Recipe] | None = None
         """The input of the tensor block that runs, where it is made again in backward."""
         self._found: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Recipe, torch.dtype, int]]
@@ -91,10 +91,10 @@ class DiscardedTensors:
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
         """Return the recipe of ``tensor``; None if it is kept, is a view or was changed in place."""
-        found = self._found.get(tensor.untyped_storage())
-        if found is None or found[1] != tensor.dtype or found[2] != tensor._version or tensor._is_view():
+        entry = self._found.get(tensor.untyped_storage())
+        if entry is None or entry[1] != tensor.dtype or entry[2] != tensor._version or tensor._is_view():
             return None
-        return found[0]
+        return entry[0]
 
     @contextmanager
     def keeping(self) -> Iterator[None]:
@@ -110,15 +110,15 @@ class DiscardedTensors:
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | _SavedRecipe:
         if type(tensor) is not torch.Tensor:
             return tensor
-        found = self._found.get(tensor.untyped_storage())
-        if found is None or found[1] != tensor.dtype or found[2] != tensor._version:
+        entry = self._found.get(tensor.untyped_storage())
+        if entry is None or entry[1] != tensor.dtype or entry[2] != tensor._version:
             # A result that its own node keeps would keep the node.
             return tensor if tensor.grad_fn is None else tensor.detach()
-        return _SavedRecipe(found[0], tensor)
+        return _SavedRecipe(entry[0], tensor)
 
 
 class _SavedRecipe:
-    """What autograd saves instead of a discarded tensor, or of a view of one."""
+    """Replaces a discarded tensor, or a view of one, among the tensors that autograd saves."""
 
     __slots__ = ("_offset", "_recipe", "_size", "_stride")
 
@@ -131,8 +131,8 @@ class _SavedRecipe:
         return self._recipe.take().as_strided(self._size, self._stride, self._offset)
 
 
-def _unpacked(kept: torch.Tensor | _SavedRecipe) -> torch.Tensor:
-    return kept.tensor() if isinstance(kept, _SavedRecipe) else kept
+def _unpacked(packed: torch.Tensor | _SavedRecipe) -> torch.Tensor:
+    return packed.tensor() if isinstance(packed, _SavedRecipe) else packed
 
 
 def wrap_forward(module: nn.Module, forward: Callable[..., Any], *, inner: str) -> None:
@@ -254,10 +254,10 @@ class _RecomputedFunction(torch.autograd.Function):
         inputs, output = _graph(ctx)
         ctx.graph = None
         wanted = [tensor for tensor in inputs if tensor.requires_grad]
-        found = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
+        gradients = dict(zip(map(id, wanted), torch.autograd.grad(output, wanted, grad), strict=True))
         grads: list[torch.Tensor | None] = [None] * (1 + len(ctx.others))
         for place, tensor in zip(ctx.places, inputs, strict=True):
-            grads[1 + place] = found.get(id(tensor))
+            grads[1 + place] = gradients.get(id(tensor))
         return tuple(grads)
 
 

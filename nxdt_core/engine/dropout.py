@@ -1,4 +1,4 @@
-"""Which ranks drop the same elements: those that hold the same values, and no others.
+"""Dropout over ranks: ranks that hold the same values drop the same elements, and no others do.
 
 Tensor parallel ranks hold the same hidden states outside the tensor blocks and must drop the same elements of them.
 Inside the blocks, and everywhere under sequence parallelism, each rank has different values. Data and context parallel
@@ -55,8 +55,8 @@ def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh,
             )
         if mesh.sizes.world_size == 1:
             continue
-        own = (sequence_parallel or inside) and not getattr(part, "whole", False)
-        name = "\0".join(map(str, (path, *tokens, mesh.rank("tp") if own else "all")))
+        by_rank = (sequence_parallel or inside) and not getattr(part, "whole", False)
+        name = "\0".join(map(str, (path, *tokens, mesh.rank("tp") if by_rank else "all")))
         digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
         part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
 

@@ -142,7 +142,7 @@ class TorchEngine(ParallelEngine):
         backend = backend_on(self.device)
         if profile_of(self.device).host:
             return backend
-        return "compile" if all(each == "compile" for each in self.ranks.all_gather_object(backend)) else "eager"
+        return "compile" if all(choice == "compile" for choice in self.ranks.all_gather_object(backend)) else "eager"
 
     @classmethod
     def estimate(cls, config: ResolvedConfig, parts: RunParts) -> Estimate:

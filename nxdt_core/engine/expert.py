@@ -33,7 +33,7 @@ from nxdt_core.models.updates import Update
 from nxdt_core.protocols.plan import ParallelPlan
 
 _SHARDED_DIM = {"column": 1, "row": 2}
-"""Of matrices [experts, out, in]; biases [experts, out] of those that are cut along their rows are whole."""
+"""Dimension in which matrices [experts, out, in] are sharded; biases [experts, out] of row-parallel ones are whole."""
 
 
 def apply_expert_parallel(
@@ -147,7 +147,7 @@ def _followed(experts: nn.Module, name: str) -> tuple[str, int | None]:
 
 
 def _sharded(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh) -> nn.Parameter:
-    """This rank's part, a DTensor over the mesh of ``cuts``; cloned, so that the whole can go."""
+    """Return this rank's part, a DTensor over the mesh of ``cuts``; cloned, so that the whole can go."""
     local = parameter.detach()
     for dim, along in cuts.items():
         local = local.chunk(mesh.size(dim), along)[mesh.rank(dim)]
@@ -162,7 +162,7 @@ class ZigZagTokens:
 
     group: dist.ProcessGroup
     copies: int = 1
-    """As in :class:`~nxdt_core.models.moe.router.TokenShards`."""
+    """Processes that compute the router on the same tokens and whose gradients are summed."""
     segments: int = 2
 
     @property
@@ -265,7 +265,7 @@ class RouterMetrics:
             row = self._rows.get(path)
             if row is None:
                 continue
-            said = part.statistics
-            missing = self.sums.shape[1] - _STATISTICS - len(said.assigned)
-            metrics = torch.stack((said.dropped, said.entropy, said.tokens))
-            self.sums[row] += torch.cat((functional.pad(said.assigned, (0, missing)), metrics))
+            statistics = part.statistics
+            missing = self.sums.shape[1] - _STATISTICS - len(statistics.assigned)
+            metrics = torch.stack((statistics.dropped, statistics.entropy, statistics.tokens))
+            self.sums[row] += torch.cat((functional.pad(statistics.assigned, (0, missing)), metrics))

@@ -66,7 +66,7 @@ class ExchangingDispatcher(LocalDispatcher):
 
     @property
     def rank(self) -> int:
-        """Which of equal parts of the experts this process has."""
+        """Return which of the equal parts of the experts this process has."""
         return 0 if self.group is None else self.group.rank()
 
     def ordered(self, routing: Routing) -> tuple[TokenPermutation, torch.Tensor]:
@@ -137,7 +137,7 @@ class ExchangingDispatcher(LocalDispatcher):
 
 
 def _bounds(rows: int, chunks: int) -> list[int]:
-    """Where each chunk begins, and the end of the last one."""
+    """Return the first row of each chunk, and the end of the last one."""
     return [rows * chunk // chunks for chunk in range(chunks + 1)]
 
 
@@ -160,7 +160,7 @@ def _sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[_PerC
     asked = [sent.sum(2).t(), received.sum(2).t()]
     if not torch.compiler.is_compiling():
         asked.append(received.sum(0))
-    values = iter(host_values(torch.cat([each.flatten() for each in asked])))
+    values = iter(host_values(torch.cat([tensor.flatten() for tensor in asked])))
 
     def take(count: int) -> _PerChunk:
         return [list(islice(values, count)) for _ in range(chunks)]
@@ -169,7 +169,7 @@ def _sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[_PerC
 
 
 Sliced = Literal["none", "capacity", "all"]
-"""Which rows are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
+"""Rows that are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
 of others, whose number depends on data and which are gathered."""
 
 
@@ -205,8 +205,8 @@ class AllToAllDispatcher(ExchangingDispatcher):
             partial = experts(gather_along(rows, -1, tensor_group), *groups)
             return reduce_scatter_along(partial, -1, tensor_group)
 
-        own = hidden.narrow(-1, tensor_group.rank() * width, width)
-        mixed = self.mixed(own.flatten(0, 1), routing, cast(nn.Module, of_slices)).view_as(own)
+        features = hidden.narrow(-1, tensor_group.rank() * width, width)
+        mixed = self.mixed(features.flatten(0, 1), routing, cast(nn.Module, of_slices)).view_as(features)
         narrow = mixed.to(compute_dtype(mixed))
         whole = _by_sequence(narrow, tensor_group) if self.sequence_parallel else gather_whole(narrow, -1, tensor_group)
         return whole.to(mixed.dtype)
@@ -221,8 +221,8 @@ class AllToAllDispatcher(ExchangingDispatcher):
 
 
 def _by_sequence(slices: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's part of the sequence with all features [batch, seq / n, n * width], of its slice of the features
-    of the whole sequence [batch, seq, width]."""
+    """Return this rank's part of the sequence with all features [batch, seq / n, n * width]. ``slices`` has its slice
+    of the features of the whole sequence [batch, seq, width]."""
     ranks, (batch, seq, width) = group.size(), slices.shape
     parts = slices.view(batch, ranks, -1, width).transpose(0, 1)  # [ranks, batch, seq / ranks, width]
     splits = [batch * seq // ranks] * ranks

@@ -31,7 +31,7 @@ from nxdt_core.protocols.step_context import SequenceShards, StepContext, Vocabu
 
 
 class ComputeContext:
-    """Where a run computes, and in which dtypes."""
+    """The device on which a run computes, and its dtypes."""
 
     def __init__(
         self,
@@ -51,12 +51,12 @@ class ComputeContext:
         self.precision = precision
         self.masters_rounded = masters_rounded(precision, seed)
         self.metrics_dtype = torch.float64 if precision.gradients == "float64" else torch.float32
-        """Of losses and norms."""
+        """Dtype of losses and norms."""
         self.hidden: torch.dtype = getattr(torch, precision.parameters)
-        """Of hidden states between layers: autocast lets the residual stream keep the parameters' dtype."""
+        """Dtype of hidden states between layers: autocast lets the residual stream keep the parameters' dtype."""
         self._autocast: torch.dtype | None = None if precision.autocast is None else getattr(torch, precision.autocast)
         self.sent = self._autocast or self.hidden
-        """Of hidden states on their way to another pipeline stage."""
+        """Dtype of hidden states that are sent to another pipeline stage."""
 
     def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a tensor of the host in memory from which a copy to the device does not wait for its kernels."""
@@ -100,13 +100,13 @@ class GlobalBatch:
         group = mesh.group("cp")
         self._sequences = SequenceShards() if group is None else _shards(group)
         self.micro_batches: list[Batch] = []
-        """As the model sees them: this rank's part of every sequence."""
+        """Micro-batches as the model receives them: this rank's part of every sequence."""
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
         row = mesh.rank("dp") * sum(batch.input_ids.shape[0] for batch in micro_batches)  # ranks hold equally many rows
         for batch in micro_batches:
-            own = shard_sequence(replace(batch, first_row=row), mesh)
-            self.micro_batches.append(own.map(compute.pinned) if compute.pins else own)
+            shard = shard_sequence(replace(batch, first_row=row), mesh)
+            self.micro_batches.append(shard.map(compute.pinned) if compute.pins else shard)
             row += batch.input_ids.shape[0]
 
     def step_context(self, batch: Batch) -> StepContext:
@@ -148,15 +148,15 @@ class GlobalBatch:
     def result(self, routers: RouterMetrics | None) -> StepLoss:
         """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` of a model with experts have
         counted it."""
-        own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
-        names = self._agreed(tuple(own))
+        local = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
+        names = self._agreed(tuple(local))
         counted = [] if routers is None else [routers.sums]
         if self._mesh.group("world") is None:
-            loss, metrics = torch.stack(self._losses).sum(), own
+            loss, metrics = torch.stack(self._losses).sum(), local
         else:
             sums = torch.zeros(1 + len(names), dtype=self._compute.metrics_dtype, device=self._compute.device)
             if self._losses:
-                sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
+                sums += torch.stack([torch.stack(self._losses).sum(), *(local[name] for name in names)]).to(sums)
             sums, *counted = self._over_ranks(sums, *counted)
             loss, metrics = sums[0], dict(zip(names, sums[1:], strict=True))
         if routers is not None:
@@ -236,7 +236,7 @@ class LabelLogProbs(Objective):
 
     def __init__(self) -> None:
         self.kept: list[torch.Tensor] = []
-        """Of each micro-batch that came by here, float [rows, seq / cp]; 0 where there is no label."""
+        """Log-probabilities of each micro-batch that passed by, float [rows, seq / cp]; 0 where there is no label."""
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""

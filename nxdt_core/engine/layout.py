@@ -1,4 +1,4 @@
-"""From a builder's plain module to this rank's pipeline stages in their layout, on the meta device.
+"""The layout of a model: a builder's plain module becomes this rank's pipeline stages, on the meta device.
 
 The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
 expert and context parallelism, attention by blocks, products of linear layers, chunked loss, recomputation,
@@ -54,46 +54,46 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutOptions:
-    """What a run's configuration says of its layout in addition to the sizes of the mesh."""
+    """Settings of a run's layout in addition to the sizes of the mesh."""
 
     device_type: str = HOST.type
     sequence_parallel: bool = False
     async_tensor_parallel: bool = False
     """Let compiled layers send parts of tensors while they compute with others."""
     symmetric_memory: bool = False
-    """Whether the device has it."""
+    """The device has symmetric memory."""
     gathers_again: bool = False
     """Gather the inputs of tensor blocks again in backward."""
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
     sliced_tokens: Sliced = "none"
-    """What each tensor parallel rank sends a slice of to experts, and not the whole."""
+    """Rows of which each tensor parallel rank sends a slice to experts, and not the whole."""
     all_to_all: bool = True
-    """Whether the device has one, so that tokens can be sent to experts while others are computed."""
+    """The device has an all-to-all, so that tokens can be sent to experts while others are computed."""
     token_shuffle: int = 1
     """Data parallel ranks that exchange tokens before experts."""
     pipeline_cuts: tuple[str, ...] | None = None
-    """None: :func:`pipeline_cuts` chooses."""
+    """Modules that end a stage; None: :func:`pipeline_cuts` chooses."""
     seq_length: int = 1
     micro_batches: int | None = None
-    """Of a step, per rank; None: enough to fill the pipeline."""
+    """Micro-batches of a step, per rank; None: enough to fill the pipeline."""
     recompute_granularity: Literal["selective", "full"] | None = None
     recompute_names: tuple[str, ...] = ()
     loss_chunk_tokens: int | None = None
     compile_backend: str | None = None
-    """None: run as it is written."""
+    """Backend of ``torch.compile``; None: run layers as they are written."""
     static_shapes: bool = False
     """Compile again for each shape."""
     row_kernels: RowKernels = IN_CHUNKS
-    """What computes on rows of logits."""
+    """Kernels that compute on rows of logits."""
     block_attention: BlockAttention | None = None
-    """How to attend to packed documents by blocks; None: under a mask."""
+    """Attention to packed documents by blocks; None: under a mask."""
     base_dtype: BaseDtype | None = None
-    """What frozen weights of linear layers are quantised to."""
+    """Dtype that frozen weights of linear layers are quantised to."""
     shared_heads: frozenset[torch.dtype] | None = None
     """See :attr:`nxdt_core.distributed.devices.DeviceProfile.shared_heads`."""
     frozen: bool = False
-    """Whether it only runs forward: nothing trains, except what adapters add."""
+    """The model only runs forward: nothing trains, except what adapters add."""
 
     def of_frozen(self) -> LayoutOptions:
         """Return the options of a model that runs forward only, next to the one that these are for."""
@@ -156,11 +156,11 @@ class Layout:
     padded: Mapping[str, PaddedDim]
     """Parameters with heads of zeros, which no checkpoint sees."""
     sharded: bool
-    """Whether FSDP2 holds the parameters."""
+    """FSDP2 holds the parameters."""
     sequence_parallel: bool
-    """Whether hidden states between layers are parts of the sequence."""
+    """Hidden states between layers are parts of the sequence."""
     compiled: bool
-    """Whether layers are compiled."""
+    """Layers are compiled."""
     routers: Mapping[str, int]
     """Number of experts by router of the whole model, those of other stages included."""
     gathers: tuple[WeightGather, ...] = ()

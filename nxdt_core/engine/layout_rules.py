@@ -23,7 +23,7 @@ _HEADS, _KV_HEADS = "model.num_attention_heads", "model.num_kv_heads"
 _KV_REPLICATOR, _PAD_HEADS = "distributed_strategy.kv_replicator", "distributed_strategy.pad_heads"
 _EXPERTS = "model.moe.num_experts"
 _FOREIGN = "model.hf_config"
-"""Where a model is described in another library's words; whether it has experts is seen when it is built."""
+"""Key of a model that another library's configuration describes; the built model shows whether it has experts."""
 _ASYNC = "distributed_strategy.async_tensor_parallel"
 _SP, _COMPILE = "distributed_strategy.sequence_parallel", "model.compile"
 _REGATHER = "distributed_strategy.sequence_parallel_regather"
@@ -394,4 +394,4 @@ RULES = (
     torch_shards_experts_of_tensor_ranks,
     torch_compiles_exchanges_in_chunks,
 )
-"""In the order in which they are tried."""
+"""Rules in the order in which they are tried."""

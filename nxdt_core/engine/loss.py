@@ -118,9 +118,9 @@ class ChunkedHead:
 
     def logits(self, part: slice) -> torch.Tensor:
         """Return the logits of some rows, without gradients; also after the pass of the head's model. Collective."""
-        for each in (self._stage, self._head):
-            if is_fsdp_module(each):
-                each.unshard()
+        for module in (self._stage, self._head):
+            if is_fsdp_module(module):
+                module.unshard()
         with torch.no_grad():
             return self._capped(functional.linear(*self.inputs(self.hidden[part])))
 
@@ -131,16 +131,16 @@ class ChunkedHead:
             measure: called with the logits of some rows, as :meth:`logits` returns them, and with these rows; it
                 returns [rows, terms], equal on all ranks that share the vocabulary. Backward calls it again.
         """
-        found: torch.Tensor = _Measured.apply(  # type: ignore[no-untyped-call]
+        measures: torch.Tensor = _Measured.apply(  # type: ignore[no-untyped-call]
             *self.inputs(self.hidden), self._tokens, lambda local, part: measure(self._capped(local), part)
         )
-        return found
+        return measures
 
     def inputs(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return ``hidden``, this rank's weight and its bias, in the dtype of matrix products."""
         weight, bias = self._head.weight, self._head.bias
-        own = local_part(weight).to(self._dtype)  # type: ignore[arg-type]
-        return hidden.to(self._dtype), own, None if bias is None else local_part(bias).to(self._dtype)  # type: ignore[arg-type]
+        local_weight = local_part(weight).to(self._dtype)  # type: ignore[arg-type]
+        return hidden.to(self._dtype), local_weight, None if bias is None else local_part(bias).to(self._dtype)  # type: ignore[arg-type]
 
     def _capped(self, local: torch.Tensor) -> torch.Tensor:
         """Return the logits, which ranks may share, from this rank's product."""
@@ -173,8 +173,8 @@ class _Measured(torch.autograd.Function):
         def of_logits(logits: torch.Tensor, part: slice) -> torch.Tensor:
             with torch.enable_grad():
                 values = ctx.measure(logits.requires_grad_(), part)
-            (found,) = torch.autograd.grad(values, logits, grad[part])
-            return found
+            (gradient,) = torch.autograd.grad(values, logits, grad[part])
+            return gradient
 
         return *_gradients_of_linear(ctx, hidden, weight, bias, of_logits), None, None
 
@@ -245,8 +245,8 @@ class _CrossEntropies(torch.autograd.Function):
             hits = hits.masked_fill_(elsewhere, 0)
 
         def of_logits(logits: torch.Tensor, chunk: slice) -> torch.Tensor:
-            given = columns[chunk], log_sums[chunk], hits[chunk], grad[chunk]
-            return ctx.kernels.gradients(logits, *given, logits)  # type: ignore[no-any-return]
+            saved = columns[chunk], log_sums[chunk], hits[chunk], grad[chunk]
+            return ctx.kernels.gradients(logits, *saved, logits)  # type: ignore[no-any-return]
 
         return *_gradients_of_linear(ctx, hidden, weight, bias, of_logits), None, None, None, None
 

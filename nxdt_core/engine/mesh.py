@@ -92,7 +92,7 @@ class ParallelMesh:
         return int(getattr(self.sizes, dim))
 
     def rank(self, dim: Dimension) -> int:
-        """This process's coordinate along ``dim``."""
+        """Return this process's coordinate along ``dim``."""
         sizes, rest = self.sizes, self._rank
         if dim == "world":
             return rest

@@ -92,7 +92,7 @@ class TorchModel(ParallelModel):
                 layout.routers, layout.modules, device=compute.device, dtype=compute.metrics_dtype
             )
         self._weights: CopiedMasters | ScaledWeights | None = None
-        """Where modules compute with other weights than are stored; FSDP2 gathers its own."""
+        """Weights that modules compute with where they differ from the stored ones; FSDP2 gathers its own."""
         trains = any(parameter.requires_grad for parameter in self._parameters.by_name.values())
         if trains and uses_copied_masters(mesh.sizes, compute.precision):
             self._weights = CopiedMasters(layout.modules, compute.hidden)
@@ -255,18 +255,18 @@ class TorchModel(ParallelModel):
 
         if self._pipeline is None:
             return wanted(self._logits(batch.to(self._compute.device), StepContext()))
-        found = self._pipeline.forward([batch], _inputs, lambda _: StepContext(), lambda logits, *_: wanted(logits))
-        return self._pipeline.broadcast_from_last(found[0] if found else None)
+        outputs = self._pipeline.forward([batch], _inputs, lambda _: StepContext(), lambda logits, *_: wanted(logits))
+        return self._pipeline.broadcast_from_last(outputs[0] if outputs else None)
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
         passing = LabelLogProbs()
         self.run_eval(micro_batches, passing)
-        kept = passing.kept
+        log_probs = passing.kept
         if self._pipeline is not None:
-            of_last = iter(kept)
-            kept = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
-        return [unshard_sequence(values, self._mesh) for values in kept]
+            of_last = iter(log_probs)
+            log_probs = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
+        return [unshard_sequence(values, self._mesh) for values in log_probs]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under their global names; a tied one under its owner's."""
@@ -285,9 +285,9 @@ class TorchModel(ParallelModel):
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
         padded = self._layout.padded
-        held = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
+        parameters = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
         return {
-            name: unpadded_shard(p, padded[name]) if name in padded else p for name, p in held.items()
+            name: unpadded_shard(p, padded[name]) if name in padded else p for name, p in parameters.items()
         } | self._buffers
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
@@ -296,12 +296,12 @@ class TorchModel(ParallelModel):
         Raises:
             WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
         """
-        own = self.state_dict()
-        check_loadable(own, state, strict=strict)
+        target = self.state_dict()
+        check_loadable(target, state, strict=strict)
         with torch.no_grad():
             for name, value in state.items():
-                if name in own:
-                    _elements(own[name]).copy_(_elements(value))
+                if name in target:
+                    _elements(target[name]).copy_(_elements(value))
         self.sync_tied_copies()
 
     def local_modules(self) -> Sequence[nn.Module]:
@@ -375,7 +375,7 @@ class TorchModel(ParallelModel):
 
     @property
     def _sequence_multiple(self) -> int:
-        """What a sequence must be a multiple of."""
+        """Return the number that a sequence's length must be a multiple of."""
         sizes = self._mesh.sizes
         return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._layout.sequence_parallel else 1)
 
@@ -403,8 +403,8 @@ class TorchModel(ParallelModel):
                     part.reshard()
 
 
-def _elements(held: torch.Tensor | Piece) -> torch.Tensor:
-    return held.tensor if isinstance(held, Piece) else local_of(held)
+def _elements(value: torch.Tensor | Piece) -> torch.Tensor:
+    return value.tensor if isinstance(value, Piece) else local_of(value)
 
 
 def _whole(logits: torch.Tensor) -> torch.Tensor:

@@ -51,17 +51,17 @@ class StageParameters:
         """Names under which this rank has the user's copy only: its elements are counted where the owner is."""
         self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
         """(owner, user) that are two tensors on this rank."""
-        found = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
+        parameters = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
         owner_of = {user: owner for owner, user in tied}
-        for name, parameter in found.items():
+        for name, parameter in parameters.items():
             owner = owner_of.get(name)
             if owner is None:
                 self.by_name[name] = parameter
-            elif owner not in found:
+            elif owner not in parameters:
                 self.by_name[owner] = parameter
                 self.copies.add(owner)
-            elif found[owner] is not parameter:
-                self.twins.append((found[owner], parameter))
+            elif parameters[owner] is not parameter:
+                self.twins.append((parameters[owner], parameter))
 
     def owned(self, mesh: ParallelMesh) -> list[nn.Parameter]:
         """Return the parameters whose elements this rank counts in sums over all ranks."""
@@ -103,14 +103,14 @@ def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
     """Return the names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
     rows = ("vocab_embedding", "vocab_head", "score_head")
     vocabulary = [pattern for pattern, style in plan.tensor.items() if style in rows]
-    found = {
+    embeddings = {
         f"{path}.{leaf}" if path else leaf
         for module in modules
         for path, part in module.named_modules()
         if isinstance(part, nn.Embedding) or matches_any(vocabulary, path)
         for leaf, _ in part.named_parameters(recurse=False)
     }
-    return frozenset(found | {owner for owner, user in plan.tied if user in found})
+    return frozenset(embeddings | {owner for owner, user in plan.tied if user in embeddings})
 
 
 def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | None:
@@ -215,8 +215,8 @@ def check_overrides(overrides: Sequence[ParamGroupConfig], names: Iterable[str],
     """
     if not overrides:
         return
-    everywhere = sorted({name for each in ranks.all_gather_object([*names]) for name in each})
+    everywhere = sorted({name for item in ranks.all_gather_object([*names]) for name in item})
     used = [override_of(overrides, name) for name in everywhere]
-    empty = [override.params for override in overrides if not any(override is each for each in used)]
+    empty = [override.params for override in overrides if not any(override is item for item in used)]
     if empty:
         raise ParameterGroupEmpty(patterns=empty, names=everywhere)

@@ -79,8 +79,8 @@ def quantise_frozen(module: nn.Module, plan: ParallelPlan, dtype: BaseDtype) -> 
         if reason:
             raise BaseNotQuantised(dtype=dtype, reason=reason, instead=instead)
         places = [row * piece.box.shape[1] + column for _, (row, column) in piece.box.samples(piece.shape)]
-        held = QuantisedWeight.empty(piece.tensor, dtype, places)
-        layer.weight = nn.Parameter(placed_like(held, layer.weight), requires_grad=False)
+        quantised = QuantisedWeight.empty(piece.tensor, dtype, places)
+        layer.weight = nn.Parameter(placed_like(quantised, layer.weight), requires_grad=False)
 
 
 def frozen_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, Any]]:
@@ -100,8 +100,8 @@ def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str,
         style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
         if style is None or style in _NOT_LINEAR or f"{path}.weight" in tied:
             continue
-        known = isinstance(part, (*_WITH_SLOT, VocabParallelHead))
-        if known or (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward):
+        supported = isinstance(part, (*_WITH_SLOT, VocabParallelHead))
+        if supported or (isinstance(part, nn.Linear) and type(part).forward is nn.Linear.forward):
             yield path, part, style
 
 
@@ -114,7 +114,7 @@ class CopiedMasters:
     def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
         """``dtype``: of the copies."""
         self.stay = False
-        """Whether copies keep their memory, for recordings of passes, which have its addresses."""
+        """True where copies keep their memory, whose addresses recordings of passes have."""
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Module, name in it, master, copy."""
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
@@ -195,14 +195,14 @@ def rounded_weights(
         rounding: None does nothing.
         step: number of the step in the run.
     """
-    kept: list[tuple[nn.Parameter, torch.Tensor]] = []
+    pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
     if rounding is not None:
-        kept = _round(list(parameters), rounding, step)
+        pairs = _round(list(parameters), rounding, step)
     try:
         yield
     finally:
-        if kept:  # read again: FSDP2 may have moved a shard that it had to pad
-            torch._foreach_copy_([local_of(parameter).detach() for parameter, _ in kept], [copy for _, copy in kept])
+        if pairs:  # read again: FSDP2 may have moved a shard that it had to pad
+            torch._foreach_copy_([local_of(parameter).detach() for parameter, _ in pairs], [copy for _, copy in pairs])
 
 
 def _round(
@@ -216,14 +216,14 @@ def _round(
     backend = backend_on(device)
     kernel = BlockKernel(_keep_and_round, backend=backend)
     keys = separate_rows(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
-    kept = []
+    copies = []
     for (parameter, _, place), shard, key in zip(parameters, shards, keys, strict=True):
         copy = torch.empty_like(shard)
         kernel(place, (shard, copy), key)
-        kept.append((parameter, copy))
-    return kept
+        copies.append((parameter, copy))
+    return copies
 
 
-def _keep_and_round(shard: torch.Tensor, kept: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
-    kept.copy_(shard)  # first: in a graph whose first input is the shard, torch 2.13 copies what is written to it below
+def _keep_and_round(shard: torch.Tensor, copy: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
+    copy.copy_(shard)  # first: in a graph whose first input is the shard, torch 2.13 copies what is written to it below
     shard.copy_(rounded(shard, *noises(numbers.hashed(shard, key), 1)))

@@ -1,4 +1,4 @@
-"""What a plan overlooks: a module whose shard cannot be computed, found by sending shapes through the model."""
+"""Detection of modules that a plan overlooks: shapes sent through the model find a shard that cannot be computed."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from nxdt_core.protocols.plan import ParallelPlan
 __all__ = ["name_shape_errors"]
 
 _NOT_THE_PLAN = (NxdtError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, IndexError)
-"""What a forward may raise on any number of ranks: lack of memory, lost ranks, token ids beyond the vocabulary."""
+"""Errors of a forward on any number of ranks: lack of memory, lost ranks, token ids beyond the vocabulary."""
 _TRANSPORT = (profile_of(HOST).process_group_backend, "Connection closed", "Connection reset")
-"""In texts of the plain RuntimeError that the host's backend raises where another rank has ended."""
+"""Words in the plain RuntimeError that the host's backend raises where another rank has ended."""
 
 
 @contextmanager
@@ -60,7 +60,7 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
         if outside or not sharded or isinstance(cause, _NOT_THE_PLAN) or any(word in str(cause) for word in _TRANSPORT):
             raise
         path = entered[-1]
-        failed = next((module for module, known in paths.items() if known == path), stages[0])
+        failed = next((module for module, module_path in paths.items() if module_path == path), stages[0])
         raise ShardNotComputed(
             model=type(stages[0]).__name__,
             sizes=sharded,

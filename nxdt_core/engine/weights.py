@@ -41,11 +41,11 @@ class WholeModel:
     """A model built by a builder and changed by adapters, with its plan and rules."""
 
     module: nn.Module
-    """On the meta device."""
+    """Model on the meta device."""
     plan: ParallelPlan
     """Includes the changes of adapters."""
     rules: tuple[InitRule, ...]
-    """Those of adapters first."""
+    """Rules of the initial weights, those of adapters first."""
     added: frozenset[str]
     """Parameters that adapters added."""
 
@@ -62,9 +62,9 @@ def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> Whol
         rules = complete_init_rules(builder, base)
         check_rules(rules, base, norms=plan.norms, of=type(builder).__name__)
         for adapter in adapters:
-            plan, own = adapter.apply(module, plan), tuple(adapter.init_rules())
-            check_rules(own, _names(module), of=type(adapter).__name__)
-            rules = (*own, *rules)
+            plan, adapter_rules = adapter.apply(module, plan), tuple(adapter.init_rules())
+            check_rules(adapter_rules, _names(module), of=type(adapter).__name__)
+            rules = (*adapter_rules, *rules)
     return WholeModel(module=module, plan=plan, rules=rules, added=frozenset(_names(module)) - {*base})
 
 
@@ -143,8 +143,8 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
     tie(module, tied)
     empty = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
     reset_buffers(module)
-    found = dict(module.named_buffers())
-    chance = [name for name, (buffer, at) in empty.items() if found.get(name) is buffer and buffer._version == at]
+    buffers = dict(module.named_buffers())
+    chance = [name for name, (buffer, at) in empty.items() if buffers.get(name) is buffer and buffer._version == at]
     if chance:
         raise BuffersNotReset(buffers=chance)
 

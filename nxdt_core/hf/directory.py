@@ -38,7 +38,7 @@ __all__ = ["NOTE", "iterate_hf", "load_hf", "read_from", "read_hf_config", "save
 
 
 NOTE = "nxdt-export-unfinished"
-"""Is in a directory until its export is complete; says what is exported there."""
+"""Name of the file that is in a directory until its export is complete; says what is exported there."""
 
 ReadShard = Callable[[HFShard], dict[str, torch.Tensor]]
 """Gives the tensors of one file by name, in its dtypes and shapes."""
@@ -129,17 +129,17 @@ def read_from(
 def _begin(storage: CheckpointStore, note: bytes) -> Mapping[str, int]:
     """Sizes by name of what an earlier, equal export has written."""
     with explained_os_errors(storage.uri):
-        found = {info.key: info.size_bytes for info in storage.list()}
-        if not found:
+        sizes = {info.key: info.size_bytes for info in storage.list()}
+        if not sizes:
             with storage.open_write(NOTE) as stream:
                 stream.write(note)
-        elif NOTE not in found:
+        elif NOTE not in sizes:
             raise HFNotWritable(directory=storage.uri)
         else:
             with storage.open_read(NOTE) as stream:
                 if stream.read() != note:
                     raise HFNotWritable(directory=storage.uri)
-        return found
+        return sizes
 
 
 def _finish(storage: CheckpointStore, plan: HFPlan) -> None:
@@ -202,8 +202,8 @@ def save_hf(
         HFNotWritable: the directory holds something already.
         WeightsDoNotFit: ``state_dict`` does not match the builder's model.
     """
-    held = {name: TensorSpec(dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state_dict.items()}
-    plan = plan_hf(builder, held, tokenizer, max_shard_bytes=max_shard_bytes)
+    specs = {name: TensorSpec(dtype_name(tensor), tuple(tensor.shape)) for name, tensor in state_dict.items()}
+    plan = plan_hf(builder, specs, tokenizer, max_shard_bytes=max_shard_bytes)
     storage = open_storage(str(directory))
     if next(storage.list(), None) is not None:
         raise HFNotWritable(directory=str(directory))

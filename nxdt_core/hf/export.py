@@ -1,4 +1,4 @@
-"""Which files an export to a Hugging Face directory has, from shapes alone, and what its JSON files say.
+"""The files of an export to a Hugging Face directory, from shapes alone, and the content of its JSON files.
 
 ``generation_config.json`` and the token ids of ``config.json`` come from the run's tokenizer and chat template, and
 from the directory that the weights came from.
@@ -52,14 +52,14 @@ _HOLD_IDS = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFSettings:
-    """What two files of an export say."""
+    """Content of the two JSON files of an export, with notes."""
 
     config: Mapping[str, Any]
     """Content of ``config.json``."""
     generation: Mapping[str, Any] | None
     """Content of ``generation_config.json``; None: it is left out."""
     notes: tuple[str, ...]
-    """What the source had and the export lacks, a sentence each."""
+    """Notes on what the source had and the export lacks, a sentence each."""
 
 
 def hf_settings(
@@ -74,14 +74,14 @@ def hf_settings(
         source: the directory that the weights came from; None: they came from elsewhere.
     """
     fits = source is not None and source.fits(tokenizer)
-    said: Mapping[str, Any] = built if source is None else source.config if fits else {}
-    own = {key: getattr(tokenizer, f"{key.removesuffix('_token_id')}_id", None) for key in SPECIAL}
-    tokens = {key: _token(said.get(key), own[key]) for key in SPECIAL}
-    carried = {key: value for key, value in said.items() if _is_carried(key)}
+    source_config: Mapping[str, Any] = built if source is None else source.config if fits else {}
+    token_ids = {key: getattr(tokenizer, f"{key.removesuffix('_token_id')}_id", None) for key in SPECIAL}
+    tokens = {key: _token(source_config.get(key), token_ids[key]) for key in SPECIAL}
+    carried = {key: value for key, value in source_config.items() if _is_carried(key)}
     config = {**carried, **older_rope(built), **built, **tokens}
     generation = {} if source is None else _kept(source.generation, fits=fits)
     has_file = tokenizer is not None or bool(generation)
-    generation |= {key: value for key, value in own.items() if value is not None}
+    generation |= {key: value for key, value in token_ids.items() if value is not None}
     stops = [*dict.fromkeys((*(source.stop_ids if source is not None and fits else ()), *stop_ids))]
     if stops:
         generation["eos_token_id"] = stops[0] if len(stops) == 1 else stops
@@ -92,11 +92,11 @@ def hf_settings(
     return HFSettings(config=config, generation=generation if has_file else None, notes=notes)
 
 
-def _token(said: Any, own: int | None) -> Any:
+def _token(stated: Any, token_id: int | None) -> Any:
     """Return the token of the run's tokenizer, within the list of several that the source said, if it is one."""
-    if own is None or (isinstance(said, (list, tuple)) and own in said):
-        return said
-    return own
+    if token_id is None or (isinstance(stated, (list, tuple)) and token_id in stated):
+        return stated
+    return token_id
 
 
 def _is_carried(key: str) -> bool:
@@ -136,7 +136,7 @@ class HFShard:
 
     file: str
     tensors: Mapping[str, tuple[HFTensor, ...]]
-    """By name; several where parameters share a tensor."""
+    """Tensors of each parameter by its name; several where parameters share a tensor."""
     specs: Mapping[str, TensorSpec]
     """Dtype and shape in the file, by the same names."""
 
@@ -154,7 +154,7 @@ class HFPlan:
     texts: Mapping[str, bytes]
     """The other files by name, ``config.json`` last: without it nothing takes the directory for a model."""
     notes: tuple[str, ...] = ()
-    """What the source of the weights had and the directory lacks, a sentence each."""
+    """Notes on what the source of the weights had and the directory lacks, a sentence each."""
 
     @property
     def size_bytes(self) -> int:
@@ -196,10 +196,10 @@ def plan_hf(
         KeyMapIncomplete: its key map does not fit its model.
         WeightsDoNotFit: ``held`` does not match the builder's model.
     """
-    found = sources(builder)
-    _check(held, {source.name: source.shape for source in found}, {user for _, user in builder.plan().tied})
+    parameter_sources = sources(builder)
+    _check(held, {source.name: source.shape for source in parameter_sources}, {user for _, user in builder.plan().tied})
     tensors: dict[str, tuple[HFTensor, ...]] = {}
-    for tensor in (tensor for source in found for tensor in source.tensors()):
+    for tensor in (tensor for source in parameter_sources for tensor in source.tensors()):
         tensors[tensor.name] = (*tensors.get(tensor.name, ()), tensor)
     specs = {
         name: TensorSpec(_dtype(held[parts[0].parameter].dtype, dtype), parts[0].shape)
@@ -226,17 +226,17 @@ def plan_hf(
     return HFPlan(shards=shards, texts=texts, notes=settings.notes)
 
 
-def _check(held: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]], users: set[str]) -> None:
-    missing = [name for name in shapes if name not in held]
-    extra = [name for name in held if name not in shapes and name not in users]
+def _check(specs: Mapping[str, TensorSpec], shapes: Mapping[str, tuple[int, ...]], users: set[str]) -> None:
+    missing = [name for name in shapes if name not in specs]
+    extra = [name for name in specs if name not in shapes and name not in users]
     wrong = [
-        f"{name}: {held[name].shape} instead of {shape}"
+        f"{name}: {specs[name].shape} instead of {shape}"
         for name, shape in shapes.items()
-        if name in held and held[name].shape != shape
+        if name in specs and specs[name].shape != shape
     ]
     if missing or extra or wrong:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
 
 
-def _dtype(own: str, wanted: str | None) -> str:
-    return wanted if wanted is not None and own.startswith(("float", "bfloat")) else own
+def _dtype(stored: str, wanted: str | None) -> str:
+    return wanted if wanted is not None and stored.startswith(("float", "bfloat")) else stored

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["GgufDtype", "write_gguf"]
 
 GgufDtype = Literal["float32", "float16", "q8_0"]
-"""Of matrices; ``q8_0`` has 8 bits per weight and a scale for each 32. Vectors and routers are float32."""
+"""Dtype of matrices; ``q8_0`` has 8 bits per weight and a scale for each 32. Vectors and routers are float32."""
 
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 _MODELS = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
@@ -115,13 +115,13 @@ def write_gguf(
     writer = gguf.GGUFWriter(None, _MODELS[config["model_type"]])
     writer.add_name(name)
     notes = [*_add_config(writer, config), *_add_tokenizer(writer, plan.texts, config)]
-    kinds = {each.name: _kind(each, dtype) for each in tensors}
+    kinds = {item.name: _kind(item, dtype) for item in tensors}
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     factors = _rope_factors(config)
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    size_bytes = sum(_announce(writer, each, kinds[each.name]) for each in tensors)
+    size_bytes = sum(_announce(writer, item, kinds[item.name]) for item in tensors)
     with replacing(path) as file:
         writer.fout, writer.state = [file], WriterState.EMPTY
         writer.write_header_to_file()
@@ -129,12 +129,12 @@ def write_gguf(
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors)
-        for each in tensors:
+        for item in tensors:
             part = HFShard(
-                file="", tensors={p: sources[p] for p in each.parts}, specs={p: specs[p] for p in each.parts}
+                file="", tensors={p: sources[p] for p in item.parts}, specs={p: specs[p] for p in item.parts}
             )
-            kind = gguf.GGMLQuantizationType[kinds[each.name]]
-            writer.write_tensor_data(gguf.quants.quantize(each.of(read(part)).numpy(), kind))
+            kind = gguf.GGMLQuantizationType[kinds[item.name]]
+            writer.write_tensor_data(gguf.quants.quantize(item.of(read(part)).numpy(), kind))
         file.flush()
     return size_bytes, tuple(notes)
 
@@ -181,13 +181,13 @@ def _tensors(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iter
             layer, _, number = path.partition(".block_sparse_moe.experts.")
             if number == "0":
                 parts = tuple(name.replace(".experts.0.", f".experts.{expert}.") for expert in experts)
-                own = f"blk.{layer.rpartition('.')[2]}.{_EXPERTS[leaf]}.weight"
-                yield _Tensor(own, parts, (len(parts), *spec.shape), None)
+                experts_name = f"blk.{layer.rpartition('.')[2]}.{_EXPERTS[leaf]}.weight"
+                yield _Tensor(experts_name, parts, (len(parts), *spec.shape), None)
             continue
-        found = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        if found is None:
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if gguf_name is None:
             raise GgufUnsupported(reason=f"it has {name!r}", known=[*_MODELS])
-        yield _Tensor(found, (name,), spec.shape, heads.get(leaf))
+        yield _Tensor(gguf_name, (name,), spec.shape, heads.get(leaf))
 
 
 def _kind(tensor: _Tensor, dtype: GgufDtype) -> str:
@@ -237,8 +237,8 @@ def _rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
     head_dim = _head_dim(config)
     theta = float(config["rope_theta"])
     scaled = frequencies(head_dim, theta, RopeScalingConfig(**scaling))
-    found: NDArray[np.float32] = (frequencies(head_dim, theta) / scaled).numpy()
-    return found
+    factors: NDArray[np.float32] = (frequencies(head_dim, theta) / scaled).numpy()
+    return factors
 
 
 def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str, Any]) -> Iterator[str]:
@@ -256,15 +256,15 @@ def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str,
     tokenizer.no_truncation()
     tokenizer.no_padding()
     content = json.loads(tokenizer.to_str())  # with the defaults that the file leaves out
-    model, added = content["model"], {each["id"]: each for each in content["added_tokens"]}
+    model, added = content["model"], {item["id"]: item for item in content["added_tokens"]}
     if model["type"] != "BPE":
         raise GgufUnsupported(reason=f"its tokenizer is of the type {model['type']!r}", known=[*_MODELS])
     normalizers, splits = _steps(content["normalizer"]), _steps(content["pre_tokenizer"])
-    byte_level = any(each["type"] == "ByteLevel" for each in splits)
+    byte_level = any(item["type"] == "ByteLevel" for item in splits)
     if not byte_level and not (model["byte_fallback"] and model["vocab"].keys() >= _BYTES):
         raise GgufUnsupported(reason="its BPE tokenizer lacks tokens for single bytes", known=[*_MODELS])
     by_id = {number: token for token, number in model["vocab"].items()}
-    by_id |= {number: each["content"] for number, each in added.items()}
+    by_id |= {number: item["content"] for number, item in added.items()}
     tokens, types = [], []
     for number in range(int(config["vocab_size"])):
         token = by_id.get(number)
@@ -285,26 +285,26 @@ def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str,
         writer.add_token_merges([" ".join(pair) for pair in model["merges"]])
     else:  # llama.cpp has these as SentencePiece models, whose scores are the order of the merges
         order = {"".join(pair): -float(rank) for rank, pair in enumerate(model["merges"])}
-        unlike = [each for each in (*normalizers, *splits) if each["type"] not in ("Prepend", "Replace", "Metaspace")]
-        marking = [each for each in splits if each["type"] == "Metaspace" and each["prepend_scheme"] != "never"]
+        unlike = [item for item in (*normalizers, *splits) if item["type"] not in ("Prepend", "Replace", "Metaspace")]
+        marking = [item for item in splits if item["type"] == "Metaspace" and item["prepend_scheme"] != "never"]
         writer.add_tokenizer_model("llama")
         writer.add_token_scores([order.get(token, 0.0) for token in tokens])
-        writer.add_add_space_prefix(bool(marking) or any(each["type"] == "Prepend" for each in normalizers))
+        writer.add_add_space_prefix(bool(marking) or any(item["type"] == "Prepend" for item in normalizers))
         if marking:
             yield "llama.cpp puts a space before texts that begin with one, and after each special token"
     if unlike:
-        kinds = listing([each["type"] for each in unlike])
+        kinds = listing([item["type"] for item in unlike])
         yield f"llama.cpp has no counterpart of this tokenizer's {kinds}, and may split texts in another way"
     trimmed = [
-        each["content"]
-        for each in added.values()
-        if each["lstrip"] or each["rstrip"] or each["single_word"] or (each["normalized"] and normalizers)
+        item["content"]
+        for item in added.values()
+        if item["lstrip"] or item["rstrip"] or item["single_word"] or (item["normalized"] and normalizers)
     ]
     if trimmed:
         yield f"llama.cpp does not apply the rules for spaces and normalization of these tokens: {listing(trimmed)}"
     text = tokenizer.encode("a")
-    own = [place for place, special in enumerate(text.special_tokens_mask) if not special] or [len(text.ids)]
-    before, after = text.ids[: own[0]], text.ids[own[-1] + 1 :]
+    places = [place for place, special in enumerate(text.special_tokens_mask) if not special] or [len(text.ids)]
+    before, after = text.ids[: places[0]], text.ids[places[-1] + 1 :]
     generation = json.loads(texts.get(GENERATION_CONFIG, b"{}"))
     named = json.loads(texts.get("tokenizer_config.json", b"{}")).get("eos_token")
     stops = HFSource(path="", config=config, generation=generation).stop_ids
@@ -339,7 +339,7 @@ def _steps(part: Mapping[str, Any] | None) -> list[Mapping[str, Any]]:
     if part is None:
         return []
     parts = part.get("pretokenizers", part.get("normalizers")) if part["type"] == "Sequence" else None
-    return [part] if parts is None else [step for each in parts for step in _steps(each)]
+    return [part] if parts is None else [step for inner in parts for step in _steps(inner)]
 
 
 def _split(step: Mapping[str, Any]) -> str | None:

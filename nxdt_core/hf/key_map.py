@@ -174,7 +174,7 @@ class _Part(_Copy):
 
 
 class _PartTranspose(_Part):
-    """The same of the columns of transposed matrices."""
+    """One of the parameters that share a tensor of transposed matrices: a part of each expert's columns."""
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         return super().within(whole.mT)
@@ -195,7 +195,7 @@ _TRANSFORMS: Mapping[str, type[_Copy]] = {
     "part": _Part,
     "part_transpose": _PartTranspose,
 }
-"""By the name in :class:`~nxdt_core.protocols.model.KeyMap`."""
+"""Transforms by their name in :class:`~nxdt_core.protocols.model.KeyMap`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -203,11 +203,11 @@ class HFTensor:
     """One tensor of a Hugging Face directory, made of a box of one parameter; or its part in one that several share."""
 
     name: str
-    """In the directory."""
+    """Name of the tensor in the directory."""
     parameter: str
     """Global name of the parameter."""
     parameter_shape: tuple[int, ...]
-    """Of the whole parameter."""
+    """Shape of the whole parameter."""
     box: Box
     transform: str
     sections: tuple[int, ...] = ()
@@ -243,16 +243,16 @@ def room_for(parts: Sequence[HFTensor], dtype: torch.dtype) -> tuple[list[torch.
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """Where one parameter comes from."""
+    """The tensors of a directory that one parameter is read from."""
 
     name: str
-    """The parameter's global name."""
+    """Global name of the parameter."""
     shape: tuple[int, ...]
-    """The parameter's."""
+    """Shape of the parameter."""
     hf_names: tuple[str, ...]
     """Names in the directory, in order."""
     transform: str
-    """As in :class:`~nxdt_core.protocols.model.KeyMap`."""
+    """Name of the transform, as in :class:`~nxdt_core.protocols.model.KeyMap`."""
     sections: tuple[int, ...] = ()
 
     def with_rows(self, found: tuple[int, ...]) -> Source:
@@ -300,16 +300,16 @@ def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> l
     users = {user for _, user in builder.plan().tied}
     named = module.named_parameters(remove_duplicate=False)
     shapes = {name: tuple(parameter.shape) for name, parameter in named if name not in users}
-    found = [_source(type(builder).__name__, key_map, name, shape) for name, shape in shapes.items()]
+    result = [_source(type(builder).__name__, key_map, name, shape) for name, shape in shapes.items()]
     shared: dict[str, list[Source]] = defaultdict(list)
-    for source in found:
+    for source in result:
         if source.transform.startswith("part"):
             shared[source.hf_names[0]].append(source)
     for hf_name, sharing in shared.items():
         if len({source.sections for source in sharing}) != sharing[0].sections[1]:
             reason = f"'{hf_name}' has {sharing[0].sections[1]} parts, not {len(sharing)}"
             raise KeyMapIncomplete(builder=type(builder).__name__, parameter=sharing[0].name, reason=reason)
-    return found
+    return result
 
 
 def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int, ...]) -> Source:
@@ -356,13 +356,13 @@ def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
 
 
 def _wildcards(pattern: str, name: str) -> list[str] | None:
-    """What each ``*`` of ``pattern`` stands for in ``name``; None where they do not match."""
+    """Return the text that each ``*`` of ``pattern`` matches in ``name``; None where they do not match."""
     match = re.fullmatch(r"([^.]+)".join(map(re.escape, pattern.split("*"))), name)
     return None if match is None else list(match.groups())
 
 
 def _filled(pattern: str, values: Sequence[str]) -> str:
-    """``pattern`` with its first wildcards filled in order; those beyond ``values`` stay."""
+    """Return ``pattern`` with its first wildcards filled in order; those beyond ``values`` stay."""
     for value in values:
         pattern = pattern.replace("*", value, 1)
     return pattern

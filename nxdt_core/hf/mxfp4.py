@@ -16,12 +16,12 @@ from nxdt_core.distributed.devices import HOST
 __all__ = ["BLOCKS", "SCALES", "PackedMatrices"]
 
 BLOCKS, SCALES = "_blocks", "_scales"
-"""What names of the two tensors end in."""
+"""Endings of the names of the two tensors."""
 
 _POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""By their three bits; the fourth is the sign."""
+"""Values by their three bits; the fourth is the sign."""
 _BIAS = 127
-"""Of the exponents."""
+"""Bias of the exponents."""
 
 
 class PackedMatrices:

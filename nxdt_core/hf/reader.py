@@ -49,9 +49,9 @@ class HFWeights:
         self._fill_rows = fill_rows
         self._stack = ExitStack()
         self._located: dict[str, tuple[Path, Any]] = {}
-        """By name: the file that holds the tensor, and the same, opened."""
+        """File that holds each tensor, by name, and the same, opened."""
         self._index: dict[str, str] = {}
-        """By name: the file that should hold it; empty without an index."""
+        """File that should hold each tensor, by name; empty without an index."""
 
     def __enter__(self) -> Self:
         try:
@@ -82,16 +82,16 @@ class HFWeights:
             for source in sources(builder)
             if source.hf_names[0] not in may_lack or source.hf_names[0] in self._located
         ]
-        known = builder.hf_ignored
+        patterns = builder.hf_ignored
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
-        ignored = [*known, *map(_without_prefix, known)]
+        ignored = [*patterns, *map(_without_prefix, patterns)]
         used = {self._file_name(name) for name in shapes}
         extra = sorted(name for name in self._located.keys() - used if not matches_any(ignored, name))
         wrong = [
-            f"{name}: {found} instead of {shape}"
+            f"{name}: {stored} instead of {shape}"
             for name, shape in shapes.items()
-            if name not in missing and (found := tuple(self._slice(name).get_shape())) != shape
+            if name not in missing and (stored := tuple(self._slice(name).get_shape())) != shape
         ]
         if missing or extra or wrong:
             directory = str(self._directory)
@@ -174,9 +174,9 @@ class HFWeights:
             HFFileDamaged: a tensor is only in another file.
         """
         for name, file in self._index.items():
-            found = self._located.get(name)
-            if found is not None and found[0].name != file:
-                reason = f"it says that '{name}' is in '{file}', and that is in '{found[0].name}'"
+            located = self._located.get(name)
+            if located is not None and located[0].name != file:
+                reason = f"it says that '{name}' is in '{file}', and that is in '{located[0].name}'"
                 raise HFFileDamaged(path=str(self._directory / INDEX), reason=reason)
 
     def _unpack(self) -> None:
@@ -191,7 +191,7 @@ class HFWeights:
                 self._located[name] = path, packed
 
     def _file_name(self, name: str) -> str:
-        """What the files call the tensor that the whole model calls ``name``."""
+        """Return the name in the files of the tensor that the whole model calls ``name``."""
         return name if name in self._located else _without_prefix(name)
 
     def _slice(self, name: str) -> Any:
@@ -199,11 +199,11 @@ class HFWeights:
         return self._located[name][1].get_slice(name)
 
     def _dtype(self, name: str) -> torch.dtype:
-        found = self._slice(name).get_dtype()
-        if found not in DTYPES:
+        dtype_name = self._slice(name).get_dtype()
+        if dtype_name not in DTYPES:
             path = str(self._located[self._file_name(name)][0])
-            raise HFFileDamaged(path=path, reason=f"'{name}' has the unknown dtype {found!r}")
-        dtype: torch.dtype = getattr(torch, DTYPES[found])
+            raise HFFileDamaged(path=path, reason=f"'{name}' has the unknown dtype {dtype_name!r}")
+        dtype: torch.dtype = getattr(torch, DTYPES[dtype_name])
         return dtype
 
     def _get(self, name: str) -> torch.Tensor:
@@ -284,7 +284,7 @@ class HFReader(CheckpointReader):
                 yield weights.read(self._sources[name])
 
     def _check_architecture(self) -> None:
-        """Without a plugin that reads it, a configuration would fall back to some model that does not."""
+        """Check that a plugin reads the architecture: a configuration would fall back to some model that does not."""
         try:
             named = architectures_of(self._config)
         except HFFileDamaged as error:

@@ -1,4 +1,4 @@
-"""Before the first step: do all ranks run the same code, plugins and configuration?
+"""The check before the first step that all ranks run the same code, plugins and configuration.
 
 A difference would not fail by itself. It would train something that no user has configured, or hang in a collective.
 """

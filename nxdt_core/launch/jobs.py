@@ -1,4 +1,4 @@
-"""From a configuration and the options of a cluster to the files of a job, and their submission. No torch here."""
+"""The files of a job, from a configuration and the options of a cluster, and their submission. No torch here."""
 
 from __future__ import annotations
 
@@ -149,10 +149,10 @@ def submit(job: Job, submission: Submission) -> str:
     if shutil.which(program) is None:
         raise SubmitCommandMissing(program=program, directory=str(job.directory), command=command)
     done = subprocess.run(submission.command, cwd=job.directory, capture_output=True, text=True, check=False)
-    said = (done.stdout + done.stderr).strip()
+    output = (done.stdout + done.stderr).strip()
     if done.returncode != 0:
-        raise SubmitFailed(command=command, status=done.returncode, output=said, directory=str(job.directory))
-    return said
+        raise SubmitFailed(command=command, status=done.returncode, output=output, directory=str(job.directory))
+    return output
 
 
 def _check_devices(config: ResolvedConfig, options: Any, cluster: Path | None) -> None:
@@ -192,7 +192,7 @@ def _job(config: ResolvedConfig, words: Sequence[str], options: Any, directory: 
 
 def _masked(tree: Any, path: str = "") -> list[str]:
     if isinstance(tree, Mapping):
-        return [found for key, value in tree.items() for found in _masked(value, f"{path}.{key}".lstrip("."))]
+        return [masked for key, value in tree.items() for masked in _masked(value, f"{path}.{key}".lstrip("."))]
     if isinstance(tree, (list, tuple)):
-        return [found for number, value in enumerate(tree) for found in _masked(value, f"{path}[{number}]")]
+        return [masked for number, value in enumerate(tree) for masked in _masked(value, f"{path}[{number}]")]
     return [path] if isinstance(tree, str) and MASK in tree else []

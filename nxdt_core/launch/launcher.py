@@ -1,4 +1,4 @@
-"""How ``nxdt train`` and ``nxdt compile`` start ranks: one launcher per node; they meet, start ranks, end with them.
+"""The launcher of ``nxdt train`` and ``nxdt compile``, one per node: launchers meet, start ranks, and end with them.
 
 The first node serves the store and the supervisor. Signals come to the launcher and pass through the supervisor, so
 that a rank is asked to stop once, whether a terminal or a scheduler signalled one process or all of them.
@@ -52,9 +52,9 @@ class Node:
     devices: int
     """Ranks of each node."""
     address: str
-    """Of node 0."""
+    """Address of node 0."""
     port: int
-    """Where the nodes meet; 0 lets the only node choose a free one."""
+    """Port at which the nodes meet; 0 lets the only node choose a free one."""
 
     def place(self) -> RankEnvironment:
         """Return the launcher's place at the meeting point: node 0 serves it."""
@@ -157,19 +157,19 @@ def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
 _RETRY_S = 1.0
 _SAME_REQUEST_S = 1.0
 _LAST_RANKS_S = 5.0
-"""How long ranks have to end after a run that failed elsewhere."""
+"""Seconds that ranks have to end after a run that failed elsewhere."""
 _Ranks = Callable[[], Mapping[int, int]]
 """Runs this node's ranks, and returns the exit codes of those that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outcome:
-    """How the ranks ended."""
+    """Outcome of the ranks of a run."""
 
     status: int
     """Exit status for the command."""
     text: str = ""
-    """What to print of a failure; of a run that went well, rank 0 has printed all."""
+    """Text of a failure, to print; of a run that went well, rank 0 has printed all."""
 
 
 def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outcome:

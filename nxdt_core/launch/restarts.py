@@ -33,7 +33,7 @@ def interpreter_arguments(config: ResolvedConfig, command: Sequence[str]) -> lis
 _LOST = 1
 """Exit status of a run in which a rank died or hung, and of a node that lost the others."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""What ends a command in good order."""
+"""Signals that end a command in good order."""
 _VARIABLE = "NXDT_RESTARTER"
 """Process id of the process that starts a command again; set for the command only."""
 

@@ -1,5 +1,4 @@
-"""What decoder models share besides their modules: configuration, plan, fresh weights, FLOPs, Hugging Face exchange.
+"""Parts of decoder models: modules, configuration, parallel plan, initial weights, FLOPs and Hugging Face conversion.
 
-Nothing here imports torch, so that the dataclass of a model's section can inherit from it. The modules are in
-:mod:`nxdt_core.models`.
+Configurations and builders import no torch, so that the dataclass of a model's section can inherit from one.
 """

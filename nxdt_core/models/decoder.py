@@ -61,11 +61,11 @@ class RotaryDecoderLayer(nn.Module):
         document_ids: torch.Tensor | None = None,
         step: StepContext | None = None,
     ) -> torch.Tensor:
-        """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as ``RotaryEmbedding`` returns it."""
+        """Return the output in the shape of ``hidden`` [batch, seq, hidden]; ``RotaryEmbedding`` returns ``rotary``."""
         hidden = hidden + self.attention(self.attention_norm(hidden), rotary, document_ids, step)
         feed_forward = getattr(self, self.feed_forward_name)  # read here: an engine may have replaced the module
-        given = {"step": step} if self.feed_forward_takes_step else {}
-        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden), **given)
+        arguments = {"step": step} if self.feed_forward_takes_step else {}
+        transformed: torch.Tensor = feed_forward(self.mlp_norm(hidden), **arguments)
         return hidden + transformed
 
 

@@ -186,12 +186,12 @@ class RotaryDecoderBuilder(ModelBuilder, Generic[Config]):
             NoHFForm: a key of the section makes the model compute what the architecture does not.
         """
         family = self.config.hf_family
-        said = {*family.values.names, *family.converted, *family.without_effect}
-        said |= {"rope_theta", "rope_scaling", "score_head"}
-        for path, found, default in _values(self.config):
+        handled = {*family.values.names, *family.converted, *family.without_effect}
+        handled |= {"rope_theta", "rope_scaling", "score_head"}
+        for path, value, default in _values(self.config):
             wanted = True if path in family.always else default
-            if not said & {path, path.partition(".")[0]} and found != wanted:
-                raise NoHFForm(key=f"model.{path}", architecture=self.hf_architectures[0], found=found, wanted=wanted)
+            if not handled & {path, path.partition(".")[0]} and value != wanted:
+                raise NoHFForm(key=f"model.{path}", architecture=self.hf_architectures[0], found=value, wanted=wanted)
         return {
             **architecture_to_hf(self.hf_architectures[0], scores=self.config.score_head),
             "model_type": family.values.model,

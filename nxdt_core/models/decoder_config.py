@@ -81,12 +81,12 @@ class RotaryDecoderConfig(Section):
 
     @property
     def kv_heads(self) -> int:
-        """``num_kv_heads`` with its default applied."""
+        """Return ``num_kv_heads`` with its default applied."""
         return self.num_kv_heads or self.num_attention_heads
 
     @property
     def head_size(self) -> int:
-        """``head_dim`` with its default applied."""
+        """Return ``head_dim`` with its default applied."""
         return self.head_dim or self.hidden_size // self.num_attention_heads
 
     @property
@@ -96,7 +96,7 @@ class RotaryDecoderConfig(Section):
 
     @property
     def tied(self) -> bool:
-        """Whether the head is the embedding's matrix."""
+        """Return whether the head is the embedding's matrix."""
         return self.share_embeddings_and_output_weights and not self.score_head
 
     @property
@@ -106,8 +106,8 @@ class RotaryDecoderConfig(Section):
 
     @property
     def window(self) -> int | None:
-        """How many tokens each token attends to, itself included; None for all before it. A model with a sliding window
-        overrides it."""
+        """Return how many tokens each token attends to, itself included; None for all before it. A model with a sliding
+        window overrides it."""
         return None
 
     def attention(self) -> AttentionSemantics:

@@ -15,7 +15,7 @@ __all__ = ["HostValues", "host_values"]
 
 
 class HostValues:
-    """What a forward reads, for the second time that it is computed."""
+    """Values that a forward reads from the device, kept for the second time that it is computed."""
 
     def __init__(self) -> None:
         self._values: list[list[int]] = []

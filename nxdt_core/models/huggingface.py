@@ -1,4 +1,4 @@
-"""How a rotary decoder of ours corresponds to a model of Hugging Face: its ``config.json`` and its tensors."""
+"""Conversion of a rotary decoder from and to a Hugging Face model: its ``config.json`` and its tensors."""
 
 from __future__ import annotations
 
@@ -149,7 +149,7 @@ def weight_keys(modules: Mapping[str, str]) -> tuple[KeyMap, ...]:
 
 def bias_key(weight: KeyMap) -> KeyMap:
     """Return the entry of the bias next to the weight of a linear layer."""
-    name, *theirs = (f"{each.removesuffix('.weight')}.bias" for each in (weight.name, *weight.hf_names))
+    name, *theirs = (f"{weight_name.removesuffix('.weight')}.bias" for weight_name in (weight.name, *weight.hf_names))
     return KeyMap(name=name, hf_names=tuple(theirs))
 
 
@@ -160,7 +160,7 @@ class HFFamily:
     values: HFValues
     """Keys of ``config.json`` other than the rotary embedding's; ``values.model`` is its ``model_type``."""
     keys: tuple[KeyMap, ...]
-    """All weights; those that a model lacks are left out, and its biases follow."""
+    """Key maps of all weights; those that a model lacks are left out, and its biases follow."""
     rope_theta: float = 10_000.0
     """Base of the rotary frequencies where the file gives none."""
     always: tuple[str, ...] = ()
@@ -196,8 +196,8 @@ class HFFamily:
         if any(name.endswith(_CLASSIFIER) for name in architectures_of(hf_config)):
             labels = hf_config.get("id2label") or {"0": "", "1": ""}  # transformers writes them unless there are two
             if len(labels) != 1:
-                found = f"{len(labels)} labels"
-                raise HFUnsupported(model=self.values.model, key="id2label", found=found, supported="one label")
+                described = f"{len(labels)} labels"
+                raise HFUnsupported(model=self.values.model, key="id2label", found=described, supported="one label")
             ours["score_head"] = True
         return ours
 

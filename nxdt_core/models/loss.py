@@ -160,7 +160,7 @@ _HARMLESS = frozenset(
         *("detach", "detach_", "register_hook", "untyped_storage"),
     )
 )
-"""What pipelines, hooks and debuggers ask of an output without reading its values."""
+"""Functions that pipelines, hooks and debuggers call on an output without reading its values."""
 
 
 def head_output(
@@ -194,7 +194,7 @@ class TokenLosses(torch.Tensor):
 
     @classmethod
     def wrap(cls, losses: torch.Tensor, labels: torch.Tensor) -> TokenLosses:
-        """``losses`` [batch, seq] or [batch, seq, terms] of ``labels`` [batch, seq]."""
+        """Return ``losses`` [batch, seq] or [batch, seq, terms] with their ``labels`` [batch, seq]."""
         wrapped = losses.as_subclass(cls)
         wrapped.labels = labels
         return wrapped
@@ -339,9 +339,9 @@ def row_weights(
     """Return what each row counts, in the dtype of accumulation, and its target; 0 and id 0 where the label is −100."""
     targets = labels.reshape(-1)
     accumulation = torch.promote_types(logits.dtype, torch.float32)
-    kept = targets != IGNORE_INDEX
-    counts = kept.to(accumulation) if weights is None else weights.reshape(-1).to(accumulation) * kept
-    return counts, targets.masked_fill(~kept, 0)
+    labelled = targets != IGNORE_INDEX
+    counts = labelled.to(accumulation) if weights is None else weights.reshape(-1).to(accumulation) * labelled
+    return counts, targets.masked_fill(~labelled, 0)
 
 
 class _CrossEntropies(torch.autograd.Function):

@@ -31,6 +31,6 @@ class SwiGLU(nn.Module):
         self.down_proj = nn.Linear(ffn_hidden_size, hidden_size, bias=bias)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``hidden`` [batch, seq, hidden] to the same shape."""
+        """Return the block's output, of the shape of ``hidden`` [batch, seq, hidden]."""
         down: torch.Tensor = self.down_proj(self.activation(self.gate_proj(hidden), self.up_proj(hidden)))
         return down

@@ -51,7 +51,7 @@ class RMSNorm(nn.Module):
 
 
 def _scale_of(hidden: torch.Tensor, eps: float) -> torch.Tensor:
-    """``1 / sqrt(mean(hidden²) + eps)``, [..., 1]."""
+    """Return ``1 / sqrt(mean(hidden²) + eps)``, [..., 1]."""
     norm: torch.Tensor = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
     return norm.square_().div_(hidden.shape[-1]).add_(eps).rsqrt_()
 

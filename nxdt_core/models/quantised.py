@@ -50,9 +50,9 @@ class QuantisedWeight(torch.Tensor):
     scales: torch.Tensor
     """Magnitudes of blocks: uint8 [out * in / 64]. Of rows: float32 [out]."""
     groups: torch.Tensor
-    """Of magnitudes: float32, their mean and then one for each group; empty for int8."""
+    """Mean of the magnitudes, then one magnitude per group of them, float32; empty for int8."""
     samples: torch.Tensor
-    """bfloat16: the elements at ``places`` of what was quantised."""
+    """Elements at ``places`` of what was quantised, bfloat16."""
     places: tuple[int, ...]
     """Positions of elements in row-major order, by which a digest recognises the weight."""
 
@@ -103,10 +103,10 @@ class QuantisedWeight(torch.Tensor):
     def dequantised(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return what the codes stand for, [out, in], in its own dtype or another."""
         rows, columns = self.shape
-        found: torch.Tensor = _values(
+        values: torch.Tensor = _values(
             self.codes, self.scales, self.groups, self.codes, rows, columns, dtype or self.dtype
         )
-        return found
+        return values
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({tuple(self.shape)}, {self.codes.dtype}, dtype={self.dtype})"
@@ -157,8 +157,8 @@ class QuantisedWeight(torch.Tensor):
         """Take the parts of ``weight``, or quantise it."""
         if not isinstance(weight, QuantisedWeight):
             return self._quantise(weight)
-        for own, part in zip(self.parts, weight.parts, strict=True):
-            own.copy_(part)
+        for target, part in zip(self.parts, weight.parts, strict=True):
+            target.copy_(part)
         return self
 
     def _quantise(self, weight: torch.Tensor) -> Self:
@@ -172,9 +172,9 @@ class QuantisedWeight(torch.Tensor):
 
 def requantised(weight: torch.Tensor, form: QuantisedWeight) -> torch.Tensor:
     """Return ``weight`` [out, in] as products read it once it is quantised as ``form``, which may be without memory."""
-    held: QuantisedWeight = torch.empty_like(form, device=weight.device)  # type: ignore[assignment]
-    held.copy_(weight)
-    return held.dequantised()
+    quantised: QuantisedWeight = torch.empty_like(form, device=weight.device)  # type: ignore[assignment]
+    quantised.copy_(weight)
+    return quantised.dequantised()
 
 
 def _plain(value: Any) -> Any:
@@ -229,16 +229,16 @@ def _values(
     ``reader`` is not read. It is what the values are multiplied with, which differs in backward. Otherwise the compiler
     would join the calls of forward and backward, and keep the values in between.
     """
-    found: torch.Tensor
+    values: torch.Tensor
     if codes.dtype == torch.int8:
-        found = torch.ops.bitsandbytes.int8_vectorwise_dequant.default(codes, scales).to(dtype)
-        return found
+        values = torch.ops.bitsandbytes.int8_vectorwise_dequant.default(codes, scales).to(dtype)
+        return values
     blockwise, four_bits = torch.ops.bitsandbytes.dequantize_blockwise, torch.ops.bitsandbytes.dequantize_4bit
     magnitudes = blockwise.default(scales, groups[1:], _map(scales.device), _GROUP, torch.float32)
     magnitudes += groups[0]
     # The kernel for CPUs begins a block with each row, and takes no odd number: it gets the blocks in one row.
-    found = four_bits.default(codes.view(-1, 1), magnitudes, _BLOCK, "nf4", (2 * codes.numel(),), dtype)
-    return found.view(-1)[: rows * columns].view(rows, columns)
+    values = four_bits.default(codes.view(-1, 1), magnitudes, _BLOCK, "nf4", (2 * codes.numel(),), dtype)
+    return values.view(-1)[: rows * columns].view(rows, columns)
 
 
 @_values.register_fake
@@ -254,34 +254,34 @@ def _(
     return codes.new_empty(rows, columns, dtype=dtype)
 
 
-def _fill_nf4(held: QuantisedWeight, weight: torch.Tensor) -> None:
+def _fill_nf4(quantised: QuantisedWeight, weight: torch.Tensor) -> None:
     """Quantise ``weight``, as peft and transformers do: in parts, since on a host the library needs 20 bytes per
     element meanwhile."""
-    library, magnitudes = load_library(), torch.empty_like(held.scales, dtype=torch.float32)
-    whole = (weight.view(-1), _AT_ONCE), (held.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // _BLOCK)
-    for part, codes, found in zip(*(torch.split(tensor, size) for tensor, size in whole), strict=True):
+    library, magnitudes = load_library(), torch.empty_like(quantised.scales, dtype=torch.float32)
+    whole = (weight.view(-1), _AT_ONCE), (quantised.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // _BLOCK)
+    for part, codes, target in zip(*(torch.split(tensor, size) for tensor, size in whole), strict=True):
         made = torch.ops.bitsandbytes.quantize_4bit.default(part, _BLOCK, "nf4", torch.uint8)
         codes.copy_(made[0].view(-1))
-        found.copy_(made[1])
+        target.copy_(made[1])
     mean = magnitudes.mean()
     scales, state = library.quantize_blockwise(magnitudes - mean, blocksize=_GROUP)
-    held.scales.copy_(scales)
-    held.groups[0] = mean
-    held.groups[1:] = state.absmax
+    quantised.scales.copy_(scales)
+    quantised.groups[0] = mean
+    quantised.groups[1:] = state.absmax
 
 
-def _fill_int8(held: QuantisedWeight, weight: torch.Tensor) -> None:
+def _fill_int8(quantised: QuantisedWeight, weight: torch.Tensor) -> None:
     """Quantise ``weight``. The library's kernel for GPUs reads float16."""
     codes, scales, _ = load_library().int8_vectorwise_quant(weight.half())
-    held.codes.copy_(codes)
-    held.scales.copy_(scales)
+    quantised.codes.copy_(codes)
+    quantised.scales.copy_(scales)
 
 
 @cache
 def _map(device: torch.device) -> torch.Tensor:
     """Return the numbers of the 8-bit codes of magnitudes."""
-    found: torch.Tensor = load_library().create_dynamic_map().to(device)
-    return found
+    table: torch.Tensor = load_library().create_dynamic_map().to(device)
+    return table
 
 
 @cache

@@ -41,7 +41,7 @@ class RopeScalingConfig(Section):
     type: RopeType | None = None
     """Older spelling of ``rope_type``."""
     factor: float | None = None
-    """How many times longer the context becomes. ``yarn`` and ``longrope``: ``null`` for ``max_position_embeddings``
+    """Factor by which the context becomes longer. ``yarn`` and ``longrope``: ``null`` for ``max_position_embeddings``
     divided by the original context."""
     low_freq_factor: float | None = None
     """``llama3``: wavelengths above the original context divided by this are scaled in full."""
@@ -73,7 +73,7 @@ class RopeScalingConfig(Section):
 
     @property
     def follows_length(self) -> bool:
-        """Whether frequencies depend on the length of the document, beyond the original context."""
+        """Return whether frequencies depend on the length of the document, beyond the original context."""
         return self.kind in _BY_LENGTH
 
     def stretch(self, max_positions: int) -> float:

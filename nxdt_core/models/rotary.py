@@ -53,7 +53,7 @@ def frequencies(
 
 
 def _kept_llama3(frequency: torch.Tensor, scaling: RopeScalingConfig) -> torch.Tensor:
-    """How much of each frequency Llama 3.1 keeps (arXiv:2407.21783, and the released model's code), [head_dim / 2]."""
+    """Return how much of each frequency Llama 3.1 keeps [head_dim / 2] (arXiv:2407.21783, and the released code)."""
     original, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
     assert original is not None
     assert low is not None
@@ -63,7 +63,7 @@ def _kept_llama3(frequency: torch.Tensor, scaling: RopeScalingConfig) -> torch.T
 
 
 def _kept_yarn(frequency: torch.Tensor, theta: float, scaling: RopeScalingConfig) -> torch.Tensor:
-    """How much of each frequency YaRN keeps (Peng et al. 2023, arXiv:2309.00071, section 3.2), [head_dim / 2]."""
+    """Return how much of each frequency YaRN keeps [head_dim / 2] (Peng et al. 2023, arXiv:2309.00071, section 3.2)."""
     original, pairs = scaling.original_max_position_embeddings, len(frequency)
     assert original is not None
 
@@ -128,10 +128,10 @@ class RotaryEmbedding(nn.Module):
 
     def reset_buffers(self) -> None:
         """Compute the frequencies again on the device of the buffer."""
-        device, given = self.frequency.device, (self.head_dim, self.theta, self.scaling)
-        self.frequency = frequencies(*given, max_positions=self.max_positions).to(device)
+        device, arguments = self.frequency.device, (self.head_dim, self.theta, self.scaling)
+        self.frequency = frequencies(*arguments, max_positions=self.max_positions).to(device)
         if self.scaling is not None and self.scaling.kind == "longrope":
-            self.long_frequency = frequencies(*given, max_positions=self.max_positions, long=True).to(device)
+            self.long_frequency = frequencies(*arguments, max_positions=self.max_positions, long=True).to(device)
 
     def forward(
         self, positions: torch.Tensor, document_ids: torch.Tensor | None = None

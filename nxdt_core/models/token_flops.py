@@ -23,7 +23,7 @@ class TokenFlops:
     """Operations of the forward and backward pass of one token, without recomputation."""
 
     strict: float
-    """What the mathematics needs: attention to earlier positions alone, and no gradients of frozen weights."""
+    """Operations that mathematics needs: attention to earlier positions only, and no gradients of frozen weights."""
     palm: float
     """Convention of PaLM (arXiv:2204.02311, appendix B): attention to all positions, every weight trained."""
 
@@ -62,23 +62,23 @@ def _effect(builder: ModelBuilder, adapters: Sequence[Adapter]) -> tuple[float, 
     """The share of the model's multiplied weights that adapters freeze, and the number of those that they add."""
     with meta_device():
         module, plan = builder.build(), builder.plan()
-        own = {id(weight) for weight in _multiplied(module)}
+        multiplied = {id(weight) for weight in _multiplied(module)}
         for adapter in adapters:
             plan = adapter.apply(module, plan)
     weights = _multiplied(module)
-    kept = [weight for weight in weights if id(weight) in own]
-    frozen = sum(weight.numel() for weight in kept if not weight.requires_grad)
-    added = sum(weight.numel() for weight in weights if id(weight) not in own)
-    return frozen / max(1, sum(weight.numel() for weight in kept)), added
+    base = [weight for weight in weights if id(weight) in multiplied]
+    frozen = sum(weight.numel() for weight in base if not weight.requires_grad)
+    added = sum(weight.numel() for weight in weights if id(weight) not in multiplied)
+    return frozen / max(1, sum(weight.numel() for weight in base)), added
 
 
 def _multiplied(module: nn.Module) -> list[nn.Parameter]:
     """Weights that tokens are multiplied with; rows of an embedding are looked up."""
-    found = {
+    weights = {
         id(weight): weight
         for part in module.modules()
         if not isinstance(part, nn.Embedding)
         for weight in part.parameters(recurse=False)
         if weight.ndim > 1
     }
-    return list(found.values())
+    return list(weights.values())

@@ -26,7 +26,7 @@ __all__ = [
 
 
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Of inputs [..., in] and a weight [out, in]: [..., out]."""
+"""Product of inputs [..., in] and a weight [out, in]: [..., out]."""
 
 
 @contextmanager
@@ -62,7 +62,7 @@ class Update(nn.Module):
     inputs: int = 1
     """The dimension of the layer's weight that its inputs are multiplied along: 1 of [out, in], 0 of a table."""
     reads_weight: bool = True
-    """Whether ``forward`` reads ``weight``. If it does not, engines may gather the weight in the dtype that products
+    """False where ``forward`` does not read ``weight``. Engines may then gather the weight in the dtype that products
     cast it to."""
 
     def __call__(self, inputs: torch.Tensor, product: torch.Tensor, *more: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class Update(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.enabled = True
-        """Whether the update is computed; :func:`updates_off` changes it."""
+        """False within :func:`updates_off`, where the update is not computed."""
         self.local: Callable[[torch.Tensor], torch.Tensor] = unchanged
         """A slot: this process's part of a parameter."""
         self.over_inputs: Callable[[torch.Tensor], torch.Tensor] = unchanged
@@ -125,7 +125,7 @@ class UpdatedEmbedding(nn.Embedding):
         self.update = update
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # the name is torch's
-        """int64 [...] to [..., width]."""
+        """Return the updated rows [..., width] of ids, int64 [...]."""
         return self.update(input, super().forward(input), self.weight)
 
 
@@ -137,8 +137,8 @@ def updated_linear(
     *,
     product: Product = functional.linear,
 ) -> torch.Tensor:
-    """``functional.linear``, or another ``product`` of inputs and weight, with an update before the bias; ``None`` is
-    none."""
+    """Return the product of inputs and weight, by default ``functional.linear``, with the update (if any) before the
+    bias."""
     if update is None and product is functional.linear:
         return functional.linear(hidden, weight, bias)
     result = product(hidden, weight)

@@ -37,7 +37,7 @@ _DEPENDENCIES = {
     "engine": (_TORCH,),
     "device": (_TORCH,),
 }
-"""By kind: what a distribution requires in addition to the core."""
+"""Requirements of a distribution in addition to the core, by kind."""
 
 
 def kind_names() -> tuple[str, ...]:
@@ -67,9 +67,9 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
         BadPluginName: a distribution cannot have that name.
         RepositoryPlaceTaken: there is something in ``directory``.
     """
-    if kind not in {each.name for each in KINDS}:
-        known = kind_names()
-        raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, known)), available=known)
+    if kind not in {item.name for item in KINDS}:
+        kinds = kind_names()
+        raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, kinds)), available=kinds)
     if not _has_templates(f"plain_{kind}" if plain else kind):
         raise KindHasNoTemplates(kind=kind, available=kind_names())
     package = name.replace("-", "_")
@@ -91,7 +91,7 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
 def _values(kind: str, name: str, package: str, *, use: str) -> dict[str, str]:
     major, minor = map(int, __version__.split(".")[:2])
     core = f">={major}.{minor},<{major}.{minor + 1}"
-    required = [f'"nxdt-core{core}"', *(each.format(core=core) for each in _DEPENDENCIES.get(kind, ()))]
+    required = [f'"nxdt-core{core}"', *(item.format(core=core) for item in _DEPENDENCIES.get(kind, ()))]
     values = {
         "name": name,
         "package": package,
@@ -99,25 +99,25 @@ def _values(kind: str, name: str, package: str, *, use: str) -> dict[str, str]:
         "kind": kind,
         "core": core,
         "dependencies": ", ".join(required),
-        "summary": next(each.summary for each in KINDS if each.name == kind),
+        "summary": next(item.summary for item in KINDS if item.name == kind),
     }
     return {**values, "use": _filled(use, values).strip("\n")}
 
 
 def _filled(text: str, values: dict[str, str]) -> str:
-    return re.sub(r"{{(\w+)}}", lambda found: values[found[1]], text)
+    return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], text)
 
 
 def _texts(folder: str) -> dict[PurePosixPath, str]:
     """The templates of a folder by their place in a repository."""
-    found: dict[PurePosixPath, str] = {}
+    texts: dict[PurePosixPath, str] = {}
 
     def walk(room: Traversable, place: PurePosixPath) -> None:
         for entry in room.iterdir():
             if entry.is_dir():
                 walk(entry, place / entry.name)
             elif entry.name.endswith(_SUFFIX):
-                found[place / entry.name.removesuffix(_SUFFIX)] = entry.read_text(encoding="utf-8")
+                texts[place / entry.name.removesuffix(_SUFFIX)] = entry.read_text(encoding="utf-8")
 
     walk(_TEMPLATES.joinpath(folder), PurePosixPath())
-    return found
+    return texts

@@ -118,13 +118,13 @@ class Mount:
 
     point: Path
     filesystem: str
-    """Its type: ``ext4``, ``nfs4``, ``lustre``."""
+    """Type of the file system: ``ext4``, ``nfs4``, ``lustre``."""
     options: frozenset[str]
-    """Those of the mount and those of the file system."""
+    """Options of the mount and of the file system."""
 
     @property
     def locks_are_shared(self) -> bool:
-        """Whether a ``flock`` here is seen by every machine that can see the file.
+        """Return whether every machine that can see the file sees a ``flock`` here.
 
         Lustre has them with the option ``flock`` alone (``localflock`` binds one client), NFS unless ``local_lock``
         keeps them on the client, CIFS unless ``nobrl`` does; a FUSE server need not even hear of them.
@@ -151,7 +151,7 @@ def mount_of(path: Path) -> Mount | None:
 
 
 def _parse(line: str) -> Mount:
-    """``36 35 98:0 /root /point rw,noatime shared:1 - ext4 /dev/root rw,errors=continue``."""
+    """Parse a line such as ``36 35 98:0 /root /point rw,noatime shared:1 - ext4 /dev/root rw,errors=continue``."""
     left, _, right = line.partition(" - ")
     point, options = left.split(" ")[4:6]
     filesystem, _, more = right.split(" ")[:3]

@@ -15,9 +15,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 _SLOWEST_S = 10.0
-"""How long a client may be silent, and how long it may take to read an answer."""
+"""Seconds that a client may be silent, and that it may take to read an answer."""
 _MOST_CLIENTS = 32
-"""At a time, each with a thread."""
+"""Number of clients at a time, each with a thread."""
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -39,7 +39,7 @@ class Server(ThreadingHTTPServer):
     def __init__(self, host: str, port: int, handler: type[Handler]) -> None:
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self.local = host in _LOOPBACK
-        """Whether it is meant for this machine alone."""
+        """True where the server is meant for this machine alone."""
         self._clients: list[socket.socket] = []
         self._free = threading.Semaphore(_MOST_CLIENTS)
         super().__init__((host, port), handler)

@@ -1,4 +1,4 @@
-"""What this process has got done so far, as evidence that it is not hung, and how long it took to start. Torch-free.
+"""Progress of this process, as evidence that it is not hung, and the time that its start took. Torch-free.
 
 Long work reports each piece that it finishes: a training step, a batch of a validation, a block of a file. In a run of
 many ranks the supervisor hears of it (:mod:`nxdt_core.launch.supervision.heartbeat`); elsewhere no process does, and
@@ -29,12 +29,12 @@ class Progress:
     count: int = 0
     """Pieces of work done."""
     phase: str = "start"
-    """What the newest one belongs to, such as ``validation``."""
+    """Phase that the newest piece belongs to, such as ``validation``."""
     step: int = 0
     """Training steps that the run has done."""
     supervised: bool = False
-    """Whether a supervisor watches this process and finds out which rank hangs. Collectives then wait longer than it
-    does, so that it can report the rank that hangs, instead of torch the ranks that wait."""
+    """A supervisor watches this process and finds out which rank hangs. Collectives then wait longer than it does, so
+    that it reports the rank that hangs, rather than torch the ranks that wait."""
 
     start: dict[str, float] = field(default_factory=dict)
     """Seconds from the start of ``nxdt train`` to the first training step, by what they were spent on."""
@@ -60,8 +60,8 @@ class Progress:
 
     def take_start(self) -> dict[str, float]:
         """Return what :meth:`spent` counted, and count no further."""
-        found, self.start, self._counted_at = self.start, {}, None
-        return found
+        durations, self.start, self._counted_at = self.start, {}, None
+        return durations
 
     def advance(self, phase: str | None = None, *, step: int | None = None) -> None:
         """Report one more piece of work; may be called from any thread. None keeps what was reported last."""
@@ -73,7 +73,7 @@ class Progress:
 
 
 PROGRESS = Progress()
-"""That of this process."""
+"""Progress of this process."""
 
 
 def process_age_s(pid: int | None = None) -> float:

@@ -35,10 +35,10 @@ __all__ = [
 ]
 
 _LONGEST_TEXT_BYTES = 64 << 20
-"""Of a file that is read whole: a configuration or a state of a run has a thousandth of it."""
+"""Largest size of a file that is read whole: a configuration or a state of a run has a thousandth of it."""
 
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-"""How a small text begins that stands for a file where a repository was cloned without Git LFS."""
+"""Beginning of the small text that replaces a file where a repository was cloned without Git LFS."""
 
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -101,9 +101,9 @@ def require_regular(path: Path, *, follow: bool = False) -> os.stat_result:
         NotRegularFile: it is something else.
         IsADirectoryError: it is a directory.
     """
-    found = path.stat() if follow else path.lstat()
-    _check(path, found, writable=False)
-    return found
+    status = path.stat() if follow else path.lstat()
+    _check(path, status, writable=False)
+    return status
 
 
 def read_text(path: Path, *, follow: bool = False, errors: str = "strict") -> str:
@@ -140,7 +140,7 @@ def require_inside(path: Path, directory: Path) -> None:
         NotRegularFile: they lead elsewhere, where a directory from someone else would name files of this user.
     """
     root, target = Path(os.path.realpath(directory)), Path(os.path.realpath(path))
-    snapshots = next((each for each in root.parents if each.name == "snapshots"), None)
+    snapshots = next((parent for parent in root.parents if parent.name == "snapshots"), None)
     blobs = None if snapshots is None or "--" not in snapshots.parent.name else snapshots.with_name("blobs")
     if not target.is_relative_to(root) and target.parent != blobs:
         reason = f"it is a link out of its directory, to '{target}'; copy that file there if you want it"
@@ -191,9 +191,9 @@ def copy_file(source: Path, target: Path) -> None:
     with open(open_regular(source, follow=True), "rb") as read, replacing(target) as written:
         shutil.copyfileobj(read, written)
         written.flush()
-        found = os.fstat(read.fileno())
-        os.fchmod(written.fileno(), found.st_mode & 0o777)
-        os.utime(written.fileno(), ns=(found.st_atime_ns, found.st_mtime_ns))
+        status = os.fstat(read.fileno())
+        os.fchmod(written.fileno(), status.st_mode & 0o777)
+        os.utime(written.fileno(), ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
 def make_directory(path: Path) -> Path:
@@ -228,19 +228,19 @@ def private_directory(path: Path) -> Path:
     """
     with suppress(FileExistsError):
         path.mkdir(mode=0o700, parents=True)
-    found = _require_directory(path)
-    if found.st_uid != os.geteuid():
+    status = _require_directory(path)
+    if status.st_uid != os.geteuid():
         raise NotRegularFile(errno.EPERM, "it belongs to another user", str(path))
-    if found.st_mode & 0o077:
+    if status.st_mode & 0o077:
         raise NotRegularFile(errno.EPERM, "other users can enter it; its mode must be 0700", str(path))
     return path
 
 
 def _require_directory(path: Path) -> os.stat_result:
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode):
-        raise NotRegularFile(errno.ENOTDIR, f"it is {kind_of(found.st_mode) or 'a file'}, not a directory", str(path))
-    return found
+    status = path.lstat()
+    if not stat.S_ISDIR(status.st_mode):
+        raise NotRegularFile(errno.ENOTDIR, f"it is {kind_of(status.st_mode) or 'a file'}, not a directory", str(path))
+    return status
 
 
 def _copy_mode(path: Path, descriptor: int) -> None:
@@ -250,11 +250,11 @@ def _copy_mode(path: Path, descriptor: int) -> None:
             os.fchmod(descriptor, mode & 0o777)
 
 
-def _check(path: Path, found: os.stat_result, *, writable: bool) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _check(path: Path, status: os.stat_result, *, writable: bool) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-    kind = kind_of(found.st_mode)
+    kind = kind_of(status.st_mode)
     if kind:
         raise NotRegularFile(errno.EINVAL, f"it is {kind}, not a regular file", str(path))
-    if writable and found.st_nlink > 1:
+    if writable and status.st_nlink > 1:
         raise NotRegularFile(errno.EMLINK, "the file has another name too (a hard link)", str(path))

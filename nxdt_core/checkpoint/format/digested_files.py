@@ -136,8 +136,8 @@ class VerifiedFile:
     def read(self, ranges: Sequence[Wanted]) -> None:
         """Fill all ``ranges``. A block that any of them touches is read once, also where many touch it."""
         check_size(*self._file)
-        wanted = sorted((each for each in ranges if len(each.into)), key=lambda each: each.start)
-        if any(each.start < 0 or each.end > self._entry.size_bytes for each in wanted):
+        wanted = sorted((span for span in ranges if len(span.into)), key=lambda span: span.start)
+        if any(span.start < 0 or span.end > self._entry.size_bytes for span in wanted):
             raise self.damaged("the manifest names bytes beyond its end")
         if any(left.end > right.start for left, right in pairwise(wanted)):
             raise self.damaged("the manifest names the same bytes twice")
@@ -202,11 +202,11 @@ def check_size(storage: CheckpointStore, manifest: Manifest, name: str) -> None:
         CheckpointDamaged: it is missing, or has another.
     """
     where, entry = f"{storage.uri}/{manifest.prefix}{name}", manifest.files[name]
-    found = storage.stat(manifest.prefix + name)
-    if found is None:
+    info = storage.stat(manifest.prefix + name)
+    if info is None:
         raise CheckpointDamaged(where=where, reason="it is missing")
-    if found.size_bytes != entry.size_bytes:
-        raise CheckpointDamaged(where=where, reason=f"it has {found.size_bytes} bytes instead of {entry.size_bytes}")
+    if info.size_bytes != entry.size_bytes:
+        raise CheckpointDamaged(where=where, reason=f"it has {info.size_bytes} bytes instead of {entry.size_bytes}")
 
 
 def read_whole(storage: CheckpointStore, manifest: Manifest, name: str) -> bytes:
@@ -221,8 +221,8 @@ def read_whole(storage: CheckpointStore, manifest: Manifest, name: str) -> bytes
 def _runs(wanted: Sequence[Wanted], block_bytes: int) -> Iterator[tuple[int, int]]:
     """Maximal runs ``[first, last)`` of neighbouring blocks that the ranges, sorted by start, touch."""
     first = last = 0
-    for each in wanted:
-        begin, end = each.start // block_bytes, -(-each.end // block_bytes)
+    for span in wanted:
+        begin, end = span.start // block_bytes, -(-span.end // block_bytes)
         if begin > last and last > first:
             yield first, last
             first = begin
@@ -247,16 +247,17 @@ def _fill(stream: BinaryIO, block: memoryview) -> bool:
 
 def _scatter(block: memoryview, offset: int, wanted: Sequence[Wanted]) -> None:
     """Copy from ``block``, which is at ``offset`` of its file, into every range that it overlaps."""
-    for each in wanted[bisect_left(wanted, offset, key=lambda range_: range_.end) :]:
-        if each.start >= offset + len(block):
+    for span in wanted[bisect_left(wanted, offset, key=lambda range_: range_.end) :]:
+        if span.start >= offset + len(block):
             break
-        begin, end = max(each.start, offset), min(each.end, offset + len(block))
-        each.into[begin - each.start : end - each.start] = block[begin - offset : end - offset]
+        begin, end = max(span.start, offset), min(span.end, offset + len(block))
+        span.into[begin - span.start : end - span.start] = block[begin - offset : end - offset]
 
 
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100 * 2**20
-"""What the safetensors library accepts; a longer one is forged, and must not have the memory that it asks for."""
+"""Longest header that the safetensors library accepts; a longer one is forged, and must not get the memory it asks
+for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,23 +265,23 @@ class StoredTensor:
     """A tensor, or a box of one, in a file."""
 
     name: str
-    """In the manifest; a file may add ``@`` and a number to it, where it holds several boxes of one tensor."""
+    """Name of the tensor in the manifest; with ``@`` and a number where a file holds several boxes of it."""
     dtype: str
     shape: tuple[int, ...]
-    """Of the box."""
+    """Shape of the box."""
     start: int
     """Byte of the file at which its elements begin."""
 
 
 def tensors_by_file(manifest: Manifest, files: Collection[str]) -> dict[str, list[StoredTensor]]:
     """Return the tensors in each of ``files``, according to the manifest."""
-    found: dict[str, list[StoredTensor]] = defaultdict(list)
+    tensors: dict[str, list[StoredTensor]] = defaultdict(list)
     for index in manifest.tensors.values():
         for name, entry in index.items():
             for part in entry.parts:
                 if part.file in files:
-                    found[part.file].append(StoredTensor(name, entry.dtype, part.shape, part.start))
-    return found
+                    tensors[part.file].append(StoredTensor(name, entry.dtype, part.shape, part.start))
+    return tensors
 
 
 def check_header(file: VerifiedFile, expected: Collection[StoredTensor]) -> None:
@@ -292,28 +293,28 @@ def check_header(file: VerifiedFile, expected: Collection[StoredTensor]) -> None
     try:
         header, end = _read_header(file)
         stored: dict[int, list[StoredTensor]] = defaultdict(list)  # empty tensors begin where the next one does
-        for each in _entries(header, end, file.size_bytes):
-            stored[each.start].append(each)
+        for entry in _entries(header, end, file.size_bytes):
+            stored[entry.start].append(entry)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise file.damaged(f"it has no header of the safetensors format ({error})") from error
     for tensor in expected:
         there = stored[tensor.start]
-        same = next((each for each in there if _same(each, tensor)), None)
+        same = next((entry for entry in there if _same(entry, tensor)), None)
         if same is None:
-            found = _described(there[0]) if there else "no tensor"
+            description = _described(there[0]) if there else "no tensor"
             raise file.damaged(
-                f"its header says {found} at byte {tensor.start}, where the manifest says {_described(tensor)}"
+                f"its header says {description} at byte {tensor.start}, where the manifest says {_described(tensor)}"
             )
         there.remove(same)
-    unlisted = next((each for there in stored.values() for each in there), None)
+    unlisted = next((entry for there in stored.values() for entry in there), None)
     if unlisted is not None:
         raise file.damaged(f"its header says {_described(unlisted)}, which the manifest does not list")
 
 
-def _same(found: StoredTensor, expected: StoredTensor) -> bool:
-    plain, _, number = found.name.rpartition("@")
-    name = plain if number.isdecimal() and plain == expected.name else found.name
-    return (name, found.dtype, found.shape) == (expected.name, expected.dtype, expected.shape)
+def _same(stored: StoredTensor, expected: StoredTensor) -> bool:
+    plain, _, number = stored.name.rpartition("@")
+    name = plain if number.isdecimal() and plain == expected.name else stored.name
+    return (name, stored.dtype, stored.shape) == (expected.name, expected.dtype, expected.shape)
 
 
 def _read_header(file: VerifiedFile) -> tuple[Mapping[str, Any], int]:

@@ -73,7 +73,7 @@ class BlockDigests:
             table = json.loads(data)
             if table["algorithm"] not in _START:
                 raise ValueError(f"algorithm {table['algorithm']!r} is not known")
-            found = cls(
+            digests = cls(
                 size_bytes=int(table["size_bytes"]),
                 blocks=tuple(str(block) for block in table["blocks"]),
                 block_bytes=int(table["block_bytes"]),
@@ -81,9 +81,9 @@ class BlockDigests:
             )
         except (KeyError, TypeError, OverflowError, RecursionError) as error:
             raise ValueError("it is not a table of digests") from error
-        if found.block_bytes < 1 or len(found.blocks) != -(-found.size_bytes // found.block_bytes):
+        if digests.block_bytes < 1 or len(digests.blocks) != -(-digests.size_bytes // digests.block_bytes):
             raise ValueError("its number of digests does not fit its size")
-        return found
+        return digests
 
 
 class DigestingWriter:

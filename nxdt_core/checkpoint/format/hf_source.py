@@ -77,7 +77,7 @@ _WRITTEN = (
 )
 """Files that an export writes itself, of the builder's weights or of the run's tokenizer."""
 _WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
-"""The same weights in other formats."""
+"""Patterns of files that have the same weights in other formats."""
 _MOST_FILES = 64
 
 
@@ -106,17 +106,17 @@ class HFSource:
         """
         if not facts:
             return None
-        found: dict[str, Any] = {each.name: facts.get(each.name) for each in fields(cls)}
+        values: dict[str, Any] = {item.name: facts.get(item.name) for item in fields(cls)}
         kinds = {"path": str, "config": dict, "generation": dict, "tokens": dict, "left_out": list}
-        wrong = [name for name, kind in kinds.items() if not isinstance(found[name], kind)] or [
+        wrong = [name for name, kind in kinds.items() if not isinstance(values[name], kind)] or [
             f"{name}.{key}"
             for name in ("config", "generation")
             for key in SPECIAL
-            if not _are_ids(found[name].get(key))
+            if not _are_ids(values[name].get(key))
         ]
         if wrong:
             raise ValueError(f"the value of 'hf.{wrong[0]}' is not of its type")
-        return cls(**{**found, "left_out": tuple(found["left_out"])})
+        return cls(**{**values, "left_out": tuple(values["left_out"])})
 
     def facts(self) -> dict[str, Any]:
         """Return the fields as plain values."""
@@ -179,7 +179,7 @@ def _ids(value: Any) -> tuple[int, ...]:
 
 def _are_ids(value: object) -> bool:
     """Return whether a value is a token id, a list of them or None."""
-    return value is None or all(type(each) is int for each in (value if isinstance(value, list) else [value]))
+    return value is None or all(type(item) is int for item in (value if isinstance(value, list) else [value]))
 
 
 def _check(value: object, key: str, path: Path) -> None:
@@ -201,5 +201,5 @@ def _texts(directory: Path, ids: Iterable[int]) -> Iterator[tuple[str, str]]:
 def _others(directory: Path) -> Iterator[str]:
     for path in sorted(directory.iterdir()):
         name = path.name
-        if not name.startswith(".") and not any(fnmatchcase(name, known) for known in (*_WRITTEN, *_WEIGHTS)):
+        if not name.startswith(".") and not any(fnmatchcase(name, pattern) for pattern in (*_WRITTEN, *_WEIGHTS)):
             yield f"{name}/" if path.is_dir() else name

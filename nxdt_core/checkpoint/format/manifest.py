@@ -46,7 +46,7 @@ committed."""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointFacts:
-    """What a run records about itself in addition to its state. All values can be written as JSON."""
+    """Facts that a run records about itself in addition to its state. All values can be written as JSON."""
 
     consumed_samples: int = 0
     consumed_tokens: int = 0
@@ -63,17 +63,17 @@ class CheckpointFacts:
     updates: int = 0
     """Optimizer steps so far that can have changed the weights: the learning rate was above zero, the loss finite."""
     keep: Keep = "regular"
-    """How retention treats it."""
+    """Kind of the checkpoint, by which retention keeps or deletes it."""
     fencing: int = 0
     """Number of the ownership under which it was saved, greater for every later owner; 0: no run owned the store."""
     base: str = ""
     """Digest of the frozen weights below an adapter; empty without one."""
     without_base: bool = False
-    """Whether it leaves them out."""
+    """The checkpoint leaves the frozen weights out."""
     elements: int = 0
     """Elements of the weights by the model's own count, a tied one once; 0: not known."""
     hf: Mapping[str, Any] = field(default_factory=dict)
-    """What the Hugging Face directory that the weights came from says of using the model
+    """Facts about the use of the model, from the Hugging Face directory of the weights
     (:meth:`nxdt_core.checkpoint.format.hf_source.HFSource.facts`); empty where they came from elsewhere."""
 
 
@@ -159,8 +159,8 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
     if not unchanged:
         raise CheckpointDamaged(where=where, reason="it differs from its digest")
     if table.get("format") not in list(_FORMATS):  # it may be unhashable
-        known = " and ".join(map(str, _FORMATS))
-        raise CheckpointTooNew(where=where, reason=f"its format is {table.get('format')!r}, known are {known}")
+        formats = " and ".join(map(str, _FORMATS))
+        raise CheckpointTooNew(where=where, reason=f"its format is {table.get('format')!r}, known are {formats}")
     try:
         manifest = _from_table(table)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -176,8 +176,8 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
 def state_tensors(manifest: Manifest, name: str) -> list[str]:
     """Return the names of the tensors in the state that the file ``name`` holds, which is one of
     :func:`file_names.state_name`."""
-    own = name.removeprefix("state/").removesuffix(".json")
-    return [tensor for tensor in manifest.tensors.get("state", {}) if tensor.startswith(f"{own}/")]
+    stem = name.removeprefix("state/").removesuffix(".json")
+    return [tensor for tensor in manifest.tensors.get("state", {}) if tensor.startswith(f"{stem}/")]
 
 
 def decode_rank_state(data: bytes, tensors: Mapping[str, Any], manifest: Manifest, *, where: str) -> dict[str, Any]:
@@ -192,16 +192,16 @@ def decode_rank_state(data: bytes, tensors: Mapping[str, Any], manifest: Manifes
         raise CheckpointDamaged(where=where, reason="its 'train' is not a mapping")
     wanted = {"step": manifest.step, "consumed_samples": manifest.facts.consumed_samples}
     for name, value in wanted.items():
-        found = progress.get(name, value)
-        if type(found) is not int or found != value:
-            raise CheckpointDamaged(where=where, reason=f"its {name} is {found!r}, and that of the manifest {value}")
+        recorded = progress.get(name, value)
+        if type(recorded) is not int or recorded != value:
+            raise CheckpointDamaged(where=where, reason=f"its {name} is {recorded!r}, and that of the manifest {value}")
     return state
 
 
 def _from_table(table: Mapping[str, Any]) -> Manifest:
     # Facts that a later version adds are missing in what this one wrote, and have defaults.
-    known = [item.name for item in fields(CheckpointFacts) if item.name in table]
-    facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in known})
+    names = [item.name for item in fields(CheckpointFacts) if item.name in table]
+    facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in names})
     _check_facts(facts)
     files = {_plain(name): _file_entry(name, row) for name, row in table["files"].items()}
     ranks = sorted(filter(file_names.is_state_name, files))

@@ -31,7 +31,7 @@ class TensorSpec:
     """A tensor without its elements."""
 
     dtype: str
-    """``float32`` and the like."""
+    """Name of the dtype, such as ``float32``."""
     shape: tuple[int, ...]
 
     @property
@@ -65,9 +65,9 @@ class SafetensorsLayout:
         encoded += b" " * (-len(encoded) % 8)
         self._header = len(encoded).to_bytes(8, "little") + encoded
         self.starts = {name: len(self._header) + start for name, start in zip(self._specs, ends, strict=False)}
-        """By name: byte of the file at which its elements begin."""
+        """Byte of the file at which the elements of each tensor begin, by name."""
         self.size_bytes = len(self._header) + end
-        """Of the whole file."""
+        """Size of the whole file."""
 
     @property
     def names(self) -> list[str]:
@@ -117,14 +117,14 @@ def write_pieces(
     Returns:
         The location of each piece, for the manifest.
     """
-    held = {
+    shards = {
         name: ShardInfo(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box)
         for name, piece in pieces.items()
     }
     return write_listed(
         writer,
         section,
-        held,
+        shards,
         lambda names: (pieces[name].tensor for name in names),
         rank=rank,
         shard_bytes=shard_bytes,
@@ -141,7 +141,7 @@ def write_listed(
     shard_bytes: int = SHARD_BYTES,
 ) -> dict[str, TensorPart]:
     """Write tensors as :func:`write_pieces` does; ``read`` gives each by its name, in that order, when it is due."""
-    specs = {name: TensorSpec(each.dtype, each.box.shape) for name, each in held.items()}
+    specs = {name: TensorSpec(shard.dtype, shard.box.shape) for name, shard in held.items()}
     parts: dict[str, TensorPart] = {}
     for number, group in enumerate(grouped(specs, shard_bytes)):
         file, layout = shard_name(section, rank, number), SafetensorsLayout(group)

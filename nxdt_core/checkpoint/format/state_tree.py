@@ -28,11 +28,11 @@ class ValueDifference:
     """A value of the configuration or of a rank's state that is not the same, or that one side lacks."""
 
     where: str
-    """``config``, or the file of the state."""
+    """Place of the difference: ``config``, or the file of the state."""
     path: str
     """Keys and indices, joined by dots."""
     values: tuple[Any, Any]
-    """Of the first and second side, JSON-able; None where it is lacking."""
+    """Values of the first and second side, JSON-able; None where a side lacks it."""
     only_in: int | None = None
     """The side, 0 or 1, that alone has it."""
 

@@ -87,7 +87,7 @@ class TensorEntry:
 
     dtype: str
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """Shape of the whole tensor."""
     parts: tuple[TensorPart, ...] = ()
     same_as: str | None = None
 

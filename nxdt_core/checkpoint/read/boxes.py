@@ -80,7 +80,7 @@ def fill(
 
 
 def check_fits(storage: CheckpointStore, manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
-    """Before memory is taken: forged shapes must not ask for more than the files hold.
+    """Check, before memory is taken, that forged shapes do not ask for more than the files hold.
 
     Raises:
         CheckpointDamaged: they do; or a file has another size than the manifest says, which may be forged, too.
@@ -105,7 +105,7 @@ def _reads(wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]) -> I
 
 
 def _read(piece: Piece, part: TensorPart, common: Box, dtype_name: str) -> _Read:
-    """How to get ``common`` out of ``part`` into ``piece``: the rows (indices of the first dimension) that it spans."""
+    """Return how to read ``common`` out of ``part`` into ``piece``: the rows (first dimension) that it spans."""
     dtype = getattr(torch, dtype_name)
     inner = Box(part.offsets, part.shape)
     first = common.offsets[0] - part.offsets[0] if common.shape else 0

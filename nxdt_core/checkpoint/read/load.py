@@ -58,9 +58,9 @@ def iterate_model(storage: CheckpointStore, manifest: Manifest, names: Sequence[
     _require(storage, manifest, "model", names)
     specs = {name: TensorSpec(index[name].dtype, index[name].shape) for name in names}
     for group in grouped(specs, _AT_ONCE_BYTES):
-        found = load_model(storage, manifest, group)
+        tensors = load_model(storage, manifest, group)
         for name in group:
-            yield found.pop(name)
+            yield tensors.pop(name)
 
 
 def load_model(
@@ -126,8 +126,8 @@ def load_model_into(
 
     def read() -> None:
         if replicas is None or replicas.reads:
-            short = {name: each for name, each in present.items() if index[name].shape != tuple(each.shape)}
-            rest = {name: each for name, each in present.items() if name not in short}
+            short = {name: target for name, target in present.items() if index[name].shape != tuple(target.shape)}
+            rest = {name: target for name, target in present.items() if name not in short}
             _fill(storage, manifest, index, rest, where)
             _fill_tables(storage, manifest, short, where)
 
@@ -170,9 +170,9 @@ def load_optimizer_like(
     state: dict[str, torch.Tensor | Piece] = {}
 
     def read() -> None:
-        own = {key: entry for key, entry in index.items() if key.rpartition("/")[0] in parameters}
-        check_fits(storage, manifest, own.values())
-        for key, entry in own.items():
+        entries = {key: entry for key, entry in index.items() if key.rpartition("/")[0] in parameters}
+        check_fits(storage, manifest, entries.values())
+        for key, entry in entries.items():
             state[key] = empty_like(parameters[key.rpartition("/")[0]], entry.shape, getattr(torch, entry.dtype))
         _fill(storage, manifest, index, state if replicas is None or replicas.reads else {}, where)
 
@@ -192,10 +192,10 @@ def load_state(
     Raises:
         CheckpointDamaged: a file is not what was written; the error names it.
     """
-    found: list[dict[str, Any]] = []
+    states: list[dict[str, Any]] = []
     where = f"{storage.uri}/{manifest.prefix}{state_name(rank)}"
-    on_all_ranks(ranks, lambda: found.append(_state_of(storage, manifest, rank)), where=where)
-    return found[0]
+    on_all_ranks(ranks, lambda: states.append(_state_of(storage, manifest, rank)), where=where)
+    return states[0]
 
 
 def saved_ranks(manifest: Manifest) -> int:
@@ -239,14 +239,14 @@ def _require(storage: CheckpointStore, manifest: Manifest, section: str, names: 
 
 
 def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Tensor]:
-    found: list[torch.Tensor] = []
+    local: list[torch.Tensor] = []
     for name, tensor in tensors.items():
-        held = piece_of(tensor, name).tensor
-        if isinstance(held, QuantisedWeight):
-            found += [part for part in held.parts if part.numel()]
+        value = piece_of(tensor, name).tensor
+        if isinstance(value, QuantisedWeight):
+            local += [part for part in value.parts if part.numel()]
         else:
-            found.append(storable_piece(name, tensor).tensor)
-    return found
+            local.append(storable_piece(name, tensor).tensor)
+    return local
 
 
 def _fill(
@@ -258,7 +258,7 @@ def _fill(
 ) -> None:
     """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte
     twice. Weights that will be codes are read first, 256 MiB of them or a larger one at a time."""
-    pieces = {name: piece_of(each, name) for name, each in tensors.items()}
+    pieces = {name: piece_of(target, name) for name, target in tensors.items()}
     coded = {name: piece for name, piece in pieces.items() if isinstance(piece.tensor, QuantisedWeight)}
     rest = {name: storable_piece(name, tensor) for name, tensor in tensors.items() if name not in coded}
     with explained_os_errors(where):
@@ -316,12 +316,12 @@ def check_model(
     """
     own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     gathered = [own] if ranks is None else ranks.all_gather_object(own)
-    held = dict(chain.from_iterable(each.items() for each in gathered))
-    missing = [name for name in held if name not in index]
-    extra = [name for name in index if name not in held]
+    all_shapes = dict(chain.from_iterable(rank_shapes.items() for rank_shapes in gathered))
+    missing = [name for name in all_shapes if name not in index]
+    extra = [name for name in index if name not in all_shapes]
     shapes = [
         f"{name}: {index[name].shape} instead of {shape}"
-        for name, shape in held.items()
+        for name, shape in all_shapes.items()
         if name in index and index[name].shape != shape and not _is_short(index[name].shape, shape, table_rows)
     ]
     if shapes or (strict and (missing or extra)):
@@ -344,9 +344,9 @@ def _check_optimizer(
     Raises:
         OptimizerStateDoesNotFit: some are on none; the same on every rank.
     """
-    own = list(parameters)
-    gathered = [own] if ranks is None else ranks.all_gather_object(own)
-    held = set(chain.from_iterable(gathered))
-    unknown = sorted({key.rpartition("/")[0] for key in index} - held)
+    names = list(parameters)
+    gathered = [names] if ranks is None else ranks.all_gather_object(names)
+    all_names = set(chain.from_iterable(gathered))
+    unknown = sorted({key.rpartition("/")[0] for key in index} - all_names)
     if unknown:
         raise OptimizerStateDoesNotFit(parameters=unknown)

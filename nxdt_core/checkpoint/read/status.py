@@ -1,4 +1,4 @@
-"""What a store holds and whether it is sound. Torch-free.
+"""The content of a store, and whether it is sound. Torch-free.
 
 Cheap: names, sizes and manifests (one listing and one small read a step). Deep: every byte against its digest.
 """
@@ -69,20 +69,20 @@ class CheckpointStatus:
     uri: str
     """Address of the step."""
     size_bytes: int
-    """Of everything below the step's directory, leftovers of other attempts included."""
+    """Size of everything below the step's directory, leftovers of other attempts included."""
     problem: str = ""
-    """What is wrong with it, naming the file."""
+    """Defect of the step, with the file's name; empty where there is none."""
     is_link: bool = False
-    """Whether a symbolic link or a file is in the place of the step's directory. It counts as damaged, and
+    """A symbolic link or a file is in the place of the step's directory. It counts as damaged, and
     :func:`nxdt_core.checkpoint.prune` does not delete it: the data is stored elsewhere."""
     created: str = ""
     """Time of the save in UTC, ISO 8601; empty where no manifest can be read."""
     facts: CheckpointFacts | None = None
-    """What the run recorded about itself, where a manifest can be read."""
+    """Facts that the run recorded about itself, where a manifest can be read."""
     signed_by: str = ""
     """Fingerprint of the key that its signature names, unchecked; empty where there is none that can be read."""
     archive: str = ""
-    """How far the store has copied it elsewhere, as text; filled in by :func:`with_archive_states`."""
+    """Progress of the store's copy of it elsewhere, as text; filled in by :func:`with_archive_states`."""
 
 
 def list_checkpoints(storage: CheckpointStore, step: int | None = None) -> list[CheckpointStatus]:
@@ -102,11 +102,11 @@ def newest_first(
     sizes: dict[int, dict[str, int]] = defaultdict(dict)
     with explained_os_errors(storage.uri):
         for info in storage.list("step-" if step is None else step_name(step)):
-            found = step_of(info.key.partition("/")[0])
-            if found is not None and step in (None, found):
-                sizes[found][info.key] = info.size_bytes
-        for found in sorted(sizes, reverse=True):
-            yield _status(storage, found, sizes.pop(found), names_only=names_only)
+            number = step_of(info.key.partition("/")[0])
+            if number is not None and step in (None, number):
+                sizes[number][info.key] = info.size_bytes
+        for number in sorted(sizes, reverse=True):
+            yield _status(storage, number, sizes.pop(number), names_only=names_only)
 
 
 def with_archive_states(storage: CheckpointStore, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
@@ -115,8 +115,8 @@ def with_archive_states(storage: CheckpointStore, found: list[CheckpointStatus])
 
 
 Depth = Literal["sizes", "digests", "bytes"]
-"""How thoroughly to check. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of
-digests. ``bytes``: also every byte of every file."""
+"""Depth of a check. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of digests.
+``bytes``: also every byte of every file."""
 
 
 def verify(storage: CheckpointStore, step: int, *, deep: bool = True) -> list[str]:
@@ -185,8 +185,8 @@ def find_problems(
 
         if not problems and depth != "sizes":
             largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
-            found = in_threads(problem_of, largest_first[share[0] :: share[1]], threads=threads, stop=stop)
-            problems = [problem for problem in found if problem is not None]
+            results = in_threads(problem_of, largest_first[share[0] :: share[1]], threads=threads, stop=stop)
+            problems = [problem for problem in results if problem is not None]
         if problems and storage.stat(manifest_key(step)) is None:
             raise CheckpointNotFound(where=where, reason="it was deleted while it was read")
         return problems
@@ -256,7 +256,7 @@ def _verified_by_all(
 
     with explained_os_errors(status.uri):
         manifest = on_first_rank(ranks, lambda: read_manifest(storage, status.step, trusted=trusted), where=status.uri)
-    return manifest, [problem for found in on_all_ranks(ranks, find, where=status.uri) for problem in found]
+    return manifest, [problem for problems in on_all_ranks(ranks, find, where=status.uri) for problem in problems]
 
 
 def find_checkpoint(
@@ -351,10 +351,10 @@ def _wrong_sizes(storage: CheckpointStore, manifest: Manifest, sizes: Mapping[st
     for name, entry in manifest.files.items():
         for file, size in ((name, entry.size_bytes), (digests_name(name), entry.digests_bytes)):
             key = manifest.prefix + file
-            found = sizes.get(key)
-            if found != size:
-                unreadable = "" if found else _unreadable(storage, key)
-                reason = unreadable or f"it has {found} bytes instead of {size}"
+            actual = sizes.get(key)
+            if actual != size:
+                unreadable = "" if actual else _unreadable(storage, key)
+                reason = unreadable or f"it has {actual} bytes instead of {size}"
                 problems.append(f"{storage.uri}/{key}: {reason}")
     return problems
 

@@ -8,7 +8,7 @@ __all__ = ["LocalStorageConfig"]
 
 
 class LocalStorageConfig(Section):
-    """How files are written to a directory."""
+    """Settings for writing files to a directory."""
 
     fsync: bool = True
     """Flush files and directories to the disk before a checkpoint counts as committed. Without it a power failure can

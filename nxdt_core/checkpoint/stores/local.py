@@ -87,10 +87,10 @@ class LocalStorage(CheckpointStore):
         with self._explained(path):
             try:
                 self._require_no_links(path.parent)
-                found = require_regular(path)
+                status = require_regular(path)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return None
-            return ObjectInfo(key=key, size_bytes=found.st_size, modified=found.st_mtime)
+            return ObjectInfo(key=key, size_bytes=status.st_size, modified=status.st_mtime)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
@@ -100,8 +100,8 @@ class LocalStorage(CheckpointStore):
             _require_directory(self._root)
             self._require_no_links(start)
             keys = f"{folder}/" if folder else ""
-            found = [info for info in self._walk(str(start), keys, prefix) if info.key.startswith(prefix)]
-        yield from sorted(found, key=lambda info: info.key)
+            objects = [info for info in self._walk(str(start), keys, prefix) if info.key.startswith(prefix)]
+        yield from sorted(objects, key=lambda info: info.key)
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """See :class:`nxdt_core.protocols.store.CheckpointStore`. Directories left empty go too."""
@@ -200,10 +200,10 @@ class LocalStorage(CheckpointStore):
         except OSError as error:
             named = Path(error.filename) if isinstance(error.filename, str) else path
             shown = path if named.name.startswith(_TEMPORARY) else named
-            known = explained(error, str(shown))
-            if known.code == "NXDT-S000":
+            explanation = explained(error, str(shown))
+            if explanation.code == "NXDT-S000":
                 raise
-            raise known from error
+            raise explanation from error
 
     @contextmanager
     def _temporary(self, folder: Path) -> Iterator[tuple[IO[bytes], Path]]:
@@ -249,7 +249,7 @@ class LocalStorage(CheckpointStore):
         )
 
     def _make_folder(self, folder: Path) -> None:
-        """``mkdir -p`` whose new directories survive a power failure."""
+        """Make a folder and its parents, so that new directories survive a power failure."""
         self._require_no_links(folder)
         missing: list[Path] = []
         while not folder.exists():
@@ -322,9 +322,9 @@ class LocalStorage(CheckpointStore):
                     yield from self._walk(entry.path, f"{key}/", prefix)
                 continue
             with suppress(FileNotFoundError):  # deleted since the directory was read
-                found = entry.stat(follow_symlinks=False)
-                size = found.st_size if stat.S_ISREG(found.st_mode) else 0
-                yield ObjectInfo(key=key, size_bytes=size, modified=found.st_mtime)
+                status = entry.stat(follow_symlinks=False)
+                size = status.st_size if stat.S_ISREG(status.st_mode) else 0
+                yield ObjectInfo(key=key, size_bytes=size, modified=status.st_mtime)
 
     def _remove_empty(self, folder: Path) -> None:
         """Remove ``folder`` and its parents below the root as long as only abandoned temporary files are in them."""

@@ -41,7 +41,7 @@ _log = logging.getLogger(__name__)
 
 _TOPIC = "checkpoint"
 _SEEN = {"done": 1, "running": 2, "failed": 3}
-"""What a rank sees of the save in flight; the ranks act on the greatest. (0 is the answer to no question.)"""
+"""States of the save in flight that a rank can see; the ranks act on the greatest. (0 is the answer to no question.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,9 +53,9 @@ class SaveReport:
     """Seconds that training waited for it on this rank: for an earlier save, for the other ranks, for the copy to the
     host, and for its end where something waited for that."""
     seconds: float
-    """From the call that began it until it was durable on all ranks."""
+    """Seconds from the call that began it until it was durable on all ranks."""
     captured_at: float
-    """When the run was as it holds it, in seconds since the epoch."""
+    """Time at which the run was as it holds it, in seconds since the epoch."""
 
     @property
     def gigabytes_per_s(self) -> float:
@@ -139,7 +139,7 @@ class CheckpointManager:
 
     @property
     def busy(self) -> bool:
-        """Whether a save is in flight, as far as all ranks know: the same on each of them."""
+        """Return whether a save is in flight, as far as all ranks know: the same on each of them."""
         return self._flight is not None
 
     def save(
@@ -319,7 +319,7 @@ class _PendingSave:
     blocked_s: float = 0.0
     durable_at: float = 0.0
     unstaged: Exception | None = None
-    """What kept this rank from copying its share."""
+    """Error that kept this rank from copying its share."""
     job: BackgroundJob[Manifest] | None = None
 
     @property

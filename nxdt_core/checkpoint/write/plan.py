@@ -1,4 +1,4 @@
-"""What a save writes: who writes which tensor, agreed by all ranks, and what each brings.
+"""The plan of a save: the tensors that each rank writes, agreed by all ranks, and those that it holds.
 
 Each distinct box is written once, by one of the ranks that hold it, in balance. Every rank derives the same answer from
 the same listings, so nothing else has to be sent round.
@@ -50,10 +50,10 @@ Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, Ten
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """Which rank writes which tensors."""
+    """Assignment of tensors to the ranks that write them."""
 
     listings: Sequence[Listing]
-    """What each rank holds."""
+    """Tensors that each rank holds."""
     mine: AbstractSet[TensorKey]
     """Tensors whose box this rank writes."""
 
@@ -140,15 +140,15 @@ class Planner:
         if self._plan is None:
             self._plan = agree_on_assignment(self._ranks, prepare, where=where)
             return self._plan
-        known = self._plan.listings[rank_of(self._ranks)]
-        found: list[Listing] = []
+        listing = self._plan.listings[rank_of(self._ranks)]
+        listings: list[Listing] = []
 
         def is_known() -> bool:
-            found.append(prepare())
-            return found[0] == known
+            listings.append(prepare())
+            return listings[0] == listing
 
         if not all(on_all_ranks(self._ranks, is_known, where=where)):
-            self._plan = agree_on_assignment(self._ranks, lambda: found[0], where=where)
+            self._plan = agree_on_assignment(self._ranks, lambda: listings[0], where=where)
         return self._plan
 
 
@@ -181,9 +181,9 @@ def prepare_local_plan(
     pieces: dict[TensorKey, Piece] = {}
     listing: dict[TensorKey, ShardInfo] = {}
     for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
-        own, held = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
-        pieces |= {(section, name): piece for name, piece in own.items()}
-        listing |= {(section, name): each for name, each in held.items()}
+        section_pieces, section_shards = list_pieces(section, tensors, ties if ties is None or tensors is model else {})
+        pieces |= {(section, name): piece for name, piece in section_pieces.items()}
+        listing |= {(section, name): shard for name, shard in section_shards.items()}
     return LocalPlan(pieces, listing, encoded)
 
 
@@ -229,10 +229,10 @@ def assign(listings: Sequence[Listing]) -> list[set[TensorKey]]:
     holders: dict[tuple[TensorKey, Box], list[int]] = defaultdict(list)
     totals = [0] * len(listings)
     for rank, listing in enumerate(listings):
-        for place, held in listing.items():
-            if place not in shared and (held.box.elements or not _elements(held)):
-                holders[place, held.box].append(rank)
-                totals[rank] += _bytes(held)
+        for place, shard in listing.items():
+            if place not in shared and (shard.box.elements or not _elements(shard)):
+                holders[place, shard.box].append(rank)
+                totals[rank] += _bytes(shard)
     written = [0] * len(listings)
     chosen: list[set[TensorKey]] = [set() for _ in listings]
     for (place, _), ranks in sorted(holders.items(), key=lambda item: -_bytes(listings[item[1][0]][item[0][0]])):
@@ -248,16 +248,16 @@ def merge(
     """Return the index of the whole checkpoint from the parts that each rank wrote."""
     shared = _shared(listings)
     written: dict[TensorKey, list[TensorPart]] = defaultdict(list)
-    for own in parts:
-        for place, part in own.items():
+    for rank_parts in parts:
+        for place, part in rank_parts.items():
             written[place].append(part)
     index: dict[str, dict[str, TensorEntry]] = {section: {} for section in sections}
     for listing in listings:
-        for (section, name), held in listing.items():
+        for (section, name), shard in listing.items():
             if name not in index[section]:
                 index[section][name] = TensorEntry(
-                    dtype=held.dtype,
-                    shape=held.shape,
+                    dtype=shard.dtype,
+                    shape=shard.shape,
                     parts=tuple(sorted(written[section, name], key=lambda part: part.offsets)),
                     same_as=shared.get((section, name)),
                 )
@@ -268,8 +268,8 @@ def _shared(listings: Sequence[Listing]) -> dict[TensorKey, str]:
     """Tensors that are the same memory as another one on every rank that holds them → that one's name."""
     owners: dict[TensorKey, set[str | None]] = defaultdict(set)
     for listing in listings:
-        for place, held in listing.items():
-            owners[place].add(held.same_as)
+        for place, shard in listing.items():
+            owners[place].add(shard.same_as)
     single = {place: next(iter(names)) for place, names in owners.items() if len(names) == 1}
     return {place: owner for place, owner in single.items() if owner is not None and owners[place[0], owner] == {None}}
 
@@ -278,22 +278,22 @@ def _check(listings: Sequence[Listing]) -> None:
     first: dict[TensorKey, ShardInfo] = {}
     boxes: dict[TensorKey, set[Box]] = defaultdict(set)
     for listing in listings:
-        for place, held in listing.items():
-            known = first.setdefault(place, held)
-            if (known.dtype, known.shape) != (held.dtype, held.shape):
-                reason = f"ranks hold it as {known.dtype} {known.shape} and as {held.dtype} {held.shape}"
+        for place, shard in listing.items():
+            expected = first.setdefault(place, shard)
+            if (expected.dtype, expected.shape) != (shard.dtype, shard.shape):
+                reason = f"ranks hold it as {expected.dtype} {expected.shape} and as {shard.dtype} {shard.shape}"
                 raise TensorStateUnsupported(where="/".join(place), reason=reason)
-            boxes[place].add(held.box)
-    for place, held in first.items():
-        found = sum(box.elements for box in boxes[place])
-        if found != _elements(held):
-            reason = f"of its {_elements(held)} elements the ranks hold {found}"
+            boxes[place].add(shard.box)
+    for place, shard in first.items():
+        elements = sum(box.elements for box in boxes[place])
+        if elements != _elements(shard):
+            reason = f"of its {_elements(shard)} elements the ranks hold {elements}"
             raise TensorStateUnsupported(where="/".join(place), reason=reason)
 
 
-def _elements(held: ShardInfo) -> int:
-    return Box.whole(held.shape).elements
+def _elements(shard: ShardInfo) -> int:
+    return Box.whole(shard.shape).elements
 
 
-def _bytes(held: ShardInfo) -> int:
-    return held.box.elements * ITEM_BYTES[held.dtype]
+def _bytes(shard: ShardInfo) -> int:
+    return shard.box.elements * ITEM_BYTES[shard.dtype]

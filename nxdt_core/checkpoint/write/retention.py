@@ -1,4 +1,4 @@
-"""Which checkpoints may go, for a command and after each commit of a run. Torch-free.
+"""The choice of checkpoints to delete, for a command and after each commit of a run. Torch-free.
 
 Only one run saves to a store, so what is there is looked up once. Later saves read nothing of older checkpoints.
 """
@@ -23,20 +23,20 @@ from nxdt_core.protocols.store import CheckpointStore
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
-    """Which committed checkpoints stay: the newest, those saved as permanent, and those that one of the two counts
-    keeps.
+    """Rule for the committed checkpoints that stay: the newest, those saved as permanent, and those that one of the two
+    counts keeps.
 
     Ephemeral ones stay only as the newest, and count for neither.
     """
 
     keep_last: int = 0
-    """Newest ones."""
+    """Number of the newest ones that stay."""
     save_top_k: int = 0
-    """Best ones by :attr:`monitor`; -1 keeps all."""
+    """Number of the best ones by :attr:`monitor` that stay; -1 keeps all."""
     monitor: str = "step"
     """Metric of the manifest that ranks them, or ``step``. Those without it, or with NaN, rank last."""
     mode: Literal["min", "max"] = "max"
-    """Whether a small or a large metric is good; of equal ones the newer is better."""
+    """``min``: a smaller metric is better; ``max``: a larger one. Of equal ones the newer is better."""
 
     def __post_init__(self) -> None:
         if self.keep_last < 0 or self.save_top_k < -1:
@@ -112,14 +112,14 @@ def _best_step(storage: CheckpointStore) -> int | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PrunePlan:
-    """What :func:`prune` would do. Steps ascend."""
+    """Steps that :func:`prune` would keep and delete, in ascending order."""
 
     keep: tuple[int, ...]
     """Committed steps that stay."""
     delete: tuple[int, ...]
     """Steps to delete, in any state; empty where none of those to keep is sound."""
     sound: bool
-    """Whether one of those to keep verifies."""
+    """True if one of those to keep verifies."""
 
 
 def plan_prune(
@@ -143,26 +143,26 @@ def plan_prune(
 
 
 def _plan_of(
-    found: Sequence[CheckpointStatus],
+    statuses: Sequence[CheckpointStatus],
     keep: Retention,
     *,
     is_sound: Callable[[int], bool],
     passed_over: Callable[[int], bool],
 ) -> PrunePlan:
     """Return the plan of :func:`plan_prune` for the steps ``found``, which ascend; ``is_sound`` verifies one."""
-    usable = [status for status in found if status.state == "committed" and not passed_over(status.step)]
-    kept = keep.kept(usable)
-    sound = next((step for step in sorted(kept, reverse=True) if is_sound(step)), None)
-    others = [status.step for status in usable if status.step not in kept]
+    usable = [status for status in statuses if status.state == "committed" and not passed_over(status.step)]
+    staying = keep.kept(usable)
+    sound = next((step for step in sorted(staying, reverse=True) if is_sound(step)), None)
+    others = [status.step for status in usable if status.step not in staying]
     while others and sound is None:
-        kept.add(others[-1])
+        staying.add(others[-1])
         sound = others[-1] if is_sound(others[-1]) else None
         others.pop()
     if sound is None:
-        return PrunePlan(keep=tuple(sorted(kept)), delete=(), sound=False)
-    unusable = [status for status in found if status not in usable and not status.is_link]
+        return PrunePlan(keep=tuple(sorted(staying)), delete=(), sound=False)
+    unusable = [status for status in statuses if status not in usable and not status.is_link]
     broken = [status.step for status in unusable if status.step < sound and not _stays_intact(status)]
-    return PrunePlan(keep=tuple(sorted(kept)), delete=tuple(sorted([*others, *broken])), sound=True)
+    return PrunePlan(keep=tuple(sorted(staying)), delete=tuple(sorted([*others, *broken])), sound=True)
 
 
 def prune(
@@ -224,7 +224,7 @@ class RunRetention:
         self._committed: set[int] = set()
         """Steps that this run has committed."""
         self._found: dict[int, CheckpointStatus] | None = None
-        """What is in the store, reduced to what the policy needs; None until the first commit."""
+        """Checkpoints in the store, reduced to what the policy needs; None until the first commit."""
 
     def resumed(self, manifest: Manifest) -> None:
         """Note the checkpoint that the run resumed from: later ones that it has not saved itself are damaged."""
@@ -244,51 +244,51 @@ class RunRetention:
     def _delete(self, manifest: Manifest) -> list[int]:
         if self._found is None:
             self._found = self._list_steps()
-        found = self._found
-        found[manifest.step] = CheckpointStatus(
+        checkpoints = self._found
+        checkpoints[manifest.step] = CheckpointStatus(
             step=manifest.step,
             state="committed",
             uri=f"{self._storage.uri}/{step_name(manifest.step)}",
             size_bytes=self._size_bytes(manifest.step),
             facts=_needed(manifest.facts),
         )
-        while (plan := self._plan(found)).delete and self._update_counted(found):
+        while (plan := self._plan(checkpoints)).delete and self._update_counted(checkpoints):
             pass
         for step in plan.delete:
             delete_step(self._storage, step)
-            del found[step]
+            del checkpoints[step]
         return list(plan.delete)
 
-    def _plan(self, found: dict[int, CheckpointStatus]) -> PrunePlan:
-        usable = self._usable(found)
-        kept = self._policy.kept(usable)
-        if len(kept) == len(found):
-            return PrunePlan(keep=tuple(sorted(kept)), delete=(), sound=False)
+    def _plan(self, checkpoints: dict[int, CheckpointStatus]) -> PrunePlan:
+        usable = self._usable(checkpoints)
+        staying = self._policy.kept(usable)
+        if len(staying) == len(checkpoints):
+            return PrunePlan(keep=tuple(sorted(staying)), delete=(), sound=False)
         return _plan_of(
-            [found[step] for step in sorted(found)],
+            [checkpoints[step] for step in sorted(checkpoints)],
             self._policy,
             is_sound=lambda step: not verify(self._storage, step, deep=False),
             passed_over=self._is_skipped,
         )
 
-    def _update_counted(self, found: dict[int, CheckpointStatus]) -> bool:
+    def _update_counted(self, checkpoints: dict[int, CheckpointStatus]) -> bool:
         """Look again at counted checkpoints whose size differs from the known one; return whether there were any."""
         if self._policy.save_top_k < 0:  # others stay regardless of how many there are
             return False
-        counted = self._policy.counted(self._usable(found))
-        changed = [step for step in counted if self._size_bytes(step) != found[step].size_bytes]
+        counted = self._policy.counted(self._usable(checkpoints))
+        changed = [step for step in counted if self._size_bytes(step) != checkpoints[step].size_bytes]
         for step in changed:
-            del found[step]
-            found |= self._read(step)
+            del checkpoints[step]
+            checkpoints |= self._read(step)
         return bool(changed)
 
     def _list_steps(self) -> dict[int, CheckpointStatus]:
         if not self._keeps_all:
             return self._read()
-        found = {status.step: status for status in newest_first(self._storage, names_only=True)}
-        for step in filter(self._is_skipped, list(found)):  # a permanent one stays
-            found |= self._read(step)
-        return found
+        checkpoints = {status.step: status for status in newest_first(self._storage, names_only=True)}
+        for step in filter(self._is_skipped, list(checkpoints)):  # a permanent one stays
+            checkpoints |= self._read(step)
+        return checkpoints
 
     def _read(self, step: int | None = None) -> dict[int, CheckpointStatus]:
         """Steps without the configuration, which every manifest has."""
@@ -297,12 +297,12 @@ class RunRetention:
             for status in newest_first(self._storage, step)
         }
 
-    def _usable(self, found: dict[int, CheckpointStatus]) -> list[CheckpointStatus]:
-        usable = (found[step] for step in sorted(found) if not self._is_skipped(step))
+    def _usable(self, checkpoints: dict[int, CheckpointStatus]) -> list[CheckpointStatus]:
+        usable = (checkpoints[step] for step in sorted(checkpoints) if not self._is_skipped(step))
         return [status for status in usable if status.state == "committed"]
 
     def _is_skipped(self, step: int) -> bool:
-        """Whether the run did not resume from ``step`` although it is later: it is damaged."""
+        """Return whether the run did not resume from ``step`` although it is later: it is damaged."""
         return step > self._resumed_step and step not in self._committed
 
     def _size_bytes(self, step: int) -> int:
@@ -314,7 +314,7 @@ def _needed(facts: CheckpointFacts) -> CheckpointFacts:
 
 
 def _stays_intact(status: CheckpointStatus) -> bool:
-    """Whether ``status`` is permanent and shows no damage: a fault of reading may have been taken for one."""
+    """Return whether ``status`` is permanent and shows no damage: a fault of reading may have been taken for one."""
     return status.state == "committed" and _kind(status) == "permanent"
 
 

@@ -116,22 +116,22 @@ def _write(
         attempt=attempt,
         created=created,
         facts=plan.facts,
-        files={name: entry for each in written for name, entry in each.files.items()},
-        tensors=merge(plan.assignment.listings, [each.parts for each in written], SECTIONS),
+        files={name: entry for share in written for name, entry in share.files.items()},
+        tensors=merge(plan.assignment.listings, [share.parts for share in written], SECTIONS),
         digests=digests,
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Written:
-    """What one rank wrote."""
+    """Files and parts of tensors that one rank wrote."""
 
     files: Mapping[str, FileEntry]
     parts: Mapping[TensorKey, TensorPart]
 
 
 def _with_files(manifest: Manifest, added: Sequence[Mapping[str, FileEntry]]) -> Manifest:
-    files = {name: entry for each in added for name, entry in each.items()}
+    files = {name: entry for table in added for name, entry in table.items()}
     return replace(manifest, files={**manifest.files, **files})
 
 
@@ -164,8 +164,8 @@ def _check_visible(storage: CheckpointStore, manifest: Manifest) -> None:
     """Check that the store has truncated no file, and that no other rank wrote to its own machine's disk."""
     wanted = {name: entry.size_bytes for name, entry in manifest.files.items()}
     wanted |= {digests_name(name): entry.digests_bytes for name, entry in manifest.files.items()}
-    found = {info.key: info.size_bytes for info in storage.list(manifest.prefix)}
-    missing = [name for name, size in wanted.items() if found.get(manifest.prefix + name) != size]
+    sizes = {info.key: info.size_bytes for info in storage.list(manifest.prefix)}
+    missing = [name for name, size in wanted.items() if sizes.get(manifest.prefix + name) != size]
     if missing:
         reason = f"rank 0 does not see {len(missing)} of {len(wanted)} files as they were written, first {missing[0]}"
         raise CheckpointFilesMissing(where=f"{storage.uri}/{manifest.prefix}", reason=reason)

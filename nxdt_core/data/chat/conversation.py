@@ -23,7 +23,7 @@ __all__ = [
 ]
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Who may speak."""
+"""Roles that may speak."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates read the first two."""
@@ -37,9 +37,9 @@ class Message:
     content: str
     """Empty where a turn has tool calls only."""
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """What else a template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``, …"""
+    """Further fields that a template may read: ``tool_calls``, ``name``, ``tool_call_id``, ``reasoning_content``, …"""
     train: bool | None = None
-    """Whether the loss is on it; None leaves it to the configuration."""
+    """True puts the loss on the message, False does not; None leaves it to the configuration."""
     weight: float = 1.0
     """Weight of its tokens in the loss, above 0."""
     unread: tuple[str, ...] = field(default=(), compare=False)
@@ -52,7 +52,7 @@ class Message:
 
     @property
     def calls_tools(self) -> bool:
-        """Whether a tool is to answer."""
+        """Return whether a tool is to answer."""
         return bool(self.calls)
 
     @property
@@ -72,7 +72,7 @@ class Message:
         fields = {key: value for key, value in self.fields.items() if key not in REASONING}
         if self.thought or len(fields) < len(self.fields):
             content = self.content.rpartition("</think>")[2] if self.thought else self.content
-            yield from (replace(self, fields=fields, content=each) for each in (content.lstrip(), content))
+            yield from (replace(self, fields=fields, content=text) for text in (content.lstrip(), content))
 
     def is_contained_in(self, text: str) -> bool:
         """Return whether a rendering has its words and the functions that it calls."""
@@ -145,18 +145,18 @@ def merged(messages: Sequence[Message]) -> list[Message]:
     A system or developer message behind others is the user's: a conversation has one system message, at its start.
     Calls of tools and their results stay apart.
     """
-    found: list[Message] = []
+    result: list[Message] = []
     for message in messages:
-        before = found[-1] if found else None
+        before = result[-1] if result else None
         if message.role in ("system", "developer") and before and before.role != message.role:
             message = replace(message, role="user")
         alike = before and (before.role, before.train, before.weight) == (message.role, message.train, message.weight)
         if before and alike and message.role != "tool" and not (before.calls_tools or message.calls_tools):
             content = "\n\n".join(text for text in (before.content, message.content) if text.strip())
-            found[-1] = replace(message, content=content, fields={**before.fields, **message.fields})
+            result[-1] = replace(message, content=content, fields={**before.fields, **message.fields})
         else:
-            found.append(message)
-    return found
+            result.append(message)
+    return result
 
 
 def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message]:
@@ -171,25 +171,25 @@ def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message
     for at, message in enumerate(messages):
         if not message.calls_tools:
             continue
-        results = list(takewhile(lambda each: each.role == "tool", messages[at + 1 :]))
+        results = list(takewhile(lambda candidate: candidate.role == "tool", messages[at + 1 :]))
         calls = [call.get("id") for call in message.calls]
-        given = [result.fields.get("tool_call_id") for result in results]
-        if any(map(is_given, given)) or (results and len(calls) > 1 and any(map(is_given, calls))):
-            _check_ids(calls, given, place, at + 1)
+        ids = [result.fields.get("tool_call_id") for result in results]
+        if any(map(is_given, ids)) or (results and len(calls) > 1 and any(map(is_given, calls))):
+            _check_ids(calls, ids, place, at + 1)
             results.sort(key=lambda result: calls.index(result.fields["tool_call_id"]))
             ordered[at + 1 : at + 1 + len(results)] = results
     return ordered
 
 
-def _check_ids(calls: Sequence[Any], given: Sequence[Any], place: Place, number: int) -> None:
+def _check_ids(calls: Sequence[Any], ids: Sequence[Any], place: Place, number: int) -> None:
     """Check that the results whose ids are ``given`` answer each of the ``calls`` of message ``number`` once."""
-    for index, each in enumerate(given):
-        if not is_given(each) or each not in calls or each in given[:index]:
-            reason = f"its tool_call_id {each!r} is not that of a call before it that has no result yet"
+    for index, id_ in enumerate(ids):
+        if not is_given(id_) or id_ not in calls or id_ in ids[:index]:
+            reason = f"its tool_call_id {id_!r} is not that of a call before it that has no result yet"
             raise BadMessage(place=str(place), number=number + 1 + index, reason=reason)
-    for index, each in enumerate(calls):
-        if each not in given or each in calls[:index]:
-            reason = f"its call with the id {each!r} has no result, or shares one"
+    for index, id_ in enumerate(calls):
+        if id_ not in ids or id_ in calls[:index]:
+            reason = f"its call with the id {id_!r} has no result, or shares one"
             raise BadMessage(place=str(place), number=number, reason=reason)
 
 
@@ -205,8 +205,8 @@ def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conv
         text: what ``render`` makes of it.
         render: runs the template.
     """
-    found = (name for name, other in _others(conversation, text) if _is_same(text, other, render))
-    return tuple(dict.fromkeys(found))
+    names = (name for name, other in _others(conversation, text) if _is_same(text, other, render))
+    return tuple(dict.fromkeys(names))
 
 
 def _is_same(text: str, other: Conversation, render: Callable[[Conversation], str]) -> bool:
@@ -222,9 +222,9 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
     named = (name for message in messages for name, value in message.fields.items() if is_given(value))
     for name in dict.fromkeys(named):
         if name not in _LINKS:
-            yield f"messages.{name}", replace(conversation, messages=[_without(each, name) for each in messages])
+            yield f"messages.{name}", replace(conversation, messages=[_without(item, name) for item in messages])
     if any(message.thought for message in messages):
-        yield "reasoning in content", replace(conversation, messages=[_without_thought(each) for each in messages])
+        yield "reasoning in content", replace(conversation, messages=[_without_thought(item) for item in messages])
     if conversation.tools:
         yield "tools", replace(conversation, tools=None)
     for number, message in enumerate(messages):
@@ -252,10 +252,10 @@ def _with(conversation: Conversation, number: int, message: Message) -> Conversa
 def _leaves(value: Any) -> Iterator[str]:
     """Yield the texts within ``value``, and the JSON of its numbers and constants."""
     if isinstance(value, Mapping):
-        for each in value.values():
-            yield from _leaves(each)
+        for inner in value.values():
+            yield from _leaves(inner)
     elif isinstance(value, Sequence) and not isinstance(value, str):
-        for each in value:
-            yield from _leaves(each)
+        for inner in value:
+            yield from _leaves(inner)
     else:
         yield value if isinstance(value, str) else json.dumps(value)

@@ -63,7 +63,7 @@ def unread_of_calls(value: Any) -> Iterator[str]:
     """Yield the keys of calls that :func:`read_calls` accepts and does not read."""
     for call in [value] if isinstance(value, dict) else value:
         for source in (call, call.get("function", call)):
-            yield from (key for key, each in source.items() if key not in _OF_CALL and is_given(each))
+            yield from (key for key, item in source.items() if key not in _OF_CALL and is_given(item))
 
 
 def _call(call: Any, place: Place, number: int) -> dict[str, Any]:
@@ -95,12 +95,12 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        found = parse_json(value)
+        tree = parse_json(value)
     except (ValueError, RecursionError) as error:
         raise BadMessage(place=str(place), number=number, reason=f"{what}: no JSON: {error}") from error
-    if half := lone_surrogate(value, found):
+    if half := lone_surrogate(value, tree):
         raise BadMessage(place=str(place), number=number, reason=f"{what}: half a character, {half}")
-    return found
+    return tree
 
 
 _ROLES = {
@@ -182,7 +182,8 @@ def _weighted(messages: Sequence[Message], record: Mapping[str, Any], place: Pla
             place=str(place), number=0, reason=f"'weight' is {weight!r}; it must be a number of at least 0"
         )
     return [
-        replace(each, train=each.train if weight else False, weight=each.weight * weight or 1.0) for each in messages
+        replace(message, train=message.train if weight else False, weight=message.weight * weight or 1.0)
+        for message in messages
     ]
 
 
@@ -233,10 +234,10 @@ def with_system(messages: Sequence[Message], record: Mapping[str, Any], place: P
 def _pair(record: Mapping[str, Any], asked: Sequence[str], answer: str, place: Place) -> list[Message]:
     """Return the messages of a question and an answer, each a text or a list of messages."""
     messages = _asked(record, asked, place)
-    said = record[answer]
-    if _are_messages(said):
-        return [*messages, *_read_messages(said, answer, place, after=len(messages))]
-    return [*messages, _made("assistant", said, place, len(messages) + 1)]
+    reply = record[answer]
+    if _are_messages(reply):
+        return [*messages, *_read_messages(reply, answer, place, after=len(messages))]
+    return [*messages, _made("assistant", reply, place, len(messages) + 1)]
 
 
 def _asked(record: Mapping[str, Any], asked: Sequence[str], place: Place) -> list[Message]:
@@ -244,8 +245,8 @@ def _asked(record: Mapping[str, Any], asked: Sequence[str], place: Place) -> lis
     history = _listed_in(record["history"], place, "history") if is_given(record.get("history")) else []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise BadMessage(place=str(place), number=0, reason="'history' must be a list of [question, answer] pairs")
-    said = (each for question, answer in history for each in (("user", question), ("assistant", answer)))
-    messages = [_made(role, content, place, number) for number, (role, content) in enumerate(said, start=1)]
+    turns = (pair for question, answer in history for pair in (("user", question), ("assistant", answer)))
+    messages = [_made(role, content, place, number) for number, (role, content) in enumerate(turns, start=1)]
     first = record.get(asked[0])
     if len(asked) == 1 and _are_messages(first):
         return [*messages, *_read_messages(first, asked[0], place, after=len(messages))]
@@ -307,8 +308,8 @@ def _check_same_twice(entry: Mapping[str, Any], place: Place, number: int) -> No
     """Let a message pass that names its speaker and its content once, or twice the same."""
     role, speaker = (_ROLES.get(name, name) if isinstance(name, str) else name
                      for name in (entry.get("role"), entry.get("from")))  # fmt: skip
-    said = ("role", "from", role, speaker), ("content", "value", entry.get("content"), entry.get("value"))
-    for one, other, first, second in said:
+    pairs = ("role", "from", role, speaker), ("content", "value", entry.get("content"), entry.get("value"))
+    for one, other, first, second in pairs:
         if is_given(first) and is_given(second) and first != second:
             raise BadMessage(place=str(place), number=number, reason=f"{one!r} and {other!r} differ; keep one of them")
 
@@ -354,7 +355,7 @@ def _text(content: Any, place: Place, number: int) -> str:
         texts = [part.get("text") for part in content]
         if all(kind == "text" for kind in kinds) and all(isinstance(text, str) for text in texts):
             return "".join(texts)
-        found = f"parts of type {', '.join(sorted({str(kind) for kind in kinds}))}"
+        described = f"parts of type {', '.join(sorted({str(kind) for kind in kinds}))}"
     else:
-        found = f"of type {type(content).__name__}"
-    raise BadMessage(place=str(place), number=number, reason=f"its content is {found}; only text can be trained on")
+        described = f"of type {type(content).__name__}"
+    raise BadMessage(place=str(place), number=number, reason=f"its content is {described}; only text can be trained on")

@@ -76,7 +76,7 @@ class TemplateRunner:
 
     @property
     def settings(self) -> object:
-        """All that decides which text messages become; by its ``repr``."""
+        """Return all that decides which text messages become; by its ``repr``."""
         return self._source, sorted(self._variables.items())
 
     def run(
@@ -120,7 +120,7 @@ class TemplateRunner:
 
     @cached_property
     def _ends_turns(self) -> bool:
-        """Whether a text follows answers: that of calls may end with what closes the call, and not the turn."""
+        """Return whether a text follows answers: that of calls may end with what closes the call, and not the turn."""
         return text_after_answer(self) != ""
 
     def _render(
@@ -165,16 +165,16 @@ def _plain(value: object) -> Any:
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(each) for key, each in value.items()}
+        return {_plain(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
+        return [_plain(item) for item in value]
     return f"<{type(value).__name__}>"
 
 
 def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return ``message`` with its reasoning under both keys that templates read, as transformers gives it."""
-    found = [message[key] for key in REASONING if message.get(key) is not None]
-    return {"thinking": found[0], **message, "reasoning_content": found[0]} if found else message
+    thoughts = [message[key] for key in REASONING if message.get(key) is not None]
+    return {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]} if thoughts else message
 
 
 def _in_either_form(
@@ -183,26 +183,26 @@ def _in_either_form(
     """Render ``messages``, and again with arguments as texts, written into them, where a template fails at objects or
     does not write them as JSON."""
     calls = (call["function"] for message in messages for call in message.get("tool_calls") or ())
-    functions = [each for each in calls if isinstance(each.get("arguments"), dict)]
-    objects = [str(each["arguments"]) for each in functions if each["arguments"]]
+    functions = [item for item in calls if isinstance(item.get("arguments"), dict)]
+    objects = [str(item["arguments"]) for item in functions if item["arguments"]]
     refusal = None
     try:
-        found = render()
-        if not any(each in found[0] for each in objects):
-            return found
+        first = render()
+        if not any(item in first[0] for item in objects):
+            return first
     except TemplateRefuses as error:
         refusal = error
         if not functions:
             raise
-    for each in functions:
-        each["arguments"] = json.dumps(each["arguments"], ensure_ascii=False)
+    for item in functions:
+        item["arguments"] = json.dumps(item["arguments"], ensure_ascii=False)
     with suppress(TemplateRefuses):
         other = render()
-        if refusal or not any(each in other[0] for each in objects):
+        if refusal or not any(item in other[0] for item in objects):
             return other
     if refusal:
         raise refusal
-    return found
+    return first
 
 
 def runner_of(keys: ChatKeys, tokenizer: Tokenizer) -> TemplateRunner | None:
@@ -245,14 +245,14 @@ def prompt_ids(
 def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end what a model writes: the tokenizer's end of text and, where it is another one, what
     ends the assistant's turn by the chat template. A template that cannot be read or run here adds none."""
-    found = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+    ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
     try:
         runner = runner_of(keys, tokenizer)
         end = None if runner is None else end_of_turn(runner, tokenizer)
     except NxdtError:
         end = None
-    found += [] if end is None else [end]
-    return tuple(dict.fromkeys(found))
+    ids += [] if end is None else [end]
+    return tuple(dict.fromkeys(ids))
 
 
 def end_of_turn(runner: TemplateRunner, tokenizer: Tokenizer) -> int | None:
@@ -268,7 +268,7 @@ def end_of_turn(runner: TemplateRunner, tokenizer: Tokenizer) -> int | None:
         return None
     ids = tokenizer.locate([token])[0].ids
     if len(ids) > 1 and token not in reserved:
-        later = [each for each in reserved if each in behind]
+        later = [candidate for candidate in reserved if candidate in behind]
         if not later:
             raise TemplateNeedsToken(origin=runner.template.origin, name=token)
         ids = tokenizer.locate([min(later, key=behind.index)])[0].ids
@@ -307,8 +307,8 @@ class ReservedTokens:
             return
         for number, what in enumerate((tools, *said)):
             for text in _texts(what):
-                if found := self._pattern.search(text):
-                    raise SpecialTokenInText(place=place, number=number, token=found[0])
+                if match := self._pattern.search(text):
+                    raise SpecialTokenInText(place=place, number=number, token=match[0])
 
 
 def _texts(what: object) -> Iterator[str]:

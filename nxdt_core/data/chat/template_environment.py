@@ -78,8 +78,8 @@ def printed(text: str | bytes, values: Any) -> int:
     """Return the characters of ``text % values`` at most: values may be widths, and those of a mapping be repeated."""
     form = text.decode("latin-1") if isinstance(text, bytes) else text
     items = list(values.values()) if isinstance(values, Mapping) else values if isinstance(values, tuple) else [values]
-    widths = sum(abs(each) for each in items if isinstance(each, int)) if "*" in form else 0
-    largest = max((size_of(each) for each in items), default=0)
+    widths = sum(abs(item) for item in items if isinstance(item, int)) if "*" in form else 0
+    largest = max((size_of(item) for item in items), default=0)
     return numbers_in(form) + widths + form.count("%") * largest
 
 
@@ -89,8 +89,8 @@ def nothing(*args: Any, **kwargs: Any) -> int:
 
 
 def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int:
-    found = len(text) + 1 if isinstance(text, bytes) else str(text).count(str(old))
-    return len(text) + found * size_of(new)
+    times = len(text) + 1 if isinstance(text, bytes) else str(text).count(str(old))
+    return len(text) + times * size_of(new)
 
 
 def _padded(text: Any, width: Any = 80, *rest: Any, **more: Any) -> int:
@@ -105,12 +105,12 @@ def _split(text: Any, sep: Any = None, *rest: Any, **more: Any) -> int:
     if not isinstance(text, str):
         return _PIECE * len(text)
     separators = [sep] if isinstance(sep, str) and sep else [*" \t\n"]
-    found = sum(text.count(each) for each in separators)
-    return _PIECE * (found + 1)
+    count = sum(text.count(separator) for separator in separators)
+    return _PIECE * (count + 1)
 
 
 def _translated(text: Any, table: Any = ()) -> int:
-    return len(text) * max((size_of(each) for each in table.values()), default=1) if isinstance(table, Mapping) else 0
+    return len(text) * max((size_of(new) for new in table.values()), default=1) if isinstance(table, Mapping) else 0
 
 
 METHODS: Mapping[str, Callable[..., int]] = {
@@ -280,7 +280,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self._look_at_clock()
         owner, name = getattr(called, "__self__", None), getattr(called, "__name__", "")
         if isinstance(owner, (str, bytes, int)) and name in METHODS:
-            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+            args = tuple(list(argument) if isinstance(argument, Iterator) else argument for argument in args)
             self.spend(METHODS[name](owner, *args, **kwargs))
         return self.counted(super().call(context, called, *args, **kwargs))
 
@@ -304,7 +304,7 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
-            args = tuple(list(each) if isinstance(each, Iterator) else each for each in args)
+            args = tuple(list(argument) if isinstance(argument, Iterator) else argument for argument in args)
             self.spend(estimate(*args[skipped:], **kwargs))
             return self.counted(function(*args, **kwargs))
 
@@ -312,9 +312,9 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 
     def _joined(self, function: Callable[[Iterable[Any]], str]) -> Callable[[Iterable[Any]], str]:
         def joined(values: Iterable[Any]) -> str:
-            found = tuple(values)
-            self.spend(size_of(found))
-            return function(found)
+            parts = tuple(values)
+            self.spend(size_of(parts))
+            return function(parts)
 
         return joined
 

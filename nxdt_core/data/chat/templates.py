@@ -1,4 +1,4 @@
-"""Which chat template a run takes (the tokenizer's own, a shipped one, its text or a file), and the keys for it."""
+"""The chat template of a run (the tokenizer's own, a shipped one, its text or a file), and the keys for it."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ class ChatKeys(RecordFiles):
     template_date: str = "2024-07-26"
     """Date for templates that ask for today's, so that a run that is resumed tomorrow sees the same tokens."""
     unused_fields: Literal["refuse", "report"] = "report"
-    """What to do with fields of records that neither their format nor the chat template uses: ``report`` counts them
-    at the start of a run and in ``nxdt data preview``; ``refuse`` stops at the first one, with its place."""
+    """Treatment of fields of records that neither their format nor the chat template uses. ``report`` counts them at
+    the start of a run and in ``nxdt data preview``; ``refuse`` stops at the first one, with its place."""
     add_bos: bool = False
     """Begin texts, and chats of the template ``plain``, with the tokenizer's begin token. By default they begin as the
     tokenizer's own files say. Other templates write their own begin."""
@@ -76,11 +76,11 @@ class ChatTemplate:
 
     text: str
     origin: str
-    """For errors: ``chatml``, ``of the tokenizer``, or a path."""
+    """Origin of the template for errors: ``chatml``, ``of the tokenizer``, or a path."""
 
     @cached_property
     def marks_generation(self) -> bool:
-        """Whether generation blocks say what the assistant writes."""
+        """Return whether generation blocks mark the text that the assistant writes."""
         return _GENERATION.search(self.text) is not None
 
     def on(self, day: date) -> str:
@@ -153,14 +153,14 @@ def shipped_template(name: str) -> ChatTemplate:
     Raises:
         TemplateUnknown: it is none of them.
     """
-    known = template_names()
-    if name not in known:
-        raise TemplateUnknown(name=name, known=known)
+    names = template_names()
+    if name not in names:
+        raise TemplateUnknown(name=name, known=names)
     return ChatTemplate(_SHIPPED.joinpath(f"{name}{_SUFFIX}").read_text(encoding="utf-8"), name)
 
 
 def _from_file(path: Path) -> ChatTemplate:
-    found = resolve_path(path)
-    if not found.is_file():
+    file = resolve_path(path)
+    if not file.is_file():
         raise DataFileNotFound(key="data.chat_template_file", path=str(path))
-    return ChatTemplate(decode(found, read_bytes(found)), str(path))
+    return ChatTemplate(decode(file, read_bytes(file)), str(path))

@@ -1,4 +1,4 @@
-"""Which encoding bytes are in that are not UTF-8, for the error that says how to convert them."""
+"""Detection of the encoding of bytes that are not UTF-8, for the error that says how to convert them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _ZEROS: Mapping[tuple[bool, ...], str] = {
     (False, True, False, True): "UTF-16LE",
     (True, False, True, False): "UTF-16BE",
 }
-"""Which of the first four bytes are 0 where two or four bytes hold a character of ASCII."""
+"""Encodings in which a character of ASCII has two or four bytes, by which of the first four bytes are 0."""
 _WESTERN_SHARE = 0.2
 """Most bytes above ASCII in a text of CP1252; where there are more, the text is in another script."""
 _SAMPLE_BYTES = 32768

@@ -1,4 +1,4 @@
-"""From the paths and patterns of a configuration to files, and from a file to text or JSON objects.
+"""Files from the paths and patterns of a configuration, and text or JSON objects from a file.
 
 Formats of records do not live here: a dataset plugin knows what its objects hold.
 
@@ -52,10 +52,10 @@ __all__ = [
 JSON_LINES = (".jsonl", ".ndjson")
 """Endings of files with an object per line."""
 JSON_TEXTS = (*JSON_LINES, ".json")
-"""The same of corpora, where nothing else is meant by the last."""
+"""Endings of JSON files of corpora, where nothing else is meant by ``.json``."""
 
 EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
-"""What a compressed file may expand to in any case, and how many times its size otherwise; text shrinks to a tenth."""
+"""Bytes that a compressed file may expand to in any case, and how many times its size otherwise (text: about ten)."""
 _PART_BYTES = 1 << 24
 _BOM = "\ufeff"
 PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
@@ -85,12 +85,12 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
             raise DataFileNotFound(key=key, path=str(pattern)) from error
         literal = next(str(part) for part in (path, *path.parents) if os.path.exists(part))
         matches = glob.glob(glob.escape(literal) + str(path)[len(literal) :], recursive=True)
-        found = [p for match in sorted(matches) if (p := Path(match)).is_file()]
-        if not found and path.exists() and not path.is_dir():
+        matching = [p for match in sorted(matches) if (p := Path(match)).is_file()]
+        if not matching and path.exists() and not path.is_dir():
             raise DataFileUnreadable(path=str(path), reason="it is not a file, and files are read more than once")
-        if not found:
+        if not matching:
             raise DataFileNotFound(key=key, path=str(pattern), candidates=similar_files(path))
-        files += found
+        files += matching
     return files
 
 
@@ -183,11 +183,11 @@ def json_object(path: Path, number: int, line: str | bytes, *, example: str = ""
 
 
 def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    table = dict(pairs)
+    if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
         raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} occurs twice in one object")
-    return found
+    return table
 
 
 parse_json: Callable[[str], Any] = json.JSONDecoder(object_pairs_hook=_without_repeats).decode
@@ -226,8 +226,8 @@ class WatchedFiles:
     """
 
     def __init__(self, paths: Iterable[Path], *, may_grow: bool) -> None:
-        found = ((path, _size(path)) for path in paths)
-        self._sizes = {path: size for path, size in found if size is not None}
+        sizes = ((path, _size(path)) for path in paths)
+        self._sizes = {path: size for path, size in sizes if size is not None}
         self._may_grow = may_grow
 
     def check(self, *paths: Path) -> None:
@@ -278,17 +278,17 @@ class RecordFiles(Section):
     """Names of the files' own columns, where they differ from those of a format: ``{prompt: question}`` reads the
     column ``question`` as ``prompt``."""
     bad_records: Literal["refuse", "drop"] = "refuse"
-    """Of a record that cannot be used: stop with its place (``refuse``), or leave it out, counted and listed
+    """Treatment of a record that cannot be used: stop with its place (``refuse``), or leave it out, counted and listed
     (``drop``)."""
     max_bad_share: Fraction = 0.01
     """Share of the records that ``bad_records: drop`` may leave out; more stop the run."""
     turn_order: Literal["refuse", "merge"] = "refuse"
-    """Of messages out of turn: ``refuse`` makes the record a bad one. ``merge`` joins messages of one speaker in a row,
-    and gives the text of later system messages to the user."""
+    """Treatment of messages out of turn. ``refuse`` makes the record a bad one. ``merge`` joins messages of one speaker
+    in a row, and gives the text of later system messages to the user."""
 
     cache_dir: Annotated[Path | None, Written()] = None
-    """Where the tokens are kept for all runs with the same data, tokenizer and settings; ``null``: in ``data/`` of the
-    run's directory."""
+    """Directory of the tokens for all runs with the same data, tokenizer and settings; ``null``: ``data/`` of the run's
+    directory."""
     cache_gib: PositiveInt | None = None
     """GiB that ``cache_dir`` may hold: what no run has used for longest goes. ``null`` sets no limit."""
 

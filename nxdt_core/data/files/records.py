@@ -1,4 +1,4 @@
-"""From files to raw records, each with its place; fields that no sample contains, and records that are left out."""
+"""Raw records of files, each with its place; fields that no sample contains, and records that are left out."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Place:
 
     path: str
     number: int
-    """From 1: the line of a JSONL file, the record of any other."""
+    """Number from 1: the line of a JSONL file, the record of any other."""
 
     def __str__(self) -> str:
         return f"{self.path}:{self.number}"
@@ -160,7 +160,7 @@ def read_records(
     """
     files: list[tuple[str, _Objects]] = []
     digests: list[str] = []
-    for path in expand((each for pattern in patterns for each in _within(pattern, key, split)), key):
+    for path in expand((file for pattern in patterns for file in _within(pattern, key, split)), key):
         content = read_bytes(path)
         files.append((str(path), _opened(path, content, example)))
         if not files[-1][1]:
@@ -174,12 +174,12 @@ def _within(path: Path, key: str, split: SplitName) -> list[Path]:
         return [path]
     if (path / "dataset_dict.json").is_file():
         path = next((path / name for name in _SPLITS[split] if (path / name).is_dir()), path)
-    inside = [each for each in sorted(path.iterdir()) if not each.name.startswith((".", "cache-"))]
+    inside = [entry for entry in sorted(path.iterdir()) if not entry.name.startswith((".", "cache-"))]
     for endings in _KINDS:
-        found = [each for each in inside if bare_name(each).endswith(endings) and each.is_file()]
-        if found and not (path / "dataset_dict.json").is_file():
-            return found
-    candidates = tuple(str(each) for each in inside if each.is_dir()) or similar_files(path)
+        files = [entry for entry in inside if bare_name(entry).endswith(endings) and entry.is_file()]
+        if files and not (path / "dataset_dict.json").is_file():
+            return files
+    candidates = tuple(str(entry) for entry in inside if entry.is_dir()) or similar_files(path)
     raise DataFileNotFound(key=key, path=str(path / "*.jsonl"), candidates=candidates)
 
 
@@ -199,16 +199,16 @@ def _opened(path: Path, content: bytes, example: str) -> _Objects:
 def _listed(path: Path, text: str) -> list[dict[str, Any]] | None:
     """Return the records of a JSON list; None where each line is a list, which is for the line's own error."""
     try:
-        found = parse_json(text)
+        parsed = parse_json(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and (error.msg, error.lineno, error.colno) == ("Extra data", 2, 1):
             return None
         raise BadJsonFile(path=str(path), reason=str(error)) from error
-    if not all(isinstance(record, dict) for record in found):
+    if not all(isinstance(record, dict) for record in parsed):
         raise BadJsonFile(path=str(path), reason="an entry is not an object")
-    if half := lone_surrogate(text, found):
+    if half := lone_surrogate(text, parsed):
         raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
-    records: list[dict[str, Any]] = found
+    records: list[dict[str, Any]] = parsed
     return records
 
 
@@ -234,10 +234,10 @@ class UnusedFields:
         Raises:
             FieldsUnused: there are some, and they are refused.
         """
-        found = tuple(dict.fromkeys(names))
-        if found and self._mode == "refuse":
-            raise FieldsUnused(place=str(place), names=found)
-        self._counts.update(found)
+        unused = tuple(dict.fromkeys(names))
+        if unused and self._mode == "refuse":
+            raise FieldsUnused(place=str(place), names=unused)
+        self._counts.update(unused)
 
 
 T = TypeVar("T")
@@ -308,8 +308,8 @@ def count_records(count: int) -> str:
 
 def unread(record: Mapping[str, Any], read: Iterable[str]) -> Iterator[str]:
     """Yield the keys of a record that hold something and are not among those that were ``read``."""
-    known = frozenset(read)
-    return (key for key, value in record.items() if key not in known and is_given(value))
+    readable = frozenset(read)
+    return (key for key, value in record.items() if key not in readable and is_given(value))
 
 
 def is_given(value: object) -> bool:

@@ -70,10 +70,10 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
             else:
                 schema, batches = ipc_batches(lambda: pyarrow.BufferReader(buffer))
             _check_names(schema.names, ValueError)
-            most, found, plain = _most(len(content)), 0, []
+            most, expanded, plain = _most(len(content)), 0, []
             for batch in batches:
-                found += _expanded(batch)
-                if found > most:
+                expanded += _expanded(batch)
+                if expanded > most:
                     raise pyarrow.ArrowInvalid(_TOO_LARGE)
                 plain.append(batch if not is_parquet else decoded(batch, schema))
             return pyarrow.Table.from_batches(plain, schema)
@@ -104,7 +104,7 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
 
 _TOO_LARGE = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
 _VALUE_BYTES = 8
-"""What a value counts at least: rows without a byte, such as nulls, take time and an index."""
+"""Bytes that a value counts at least: rows without a byte, such as nulls, take time and an index."""
 
 
 def _most(size_bytes: int) -> int:
@@ -178,12 +178,12 @@ def _pages(content: Any, chunk: Any) -> Iterator[tuple[int, int, set[Any]]]:
         try:
             header = _thrift(content, levels=2)  # PageHeader in parquet.thrift
             first, second = header.get(5, {}), header.get(8, {})
-            found = first.get(1, 0) + second.get(1, 0)
+            count = first.get(1, 0) + second.get(1, 0)
             size, place = header[2], content.tell() + max(0, header[3])
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise pyarrow.ArrowInvalid(f"the header of a page at byte {place} is damaged") from error
-        yield size, found, {first.get(2), second.get(4)}
-        values += found
+        yield size, count, {first.get(2), second.get(4)}
+        values += count
 
 
 def _thrift(content: Any, levels: int) -> dict[int, Any]:
@@ -296,12 +296,12 @@ def _uncompressed(message: Any) -> int:
         batch = target(field(batch, 1))
     if not field(batch, 3):  # compression
         return len(body)
-    buffers, found = target(field(batch, 2)), 0
+    buffers, total = target(field(batch, 2)), 0
     for number in range(struct.unpack_from("<I", data, buffers)[0]):
         offset, length = struct.unpack_from("<qq", data, buffers + 4 + 16 * number)
         declared = int.from_bytes(body[offset : offset + 8], "little", signed=True) if length else 0
-        found += length if declared < 0 else declared
-    return found
+        total += length if declared < 0 else declared
+    return total
 
 
 def decoded(batch: Any, schema: Any) -> Any:
@@ -333,8 +333,8 @@ def _check_kind(kind: Any) -> None:
     if any(is_refused(kind) for is_refused in refused):
         raise pyarrow.ArrowInvalid(f"it has a column of {kind}, which is not read; write it as a plain one")
     inner = getattr(kind, "storage_type", None) or (kind.value_type if types.is_dictionary(kind) else None)
-    for each in [inner] if inner is not None else [kind.field(number).type for number in range(kind.num_fields)]:
-        _check_kind(each)
+    for inner_kind in [inner] if inner is not None else [kind.field(number).type for number in range(kind.num_fields)]:
+        _check_kind(inner_kind)
 
 
 def _expanded(array: Any) -> int:
@@ -348,20 +348,20 @@ def _expanded(array: Any) -> int:
         return _VALUE_BYTES * len(array) + sum(map(_expanded, array.columns))
     if isinstance(array, pyarrow.ExtensionArray):
         return _expanded(array.storage)
-    kind, own = array.type, _VALUE_BYTES * len(array)
+    kind, base = array.type, _VALUE_BYTES * len(array)
     if types.is_dictionary(kind):
         values = array.dictionary
         if types.is_string(kind.value_type) or types.is_binary(kind.value_type) or _is_large(kind.value_type):
             lengths = pyarrow.compute.binary_length(values).take(array.indices)
-            return own + int(pyarrow.compute.sum(lengths).as_py() or 0)
-        return own + len(array) * _expanded(values)
+            return base + int(pyarrow.compute.sum(lengths).as_py() or 0)
+        return base + len(array) * _expanded(values)
     if types.is_string_view(kind) or types.is_binary_view(kind):
         views = np.frombuffer(array.buffers()[1], "<i4")[::4] if len(array) else np.empty(0, "<i4")
-        return own + int(views[array.offset : array.offset + len(array)].sum(dtype=np.int64))
+        return base + int(views[array.offset : array.offset + len(array)].sum(dtype=np.int64))
     if types.is_nested(kind):
         inner = [array.keys, array.items] if types.is_map(kind) else array.flatten()
-        return own + sum(map(_expanded, inner if isinstance(inner, list) else [inner]))
-    return max(own, int(array.nbytes))
+        return base + sum(map(_expanded, inner if isinstance(inner, list) else [inner]))
+    return max(base, int(array.nbytes))
 
 
 def _is_large(kind: Any) -> bool:
@@ -376,15 +376,15 @@ def _values(value: Any, kind: Any) -> Any:
     Objects lose the keys that hold nothing: Arrow gives each object the keys of all others. JSON keeps its nulls.
     """
     if isinstance(value, str) and getattr(kind, "extension_name", None) == "arrow.json":
-        found = parse_json(value)
-        if half := lone_surrogate(value, found):
+        parsed = parse_json(value)
+        if half := lone_surrogate(value, parsed):
             raise ValueError(f"its JSON holds half a character, {half}")
-        return found
+        return parsed
     kind = getattr(kind, "storage_type", kind)
     if isinstance(value, dict):
         kinds = {field.name: field.type for field in kind} if hasattr(kind, "get_field_index") else {}
-        return {key: _values(each, kinds.get(key)) for key, each in value.items() if each is not None}
-    return [_values(each, getattr(kind, "value_type", None)) for each in value] if isinstance(value, list) else value
+        return {key: _values(item, kinds.get(key)) for key, item in value.items() if item is not None}
+    return [_values(item, getattr(kind, "value_type", None)) for item in value] if isinstance(value, list) else value
 
 
 def _check_names(names: Sequence[str], error: type[Exception]) -> None:

@@ -19,7 +19,7 @@ _SPELLED = {_BYTES: "<bos>", _BYTES + 1: "<eos>", _BYTES + 2: "<pad>"}
 
 
 class ByteTokenizer(Tokenizer):
-    """``ByteTokenizer(config).encode("hi") == [104, 105]``."""
+    """Tokenizer whose tokens are the bytes of UTF-8: ``ByteTokenizer(config).encode("hi") == [104, 105]``."""
 
     vocab_size: int = _BYTES + 3
     bos_id: int | None = _BYTES

@@ -1,4 +1,4 @@
-"""What tokenizers share: finding the library and the files, texts as libraries accept them, and positions of tokens."""
+"""Functions for all tokenizers: finding libraries and files, text as libraries accept it, and token positions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["FAST_TOKENIZER", "encoded", "holds_ranks", "import_library", "locate
 FAST_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
 """Beginning of a ``tokenizer_config.json``, for transformers 4 and 5. The class of 4 asks for token types otherwise."""
 _LARGEST_BYTES = 256 << 20
-"""Of a file of a tokenizer: the largest that are published have a tenth of it."""
+"""Largest size of a file of a tokenizer: the largest that are published have a tenth of it."""
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
 
@@ -75,7 +75,7 @@ T = TypeVar("T")
 
 
 def valid(text: str) -> str:
-    """``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot express and most libraries refuse."""
+    """Return ``text`` with U+FFFD for each lone surrogate, which UTF-8 cannot express and most libraries refuse."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 

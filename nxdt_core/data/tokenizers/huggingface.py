@@ -57,21 +57,21 @@ class Loaded:
     """A tokenizer and the facts that its files state."""
 
     tokenizer: Any
-    """``tokenizers.Tokenizer``."""
+    """Instance of ``tokenizers.Tokenizer``."""
     content: bytes
     """The content that determines its ids; part of the fingerprint."""
     origin: str
     """File or name, for errors."""
     special_tokens: Mapping[str, str] = field(default_factory=dict)
-    """``bos_token``, ``eos_token``, ``pad_token`` → the token, where the files name one."""
+    """Tokens by role (``bos_token``, ``eos_token``, ``pad_token``), where the files name one."""
     directory: Path | None = None
     """Directory of its further files, such as its chat template and other files that transformers reads."""
     is_json: bool = True
-    """Whether :attr:`content` is a ``tokenizer.json``."""
+    """True where :attr:`content` is a ``tokenizer.json``."""
 
 
 def local_path(text: str) -> Path | None:
-    """``text`` as a path; None where it can only be a hub name (``name`` or ``owner/name``, and no such file)."""
+    """Return ``text`` as a path; None where it can only be a hub name (``name`` or ``owner/name``, and no file)."""
     path = expand_home(text)
     looks_like_name = (
         not path.is_absolute() and text.count("/") <= 1 and text[:1] not in ".~" and path.suffix != ".json"
@@ -193,19 +193,19 @@ def _growth(part: object) -> float:
     """Return how many times as long as a text a normalizer or a decoder of a ``tokenizer.json`` can make it."""
     if not isinstance(part, dict):
         return math.prod(map(_growth, part)) if isinstance(part, list) else 1.0
-    own, pattern = 1.0, part.get("pattern")
+    factor, pattern = 1.0, part.get("pattern")
     if part.get("type") == "Replace" and isinstance(pattern, dict):  # a regular expression may match between characters
-        own = (
+        factor = (
             max(1.0, len(part["content"]) / len(text)) if (text := pattern.get("String")) else 1 + len(part["content"])
         )
     elif part.get("type") == "Prepend":
-        own = 1 + len(part["prepend"])
+        factor = 1 + len(part["prepend"])
     elif (
         part.get("type") == "Precompiled"
     ):  # of SentencePiece: the size of a trie, the trie, and texts that end in zeros
         charsmap = base64.b64decode(part["precompiled_charsmap"] or "")
-        own = max(1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
-    return own * math.prod(_growth(each) for each in part.values() if isinstance(each, (dict, list)))
+        factor = max(1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
+    return factor * math.prod(_growth(inner) for inner in part.values() if isinstance(inner, (dict, list)))
 
 
 def _special_tokens(directory: Path) -> dict[str, str]:
@@ -261,29 +261,29 @@ def chat_template(loaded: Loaded) -> str | None:
 
 
 def _named_templates(directory: Path) -> Mapping[str, Any]:
-    found = {}
+    templates = {}
     for name, file in (("default", "chat_template.jinja"), ("tool_use", FOR_TOOLS)):
         if (content := _content(directory, file)) is not None:
             try:
-                found[name] = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
+                templates[name] = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
             except UnicodeDecodeError as error:
                 path = str(directory / file)
                 raise BadTokenizerFile(path=path, wanted="file of UTF-8 text", reason=str(error)) from error
-    if found:
-        return found
-    kept = read_json(directory / "chat_template.json").get("chat_template")
-    kept = read_record(directory).get("chat_template") if kept is None else kept
-    if isinstance(kept, list):  # an older form: several of them, each with a name
-        return {str(entry.get("name")): entry.get("template") for entry in kept if isinstance(entry, dict)}
-    return {"default": kept}
+    if templates:
+        return templates
+    template = read_json(directory / "chat_template.json").get("chat_template")
+    template = read_record(directory).get("chat_template") if template is None else template
+    if isinstance(template, list):  # an older form: several of them, each with a name
+        return {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
+    return {"default": template}
 
 
 def special_tokens(loaded: Loaded, named: Mapping[str, str | None]) -> dict[str, str]:
     """Return the tokens by the name that a template calls them by, such as ``unk_token``; ``named`` ones replace the
     files'."""
     record = {} if loaded.directory is None else read_record(loaded.directory)
-    found = {key: token_text(value) for key, value in record.items() if key.endswith("_token")}
-    return {key: token for key, token in {**found, **named}.items() if token is not None}
+    tokens = {key: token_text(value) for key, value in record.items() if key.endswith("_token")}
+    return {key: token for key, token in {**tokens, **named}.items() if token is not None}
 
 
 _CONFIG = "tokenizer_config.json"
@@ -371,8 +371,8 @@ class HuggingFaceTokenizer(Tokenizer):
     def leading_ids(self) -> Sequence[int]:
         """Return what the file's post-processor puts before a text."""
         with self._panics_explained():
-            found = self._tokenizer.encode("a", add_special_tokens=True)
-        ids: list[int] = found.ids[: found.special_tokens_mask.index(0)]
+            encoding = self._tokenizer.encode("a", add_special_tokens=True)
+        ids: list[int] = encoding.ids[: encoding.special_tokens_mask.index(0)]
         return ids
 
     def hf_files(self) -> Mapping[str, bytes]:
@@ -403,9 +403,9 @@ class HuggingFaceTokenizer(Tokenizer):
         return self._decoded(ids, skip_special_tokens=False)
 
     def _decoded(self, ids: Iterable[int], *, skip_special_tokens: bool) -> str:
-        known = [id_ for id_ in ids if 0 <= id_ < self.vocab_size]
+        valid = [id_ for id_ in ids if 0 <= id_ < self.vocab_size]
         with self._panics_explained():
-            text: str = self._tokenizer.decode(known, skip_special_tokens=skip_special_tokens)
+            text: str = self._tokenizer.decode(valid, skip_special_tokens=skip_special_tokens)
         return text
 
     @contextmanager
@@ -455,7 +455,7 @@ def _with_tokens(loaded: Loaded, config: HuggingFaceTokenizerConfig, library: An
     if not config.added_tokens:
         return loaded
     special = {config.bos_token, config.eos_token, config.pad_token}
-    tokens = [library.AddedToken(each, normalized=False, special=each in special) for each in config.added_tokens]
+    tokens = [library.AddedToken(token, normalized=False, special=token in special) for token in config.added_tokens]
     loaded.tokenizer.add_tokens(tokens)
     return replace(loaded, content=loaded.tokenizer.to_str().encode(), is_json=True)
 

@@ -80,8 +80,8 @@ def _tokenizer(pieces: Sequence[Any], unknown: str, added: Mapping[str, int]) ->
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    own = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
-    tokenizer.add_tokens([library.AddedToken(token, normalized=False) for token in own])
+    user_defined = [piece.piece for piece in pieces if piece.type == _USER_DEFINED]
+    tokenizer.add_tokens([library.AddedToken(token, normalized=False) for token in user_defined])
     special = [*(piece.piece for piece in pieces if piece.type == _CONTROL), *added]  # as chat templates write them
     tokenizer.add_special_tokens([library.AddedToken(token, normalized=False, special=True) for token in special])
     return tokenizer
@@ -101,10 +101,10 @@ def _merges(pieces: Sequence[Any], vocabulary: Mapping[str, int]) -> list[tuple[
 def cut(tokens: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
     """Yield ``text`` in parts, split before and after each of ``tokens``, with the position where each part begins."""
     at = 0
-    for found in tokens.finditer(text):
-        yield at, text[at : found.start()]
-        yield found.start(), found[0]
-        at = found.end()
+    for match in tokens.finditer(text):
+        yield at, text[at : match.start()]
+        yield match.start(), match[0]
+        at = match.end()
     yield at, text[at:]
 
 
@@ -117,18 +117,18 @@ def located(processor: Any, text: str, tokens: re.Pattern[str], ids: Mapping[str
         tokens: finds those that stand for themselves.
         ids: of these.
     """
-    found: list[int] = []
+    all_ids: list[int] = []
     places: list[tuple[int, int]] = []
     for at, part in cut(tokens, text):
         if part in ids:
-            found.append(ids[part])
+            all_ids.append(ids[part])
             places.append((at, at + len(part)))
         elif part:
             pieces = processor.encode(part, return_type="proto").pieces
-            found += [piece.id for piece in pieces]
+            all_ids += [piece.id for piece in pieces]
             places += _places(processor, pieces, at)
     starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    return LocatedIds(ids=np.array(found, dtype=np.int64), starts=starts, ends=ends)
+    return LocatedIds(ids=np.array(all_ids, dtype=np.int64), starts=starts, ends=ends)
 
 
 def _places(processor: Any, pieces: Any, at: int) -> list[tuple[int, int]]:
@@ -164,8 +164,8 @@ class SentencePieceTokenizer(Tokenizer):
         self._added: dict[str, int] = self._append(config) if config.sentencepiece_legacy else {}
         self._appended = {id_: token for token, id_ in self._added.items() if id_ >= self._own_size}
         self._parts = _any_of(self._added)
-        own = range(self._own_size)
-        controls = {self._processor.id_to_piece(id_): id_ for id_ in own if self._processor.is_control(id_)}
+        numbers = range(self._own_size)
+        controls = {self._processor.id_to_piece(id_): id_ for id_ in numbers if self._processor.is_control(id_)}
         self._reserved = {**controls, **self._added}
         self._reserved_parts = _any_of(self._reserved)
         self.vocab_size: int = self._own_size + len(self._appended)
@@ -211,8 +211,8 @@ class SentencePieceTokenizer(Tokenizer):
     def spell(self, ids: Iterable[int]) -> str:
         """Return the text of :meth:`decode`, with special tokens as they are written."""
         names = {id_: token for token, id_ in self._reserved.items()}
-        known = groupby((id_ for id_ in ids if 0 <= id_ < self.vocab_size), names.__contains__)
-        return "".join("".join(names[id_] for id_ in run) if special else self.decode(run) for special, run in known)
+        runs = groupby((id_ for id_ in ids if 0 <= id_ < self.vocab_size), names.__contains__)
+        return "".join("".join(names[id_] for id_ in run) if special else self.decode(run) for special, run in runs)
 
     def fingerprint(self) -> str:
         """Digest of the model file and of what the configuration adds to it."""
@@ -259,13 +259,13 @@ class SentencePieceTokenizer(Tokenizer):
         return name
 
     def _encode_part(self, part: str) -> list[int]:
-        own = self._added.get(part)
-        ids: list[int] = self._processor.encode(part) if own is None else [own]
+        added_id = self._added.get(part)
+        ids: list[int] = self._processor.encode(part) if added_id is None else [added_id]
         return ids
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:
-    """What finds the longest of ``tokens``; without any, nothing."""
+    """Return a pattern that finds the longest of ``tokens``; without any, it finds nothing."""
     return re.compile("|".join(map(re.escape, sorted(tokens, key=len, reverse=True))) or r"(?!)")
 
 

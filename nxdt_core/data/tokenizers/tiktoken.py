@@ -23,7 +23,7 @@ LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-"""As the ``tokenizer.json`` of Llama 3 has it."""
+"""Pattern that splits text for Llama 3, from its ``tokenizer.json``."""
 
 _NAMED = {
     0: "<|begin_of_text|>",
@@ -43,7 +43,7 @@ def _llama_3_special_tokens() -> Iterator[str]:
 
 
 LLAMA_3_SPECIAL_TOKENS = tuple(_llama_3_special_tokens())
-"""Of Llama 3.1 and later, as their ``tokenizer.json`` has them; Llama 3 itself has reserved ones at 4, 8 and 10."""
+"""Special tokens of Llama 3.1 and later, from their ``tokenizer.json``; Llama 3 has reserved ones at 4, 8 and 10."""
 
 _SPACES = re.compile(r"\s{10000}")
 """The library's regular expressions give up on a run of some hundred thousand spaces."""
@@ -87,12 +87,12 @@ class TiktokenTokenizer(Tokenizer):
         """Return the same for many texts, on as many threads as this process may use."""
         threads = len(os.sched_getaffinity(0))
         try:
-            found: list[list[int]] = self._encoding.encode_batch(
+            encoded: list[list[int]] = self._encoding.encode_batch(
                 list(texts), allowed_special="all", num_threads=threads
             )
         except ValueError:
-            found = [self.encode(text) for text in texts]
-        return found
+            encoded = [self.encode(text) for text in texts]
+        return encoded
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ``ids``; special tokens and ids that are not in the vocabulary are left out."""
@@ -113,8 +113,8 @@ class TiktokenTokenizer(Tokenizer):
         """Return the ids of :meth:`encode_batch` with positions; tokens that share a character have the same
         position."""
         spelled = self._encoding.decode_tokens_bytes
-        found = zip(texts, self.encode_batch(texts), strict=True)
-        return [located(valid(text), ids, [len(token) for token in spelled(ids)]) for text, ids in found]
+        encoded = zip(texts, self.encode_batch(texts), strict=True)
+        return [located(valid(text), ids, [len(token) for token in spelled(ids)]) for text, ids in encoded]
 
     def spell(self, ids: Iterable[int]) -> str:
         """Return the text of :meth:`decode`, special tokens included."""
@@ -177,6 +177,6 @@ def _parse(content: bytes, path: Path) -> dict[bytes, int]:
 
 
 def _between_spaces(text: str) -> list[str]:
-    """``text`` in parts without long runs of white space."""
-    cuts = [0, *(found.end() for found in _SPACES.finditer(text)), len(text)]
+    """Return ``text`` in parts without long runs of white space."""
+    cuts = [0, *(match.end() for match in _SPACES.finditer(text)), len(text)]
     return [text[begin:end] for begin, end in pairwise(cuts)]

@@ -187,11 +187,11 @@ def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
         return AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason=reason)
 
     kinds = type(core).__mro__
-    said = next((depth for depth, kind in enumerate(kinds) if "semantics" in vars(kind)), None)
-    if said is None:
+    declared = next((depth for depth, kind in enumerate(kinds) if "semantics" in vars(kind)), None)
+    if declared is None:
         raise refusal("it does not say what it computes")
     done = next(depth for depth, kind in enumerate(kinds) if "forward" in vars(kind))
-    if done < said:
+    if done < declared:
         raise refusal("it overrides forward() and not semantics()")
     semantics: AttentionSemantics = core.semantics()  # type: ignore[operator]
     if not semantics.causal:

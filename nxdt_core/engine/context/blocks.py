@@ -22,7 +22,7 @@ from nxdt_core.distributed.collectives import gather_along
 from nxdt_core.models.attention.partial_attention import Block, Window
 
 Relation = Literal["apart", "mixed", "one"]
-"""Of two chunks, over all rows of the batch: no document in common, one document that fills both, or neither."""
+"""Relation of two chunks over all rows: no document in common, parts of several, or one document that fills both."""
 
 
 def zigzag_chunks(rank: int, ranks: int) -> tuple[int, int]:
@@ -54,9 +54,9 @@ class DocumentChunks:
     """The documents of one micro-batch, by the chunks of its sequences."""
 
     ids: torch.Tensor
-    """int64 [batch, seq], of the whole sequence in its own order."""
+    """Document ids of the whole sequence in its own order, int64 [batch, seq]."""
     relations: tuple[tuple[Relation, ...], ...]
-    """By the numbers of two chunks."""
+    """Relation of each pair of chunks, by their numbers."""
 
     def of(self, first: int, stop: int) -> torch.Tensor:
         """Return the ids [batch, tokens] of the chunks ``first`` … ``stop - 1``."""
@@ -79,9 +79,9 @@ class DocumentCache:
         """Return the chunks of a micro-batch from this rank's ids [batch, seq / ranks]. Collective for new ids."""
         if document_ids.is_inference():  # does not track in-place changes
             return self._gathered(document_ids)
-        known = self._known.get(document_ids)
-        if known is not None and known[0] == document_ids._version:
-            return known[1]
+        cached = self._known.get(document_ids)
+        if cached is not None and cached[0] == document_ids._version:
+            return cached[1]
         chunks = self._gathered(document_ids)
         self._known[document_ids] = (document_ids._version, chunks)
         return chunks
@@ -97,10 +97,10 @@ _OVER: dict[str, DocumentCache] = {}
 
 def document_cache(group: dist.ProcessGroup) -> DocumentCache:
     """Return the documents of all micro-batches that the ranks of ``group`` share."""
-    known = _OVER.get(group.group_name)
-    if known is None or known.group is not group:
-        known = _OVER[group.group_name] = DocumentCache(group)
-    return known
+    cache = _OVER.get(group.group_name)
+    if cache is None or cache.group is not group:
+        cache = _OVER[group.group_name] = DocumentCache(group)
+    return cache
 
 
 def document_cache_of(group_name: str) -> DocumentCache:
@@ -129,15 +129,15 @@ class ContextSequence:
     """Settings of attention over a sequence that is sharded over ranks."""
 
     scale: float
-    """Of the scores."""
+    """Factor of the scores."""
     softcap: float | None
     """Scores are ``softcap · tanh(score / softcap)``; None: as they are."""
     group: dist.ProcessGroup
     """The context parallel ranks."""
     documents: DocumentChunks | None
-    """None where each row of the batch is one document."""
+    """Documents of the chunks; None where each row of the batch is one document."""
     window: int | None
-    """How many tokens one sees, itself included; None for all before it."""
+    """Number of tokens that each token sees, itself included; None for all before it."""
     sinks: torch.Tensor | None
     """[heads], scores without a value; None: there are none."""
 

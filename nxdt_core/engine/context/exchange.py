@@ -68,9 +68,9 @@ def ring_backward(
     """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
     group = sequence.group
     sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
-    own, travelling = _zero_gradients(key, value), None
+    local, travelling = _zero_gradients(key, value), None
     for source, keys, values in _ring_shards(key, value, group):
-        total = own if source == group.rank() else _zero_gradients(key, value)
+        total = local if source == group.rank() else _zero_gradients(key, value)
         grad_key, grad_value = _unpacked(total, key)
         for block in _blocks(sequence, source, key):
             sums.add(block, keys, values, grad_key, grad_value)
@@ -79,8 +79,8 @@ def ring_backward(
                 total += travelling.arrived()
             travelling = _Hop(total.to(key.dtype), group)
     if travelling is not None:
-        own += travelling.arrived()
-    grad_key, grad_value = _unpacked(own, key)
+        local += travelling.arrived()
+    grad_key, grad_value = _unpacked(local, key)
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 

@@ -45,13 +45,13 @@ class GatherDtypes:
     """Dtypes in which the weights of a stage are sent; weights that are not named keep the dtype that FSDP2 passes."""
 
     dtype: torch.dtype
-    """What products compute in, of two bytes."""
+    """Two-byte dtype in which matrix products compute."""
     narrow: frozenset[str] = frozenset()
     """Names of those that travel in ``dtype``."""
     scaled: frozenset[str] = frozenset()
     """Names of those that travel in one byte per element."""
     cast: ScaledCast | None = None
-    """From ``dtype`` to one byte and back; there where ``scaled`` names weights."""
+    """Cast from ``dtype`` to one byte and back; there where ``scaled`` names weights."""
 
 
 def gather_dtypes(module: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> GatherDtypes:
@@ -73,11 +73,11 @@ def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
     """
     layers = product_layers(module, plan)
     plain = ((path, layer) for path, layer, _ in layers if not isinstance(local_of(layer.weight), QuantisedWeight))
-    found = {f"{path}.weight" for path, layer in plain if _only_multiplied(layer)}
+    weights = {f"{path}.weight" for path, layer in plain if _only_multiplied(layer)}
     for path, part in module.named_modules():
         if isinstance(part, SwiGLUExperts) and matches_any(plan.experts.modules, path) and not part.updates:
-            found |= {f"{path}.{name}" for name in _EXPERTS}
-    return frozenset(found - {name for pair in plan.tied for name in pair})
+            weights |= {f"{path}.{name}" for name in _EXPERTS}
+    return frozenset(weights - {name for pair in plan.tied for name in pair})
 
 
 def scaled_weights(module: nn.Module, plan: ParallelPlan) -> dict[str, ScaledCast]:
@@ -85,12 +85,12 @@ def scaled_weights(module: nn.Module, plan: ParallelPlan) -> dict[str, ScaledCas
 
     They are the weights that nothing but the product of a precision policy reads, if that product names a cast.
     """
-    found: dict[str, ScaledCast] = {}
+    casts: dict[str, ScaledCast] = {}
     for path, layer, _ in product_layers(module, plan):
         way = getattr(getattr(layer, "product", None), "gathered", None)
         if way is not None and _only_multiplied(layer):
-            found[f"{path}.weight"] = way
-    return found
+            casts[f"{path}.weight"] = way
+    return casts
 
 
 def _only_multiplied(layer: Any) -> bool:
@@ -113,8 +113,8 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
     (group,) = groups
     if any(p.sharded_param.dtype == forms.dtype for p in group.fsdp_params):  # frozen, and stored as they travel
         return None
-    found = [(p._sharded_param_data.numel(), names.get(id(p.sharded_param), "")) for p in group.fsdp_params]
-    segments = [_Segment(size, name, _form(name, forms)) for size, name in found]
+    sizes = [(p._sharded_param_data.numel(), names.get(id(p.sharded_param), "")) for p in group.fsdp_params]
+    segments = [_Segment(size, name, _form(name, forms)) for size, name in sizes]
     if all(segment.form == "whole" for segment in segments):
         return None
     gather = WeightGather(segments, forms)
@@ -173,7 +173,7 @@ class WeightGather:
             return work
         sizes = [segment.size for segment in self._segments]
         parts = torch.split(input_tensor, sizes)
-        packed = [self._packed(*each, scales) for each in zip(parts, self._segments, forms, strict=True)]
+        packed = [self._packed(*arguments, scales) for arguments in zip(parts, self._segments, forms, strict=True)]
         lengths = [part.numel() for part in packed]
         sent = torch.cat(packed)
         ranks = group.size()
@@ -269,9 +269,9 @@ class ScaledWeights:
         if self._forms is None or self._forms.cast is None:
             return
         shards = [local_of(weight).detach() for weight in self._weights.values()]
-        held = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+        shards_or_zero = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
         # Rounding keeps the order of values: the largest rounded value is that of the largest.
-        maxima = torch.stack(torch._foreach_norm(held, torch.inf)).to(self._forms.dtype).float()
+        maxima = torch.stack(torch._foreach_norm(shards_or_zero, torch.inf)).to(self._forms.dtype).float()
         dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
         scales = dict(zip(self._weights, self._forms.cast.scales(maxima).unbind(), strict=True))
         for gather in self._gathers:

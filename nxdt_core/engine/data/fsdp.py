@@ -118,8 +118,8 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> OuterModules:
 def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[str]:
     """Paths of the modules with parameters that ``plan`` gives a style."""
     patterns = tuple(pattern for pattern, style in plan.tensor.items() if style == wanted)
-    found = [(path, part) for path, part in module.named_modules() if matches_any(patterns, path)]
-    return [path for path, part in found if any(True for _ in part.parameters())]
+    matching = [(path, part) for path, part in module.named_modules() if matches_any(patterns, path)]
+    return [path for path, part in matching if any(True for _ in part.parameters())]
 
 
 def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
@@ -182,9 +182,9 @@ def apply_data_parallel(
     )
     layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
     forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()
-    own = {parameter for parameter in module.parameters() if isinstance(local_of(parameter), QuantisedWeight)}
+    ignored = {parameter for parameter in module.parameters() if isinstance(local_of(parameter), QuantisedWeight)}
     if leaves_experts_whole(mesh.sizes, precision):
-        own |= {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
+        ignored |= {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
     outer, dense = outer_modules(module, plan), _mesh(mesh)
     profile = profile_of(torch.device(dense.device_type))
@@ -198,7 +198,7 @@ def apply_data_parallel(
             mesh=where,
             mp_policy=policy,
             reshard_after_forward=not keep and names != outer.last,
-            ignored_params=own,
+            ignored_params=ignored,
         )
         sharded = _sharded(module, names[0])  # the modules of a group share what is set
         _set_reduction(sharded, sums if profile.sums_by_exchange else None, overlapped=overlapped)

@@ -98,9 +98,9 @@ def global_norm(
     Returns:
         A device scalar, equal on all ranks bit for bit.
     """
-    held = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
-    coded = [tensor for tensor in held if isinstance(tensor, QuantisedWeight)]  # one after the other has its values
-    plain = [tensor for tensor in held if not isinstance(tensor, QuantisedWeight)]
+    local = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
+    coded = [tensor for tensor in local if isinstance(tensor, QuantisedWeight)]  # one after the other has its values
+    plain = [tensor for tensor in local if not isinstance(tensor, QuantisedWeight)]
     large = [tensor for tensor in plain if tensor.numel() >= _LARGE_ELEMENTS]
     small = [tensor for tensor in plain if tensor.numel() < _LARGE_ELEMENTS]
     norms = [norm for same in group_by_dtype(small) for norm in torch._foreach_norm(same, 2, dtype)]

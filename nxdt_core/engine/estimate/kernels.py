@@ -113,7 +113,7 @@ class _RmsNorm(torch.autograd.Function):
 
 
 class _CastingProduct(torch.autograd.Function):
-    """Of a :class:`~nxdt_core.protocols.precision.LinearProduct` in a compiled layer; keeps no inputs."""
+    """Shapes of a :class:`~nxdt_core.protocols.precision.LinearProduct` in a compiled layer; keeps no inputs."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -163,7 +163,7 @@ _CAST = {
     torch.einsum,
     functional.conv1d,
 }
-"""What autocast runs in its dtype, of the operators that language models use."""
+"""Operators of language models that autocast runs in its dtype."""
 
 
 def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bool) -> None:

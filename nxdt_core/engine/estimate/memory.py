@@ -17,18 +17,18 @@ _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StorageLayout:
-    """How parameters, gradients and state are sharded over the ranks, and the dtype of each."""
+    """Sharding of parameters, gradients and optimizer state over the ranks, and the dtype of each."""
 
     policy: PrecisionPolicy
     zero_stage: int
     sharded: bool
-    """Whether FSDP2 holds the parameters."""
+    """FSDP2 holds the parameters."""
     replicated: bool
-    """Whether other ranks hold the same ones, unless they are sharded."""
+    """Other ranks hold the same parameters, unless these are sharded."""
     accumulates: bool
-    """Whether a step has several micro-batches."""
+    """A step has several micro-batches."""
     stand_ins: bool = False
-    """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
+    """The optimizer works on float32 stand-ins of weights that are rounded."""
 
     @property
     def compute_bytes(self) -> int:
@@ -200,21 +200,21 @@ def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace]
 
     A backward in two passes keeps its activations until the second.
     """
-    kept, worst = 0, {"activations": 0, "logits": 0, "workspace": 0}
+    total, worst = 0, {"activations": 0, "logits": 0, "workspace": 0}
     for operation in order:
         trace = traces[operation.stage]
-        held = trace.kept + (received if operation.stage > 0 else 0)
+        added = trace.kept + (received if operation.stage > 0 else 0)
         if operation.kind == "forward":
-            kept += held
+            total += added
             continue
         peak = trace.peak
         moment = {
-            "activations": kept - trace.kept + peak["activations"],
+            "activations": total - trace.kept + peak["activations"],
             "logits": peak["logits"],
             "workspace": peak["workspace"],
         }
         if sum(moment.values()) > sum(worst.values()):
             worst = moment
         if operation.kind != "backward_input":
-            kept -= held
+            total -= added
     return worst

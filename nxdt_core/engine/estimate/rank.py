@@ -51,11 +51,11 @@ class MeasuredTeacher:
     """Bytes that a second model needs on one rank, which runs forward only; of a run without one there are none."""
 
     weights: int = 0
-    """Its shard."""
+    """Bytes of its shard."""
     running: int = 0
-    """In addition to that while it runs: gathered weights and hidden states."""
+    """Further bytes while it runs: gathered weights and hidden states."""
     kept: int = 0
-    """What is kept of its logits of one micro-batch."""
+    """Bytes of its logits of one micro-batch, as far as they are kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class MeasuredRank:
     """Measurements of one rank."""
 
     counts: ParameterCounts
-    """Of all its stages."""
+    """Elements of the parameters of all its stages."""
     traces: tuple[MicroBatchTrace, ...]
     """One per stage, ascending."""
     layers: int
@@ -124,11 +124,11 @@ def _noted_cache(module: nn.Module, plan: ParallelPlan, work: Workload) -> Itera
 
     def note(number: int, semantics: AttentionSemantics, _: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
         width = cached_width(semantics, work.seq_length)
-        noted[number] = sum(rows * width * kept.shape[1] * kept.shape[3] * kept.element_size() for kept in args[1:3])
+        noted[number] = sum(rows * width * part.shape[1] * part.shape[3] * part.element_size() for part in args[1:3])
 
     handles = [
-        held.get_submodule(name).register_forward_pre_hook(partial(note, number, said))
-        for number, (held, name, said) in enumerate(slots if isinstance(slots, list) else [])
+        parent.get_submodule(name).register_forward_pre_hook(partial(note, number, slot_semantics))
+        for number, (parent, name, slot_semantics) in enumerate(slots if isinstance(slots, list) else [])
     ]
     try:
         yield noted
@@ -145,7 +145,7 @@ def _measure_teacher(
         return MeasuredTeacher()
     laid = lay_out(work.teacher, mesh, work.options.of_frozen(), precision)
     hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
-    weights = forward = kept = 0
+    weights = forward = logits_bytes = 0
     for number, module in zip(laid.numbers, laid.modules, strict=True):
         counts = count_parameters(
             module,
@@ -155,12 +155,12 @@ def _measure_teacher(
             forms=gather_dtypes(module, laid.plan, work.precision),
             state=work.state,
         )
-        views, given = _use_local_tensors(module.eval()), _given(work, work.batch(), number, hidden_size)
+        views, stage_input = _use_local_tensors(module.eval()), _given(work, work.batch(), number, hidden_size)
         with _refuse_values():
-            needed, output = trace_forward(module, given, autocast=work.autocast, views=views)
+            needed, output = trace_forward(module, stage_input, autocast=work.autocast, views=views)
         weights, forward = weights + counts.frozen_bytes, max(forward, needed + gathered_bytes(counts, storage))
-        kept = work.objective.kept_bytes(output) if number == work.sizes.stages - 1 else 0
-    return MeasuredTeacher(weights=weights, running=forward, kept=kept)
+        logits_bytes = work.objective.kept_bytes(output) if number == work.sizes.stages - 1 else 0
+    return MeasuredTeacher(weights=weights, running=forward, kept=logits_bytes)
 
 
 def _given(work: Workload, batch: Batch, number: int, hidden_size: int) -> StageInput:

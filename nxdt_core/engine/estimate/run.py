@@ -1,4 +1,4 @@
-"""What a run of any size would need, from one process without its devices: memory, traffic, idle time, sizes.
+"""Estimates for a run of any size, made in one process without the run's devices: memory, traffic, idle time, sizes.
 
 Traffic is the bytes that a rank sends in a step: what was measured on a micro-batch, and what comes once per step. They
 are lower bounds by ring algorithms, as in :class:`nxdt_core.engine.estimate.trace.WireBytes`.
@@ -33,7 +33,7 @@ from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
 from nxdt_core.protocols.plan import ParallelPlan
 
 _SCALE_BYTES = 4
-"""Of the largest element of a weight that travels in one byte per element, which ranks find together once per step."""
+"""Bytes of the scale of a weight that is sent in one byte per element; ranks find it together once per step."""
 
 
 def estimate(work: Workload) -> Estimate:
@@ -111,12 +111,12 @@ def _hidden_behind(work: Workload, storage: StorageLayout) -> dict[str, float]:
     """
     each_time = storage.zero_stage >= 2
     after = not storage.sharded and work.sizes.pp > 1
-    found = {"pp": 1.0, "dp": 0.0 if after else 1.0 if each_time else 1 / work.micro_batches}
+    shares = {"pp": 1.0, "dp": 0.0 if after else 1.0 if each_time else 1 / work.micro_batches}
     if work.options.async_tensor_parallel:
-        found["tp"] = 1.0
+        shares["tp"] = 1.0
     if work.sizes.cp > 1 and work.options.context_parallel_method == "ring":
-        found["cp"] = 1.0
-    return found
+        shares["cp"] = 1.0
+    return shares
 
 
 def _never_hidden(work: Workload, chunks: int) -> dict[str, float]:
@@ -126,11 +126,11 @@ def _never_hidden(work: Workload, chunks: int) -> dict[str, float]:
     the reduce-scatters of gradients before column layers are sums of several products, which take none in: two of a
     layer's eight collectives, or of twelve where it is recomputed.
     """
-    found = {"ep": 1 / chunks} if chunks > 1 else {}
+    shares = {"ep": 1 / chunks} if chunks > 1 else {}
     if work.options.async_tensor_parallel:
         whole = 2 / (12 if work.options.recompute_granularity == "full" else 8)
-        found["tp"] = whole + (1 - whole) / work.sizes.tp
-    return found
+        shares["tp"] = whole + (1 - whole) / work.sizes.tp
+    return shares
 
 
 def _experts_share(whole: nn.Module, plan: ParallelPlan, work: Workload) -> float:
@@ -147,13 +147,13 @@ def _experts_share(whole: nn.Module, plan: ParallelPlan, work: Workload) -> floa
 def _checkpoint_bytes(work: Workload, storage: StorageLayout, whole: nn.Module, plan: ParallelPlan) -> int:
     parameters, trained = count_unique(whole)
     others = tables([whole], plan)
-    updated = [(name, tuple(each.shape)) for name, each in whole.named_parameters() if each.requires_grad]
+    updated = [(name, tuple(p.shape)) for name, p in whole.named_parameters() if p.requires_grad]
     state = sum(work.state(shape, name not in others).saved for name, shape in updated)
     saved = round(trained * storage.saved_bytes(storage.stored_bytes, bfloat16=work.saves_bfloat16) + state)
     coded = work.options.base_dtype is not None
     if trained == parameters or coded or not all(adapter.saves_base for adapter in work.adapters):
         return saved
-    frozen = {name: each.numel() for name, each in whole.named_parameters() if not each.requires_grad}
+    frozen = {name: p.numel() for name, p in whole.named_parameters() if not p.requires_grad}
     narrow = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())
     saved += narrow * storage.saved_bytes(storage.product_bytes, bfloat16=work.saves_bfloat16)
     return saved + (parameters - trained - narrow) * storage.saved_bytes(
@@ -196,7 +196,7 @@ def _shapes(layer: nn.Module) -> tuple[object, ...]:
 def _of_rank(
     measured: MeasuredRank, work: Workload, storage: StorageLayout, pp_rank: int, order: Sequence[Operation]
 ) -> RankEstimate:
-    """What was measured on a rank of this kind, at this one's place in the schedule."""
+    """Return the estimate of one rank: measurements of a rank of this kind, at this one's place in the schedule."""
     sizes = work.sizes
     stages = stages_of_rank(pp_rank, sizes.pp, sizes.vpp, sizes.schedule)
     traces = dict(zip(stages, measured.traces, strict=True))

@@ -40,9 +40,9 @@ class StageInput:
     position_ids: torch.Tensor | None = None
     document_ids: torch.Tensor | None = None
     step: StepContext | None = None
-    """None for a stage whose forward does not take it."""
+    """Context of the step; None for a stage whose forward does not take it."""
     sent: torch.dtype | None = None
-    """Of hidden states on their way between stages; None: as they are."""
+    """Dtype of hidden states that are sent between stages; None: as they are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,8 @@ class MicroBatchTrace:
     kept: int
     """Held from forward to backward, the stage's output included, its input and the parameters not."""
     peak: Mapping[Phase, int]
-    """What lives at the highest moment of forward and backward; the gradients of :data:`GradientUse` ``fresh`` only."""
+    """Bytes that live at the highest moment of forward and backward; gradients with :data:`GradientUse` ``fresh``
+    only."""
     sent: Mapping[str, int] = field(default_factory=dict)
     """Bytes sent in collectives, by mesh dimension."""
 
@@ -105,14 +106,14 @@ def trace_micro_batch(
             output = output.to(given.sent)
         kernels.end_forward()
         kept, live.phase = live.total, "workspace"
-        held = [output] if holds_output else []
+        outputs = [output] if holds_output else []
         if loss is not None:
             live.retag(output, "logits")
             live.phase = "logits"
             output.register_hook(lambda grad: live.enter("workspace"))
             output = loss(output)
         _backward(output)
-        held.clear()
+        outputs.clear()
     for parameter in parameters:
         parameter.grad = None
     return MicroBatchTrace(kept=kept, peak=Counter(live.peak), sent=wire.sent)
@@ -135,8 +136,8 @@ def trace_forward(
 
 
 def _backward(output: torch.Tensor) -> None:
-    """What ``torch.autograd.backward`` calls in the end. That one a function mode handles, with itself switched off
-    until it is over, so that what is recomputed would miss the accelerator's kernels."""
+    """Run backward by the function that ``torch.autograd.backward`` calls in the end. A function mode would handle that
+    one with itself switched off, and so miss the accelerator's kernels in what is recomputed."""
     grad = torch.empty_like(output)  # of a stage's output it comes from another rank, into a buffer like this one
     _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
@@ -144,7 +145,7 @@ def _backward(output: torch.Tensor) -> None:
 def _gradient_hook(
     gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None
 ) -> Callable[[torch.Tensor], None]:
-    """What happens to a parameter that has just received its gradient."""
+    """Return the hook that a parameter calls when it has just received its gradient."""
     of_masters: list[torch.Tensor] = []  # live until the hook is removed
 
     def hook(parameter: torch.Tensor) -> None:
@@ -173,7 +174,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """``known``: tensors from outside whose storages are counted elsewhere; they must outlive the block."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase = "activations"
-        """What storages are counted under that are made now."""
+        """Phase under which new storages are counted."""
         self.live: Counter[Phase] = Counter()
         """Bytes now, by the phase in which they were made."""
         self.peak: Counter[Phase] = Counter()
@@ -207,7 +208,7 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def total(self) -> int:
-        """All bytes that live now."""
+        """Return the bytes that live now."""
         return sum(self.live.values())
 
     def _note(self, storage: torch.UntypedStorage) -> None:

@@ -37,9 +37,9 @@ class ParameterCounts:
     """Numbers of parameter elements on one rank."""
 
     local: int = 0
-    """What it computes with, after tensor and expert parallelism."""
+    """Elements that the rank computes with, after tensor and expert parallelism."""
     stored: int = 0
-    """Its shard of these under FSDP2, rows padded up; all of them where nothing is sharded."""
+    """Elements of its shard under FSDP2, rows padded up; all of them where nothing is sharded."""
     trained: int = 0
     """The part of ``local`` that has gradients."""
     trained_stored: int = 0
@@ -49,7 +49,7 @@ class ParameterCounts:
     frozen_bytes: int = 0
     """Bytes of the part of ``stored`` that is frozen."""
     groups: tuple[int, ...] = ()
-    """``local`` of layers and experts by what FSDP2 gathers at a time, the largest first."""
+    """Values of ``local`` of what FSDP2 gathers at a time (layers, experts), the largest first."""
     first: int = 0
     """Elements of the embedding, where FSDP2 gathers it for itself."""
     last: int = 0
@@ -90,7 +90,7 @@ class ParameterCounts:
                 return max(mine, theirs)
             return tuple(sorted((*mine, *theirs), reverse=True)) if name == "groups" else mine + theirs
 
-        return ParameterCounts(**{each.name: joined(each.name) for each in fields(self)})
+        return ParameterCounts(**{item.name: joined(item.name) for item in fields(self)})
 
 
 _FIRST, _LAST, _ROOT = "<first>", "<last>", "<root>"
@@ -123,7 +123,7 @@ def count_parameters(
     sums, outer = frozenset(partial), outer_modules(stage, plan)
     narrow, scaled = (frozenset(), frozenset()) if forms is None else (forms.narrow, forms.scaled)
     trained: list[tuple[int, int]] = []  # elements of the whole, and of the shard
-    held, others = 0.0, tables([stage], plan)
+    state_bytes, others = 0.0, tables([stage], plan)
     for name, parameter in stage.named_parameters():
         local, trains = local_of(parameter), parameter.requires_grad
         size, coded = local.numel(), isinstance(local, QuantisedWeight)
@@ -141,19 +141,19 @@ def count_parameters(
         if trains:
             trained.append((parameter.numel(), stored))
             counts.update(trained=size, trained_stored=stored, partial=size * (name in sums))
-            held += state(shard, name not in others).held
+            state_bytes += state(shard, name not in others).held
         else:
             size_bytes = local.held_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
             counts.update(frozen_bytes=size_bytes, frozen_narrow=size * is_narrow)
     first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
-    of_buckets = (sum(stored for _, stored in each) for each in buckets(trained, itemgetter(0), BUCKET_ELEMENTS))
+    of_buckets = (sum(stored for _, stored in bucket) for bucket in buckets(trained, itemgetter(0), BUCKET_ELEMENTS))
     return ParameterCounts(
         **counts,
         groups=tuple(sorted(groups.values(), reverse=True)),
         first=first,
         last=last,
         root=root,
-        state=held,
+        state=state_bytes,
         bucket=max(of_buckets, default=0),
     )
 
@@ -170,7 +170,7 @@ class StateBytes:
 
     held: float
     saved: float
-    """In checkpoints."""
+    """Bytes in checkpoints."""
 
 
 StateOf = Callable[[tuple[int, ...], bool], StateBytes]
@@ -208,12 +208,12 @@ def optimizer_state(
     @cache
     def measured(shape: tuple[int, ...], matrix: bool) -> StateBytes:
         try:
-            found, scale = stepped(shape, matrix, "meta"), 1.0
+            state, scale = stepped(shape, matrix, "meta"), 1.0
         except Exception:  # of any library
             small = tuple(min(size, _PROBE) for size in shape)
-            found, scale = stepped(small, matrix, HOST.type), math.prod(shape) / max(math.prod(small), 1)
+            state, scale = stepped(small, matrix, HOST.type), math.prod(shape) / max(math.prod(small), 1)
         further = more * math.prod(shape)
-        return StateBytes(held=found.held * scale + further, saved=found.saved * scale + further)
+        return StateBytes(held=state.held * scale + further, saved=state.saved * scale + further)
 
     return measured
 

@@ -1,4 +1,4 @@
-"""What is to be estimated: a model, what trains it, and the layout; and how a configuration gives them."""
+"""The workload of an estimate: a model, its training and its layout, read from a configuration."""
 
 from __future__ import annotations
 
@@ -29,25 +29,25 @@ class Workload:
 
     builder: ModelBuilder
     teacher: ModelBuilder | None = None
-    """Of a second model, which runs forward only."""
+    """Builder of a second model, which runs forward only."""
     adapters: Sequence[Adapter] = ()
     objective: Objective
     precision: PrecisionPolicy
     state: StateOf
     """Measures the optimizer state of a parameter."""
     stand_ins: bool = False
-    """Whether the optimizer works on float32 stand-ins of weights that are rounded."""
+    """The optimizer works on float32 stand-ins of weights that are rounded."""
     sizes: MeshSizes
     options: LayoutOptions
     micro_batch_size: int
     global_batch_size: int
     seq_length: int
     saves_bfloat16: bool = False
-    """Whether checkpoints have wider weights in bfloat16, too."""
+    """Checkpoints also store wider weights in bfloat16."""
     records: bool = False
-    """Whether the device records passes of generation, whose cache is then kept during a step."""
+    """The device records passes of generation, whose cache is then kept during a step."""
     packed: bool = False
-    """Whether samples hold several documents that do not see each other: attention then receives their ids."""
+    """Samples hold several documents that do not see each other: attention then receives their ids."""
 
     @property
     def micro_batches(self) -> int:
@@ -148,7 +148,7 @@ def _state(config: ResolvedConfig, parts: RunParts) -> StateOf:
 
 
 def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
-    """Whether weights are rounded by an optimizer that has no kernel for that."""
+    """Return whether the optimizer rounds weights and has no kernel for that."""
     optimizer = config.selected("optimizer")
     rounded = updates_rounded(policy, config.run.seed) is not None
     return rounded and needs_stand_ins(optimizer.component.load_target(), optimizer.config)
@@ -157,7 +157,7 @@ def _stand_ins(config: ResolvedConfig, policy: PrecisionPolicy) -> bool:
 def _profile(accelerator: str) -> DeviceProfile:
     """The row of the device type that the run is for. Of ``auto`` on a machine without an accelerator it is not known,
     so that it promises nothing that a layout could do without, and has what takes memory."""
-    found = available_type() if accelerator == "auto" else accelerator
-    if accelerator == "auto" and PROFILES[found].host:
+    device_type = available_type() if accelerator == "auto" else accelerator
+    if accelerator == "auto" and PROFILES[device_type].host:
         return replace(profile_of(torch.device("meta")), symmetric_memory=True, records=True)
-    return PROFILES[found]
+    return PROFILES[device_type]

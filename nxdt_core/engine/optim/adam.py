@@ -99,8 +99,8 @@ class AdamUpdates:
         _count([state["step"] for state in states], taken)
 
     def _handed(self, name: str) -> torch.Tensor | None:
-        found: torch.Tensor | None = getattr(self._optimizer, name, None)
-        return found
+        handed: torch.Tensor | None = getattr(self._optimizer, name, None)
+        return handed
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
         """Return torch's state in the run's dtype, on the device of the weight; a loaded one may be elsewhere."""
@@ -119,8 +119,8 @@ class AdamUpdates:
     def _factors(self, names: Sequence[str], steps: torch.Tensor) -> torch.Tensor:
         """Return the factors of each parameter's update, float32 [names, 9], computed in float64."""
         groups = [self._groups[name] for name in names]
-        given = torch.tensor([_hyperparameters(group) for group in groups], dtype=torch.float64)
-        lr, decay, beta1, beta2, eps, scale = given.to(steps.device, non_blocking=True).unbind(1)
+        hyperparameters = torch.tensor([_hyperparameters(group) for group in groups], dtype=torch.float64)
+        lr, decay, beta1, beta2, eps, scale = hyperparameters.to(steps.device, non_blocking=True).unbind(1)
         rate = lr / (1 - beta1**steps)
         root = (1 - beta2**steps).rsqrt()
         decoupled = 1 - lr * decay

@@ -227,13 +227,13 @@ class TorchOptimizer(ParallelOptimizer):
         for name, leaves in by_name.items():
             trained = self._trained[name]
             counts_on_device = name in self._counting_on_device
-            found = dict(
+            loaded = dict(
                 _leaf(leaf, self._loaded(name, value), trained, counts_on_device) for leaf, value in leaves.items()
             )
-            self.inner.state[trained] = packed_state(self.inner, trained, found)
+            self.inner.state[trained] = packed_state(self.inner, trained, loaded)
             self._untried += [
                 f"{name}/{leaf}"
-                for leaf, value in found.items()
+                for leaf, value in loaded.items()
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != trained.shape
             ]
 
@@ -258,7 +258,7 @@ class TorchOptimizer(ParallelOptimizer):
         return like
 
     def _loaded(self, name: str, value: torch.Tensor | Piece) -> torch.Tensor:
-        """This rank's shard of what :meth:`_saved` gave."""
+        """Return this rank's shard of what :meth:`_saved` gave."""
         if not isinstance(value, Piece):
             return local_of(value)
         whole = torch.zeros_like(self._shards[name], dtype=value.tensor.dtype, requires_grad=False)
@@ -274,7 +274,7 @@ class TorchOptimizer(ParallelOptimizer):
 
 
 def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """``value`` as a shard of a whole tensor of the parameter's layout, if it has its local shape."""
+    """Return ``value`` as a shard of a whole tensor of the parameter's layout, if it has its local shape."""
     if not is_dtensor(parameter) or value.shape != local_of(parameter).shape:
         return value
     return placed_like(value, parameter)

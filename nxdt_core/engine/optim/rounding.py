@@ -25,13 +25,13 @@ from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 Backend = Literal["eager", "compile"]
-"""What runs a kernel: torch operation by operation, or ``torch.compile``."""
+"""Way to run a kernel: torch operation by operation, or ``torch.compile``."""
 _PIECE_COMPILED = 2**30
 """Elements of a kernel's call: 32-bit numbers count them."""
 _PIECE_ON_HOST = 2**16
-"""Without a compiler: temporary tensors stay in a core's cache."""
+"""Elements per piece without a compiler: temporary tensors stay in a core's cache."""
 _PIECE = 2**24
-"""Without a compiler, elsewhere: each piece costs launches, and some temporary tensors of 64 MiB."""
+"""Elements per piece elsewhere: each costs launches, and some temporary tensors of 64 MiB."""
 _log = logging.getLogger(__name__)
 Function = Callable[..., None]
 
@@ -126,9 +126,9 @@ class BlockKernel:
         flat = [_plain(tensor.reshape(-1)) for tensor in tensors]
         rows = _rows(place.shape, place.box.offsets, tuple(shard.shape))
         self._run(rows, flat, others)
-        for tensor, each in zip(tensors, flat, strict=True):
-            if each.data_ptr() != tensor.data_ptr():  # a copy, since the tensor is not contiguous
-                tensor.copy_(each.view(tensor.shape))
+        for tensor, flat_tensor in zip(tensors, flat, strict=True):
+            if flat_tensor.data_ptr() != tensor.data_ptr():  # a copy, since the tensor is not contiguous
+                tensor.copy_(flat_tensor.view(tensor.shape))
 
     def _run(self, parts: Sequence[Rows], flat: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
         whole, device = flat[0].numel(), flat[0].device
@@ -136,7 +136,7 @@ class BlockKernel:
         end = 0
         for piece in (piece for rows in parts for piece in rows.pieces(limit)):
             start, end = end, end + piece.elements
-            tensors = flat if end - start == whole else [_plain(each[start:end]) for each in flat]
+            tensors = flat if end - start == whole else [_plain(tensor[start:end]) for tensor in flat]
             function(*tensors, _numbers(piece, device), *others)
 
     def _on(self, device: torch.device) -> tuple[Function, int]:

@@ -21,8 +21,8 @@ __all__ = ["DeviceRejection", "packed_state", "stepped_once", "unpacked_state"]
 
 def unpacked_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:
     """Return the state of ``parameter`` as checkpoints have it; empty before the first step."""
-    held: Mapping[str, Any] = optimizer.state.get(parameter, {})
-    return optimizer.unpacked(parameter) if held and isinstance(optimizer, PackedState) else held
+    state: Mapping[str, Any] = optimizer.state.get(parameter, {})
+    return optimizer.unpacked(parameter) if state and isinstance(optimizer, PackedState) else state
 
 
 def packed_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,8 +107,8 @@ class DeviceRejection:
         if not count:
             return
         for (name, leaf), growth in self._growth.items():
-            held = self._optimizer.state[self._trained[name]]
-            held[leaf] = held[leaf] - growth * count
+            state = self._optimizer.state[self._trained[name]]
+            state[leaf] = state[leaf] - growth * count
 
     def forget(self) -> None:
         """Forget rejected steps: the state was loaded."""

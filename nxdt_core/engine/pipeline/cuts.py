@@ -1,4 +1,4 @@
-"""Where a pipeline is cut if the configuration names no cuts: such that its longest rank is as short as possible.
+"""The choice of pipeline cuts where the configuration names none: the longest rank is as short as possible.
 
 The head of a large vocabulary costs as much as several layers, and the embedding is only looked up. With equally many
 layers per stage all ranks would wait for the last one in every micro-batch.
@@ -35,11 +35,11 @@ class PartCosts:
     """Operations of the parts that cuts can separate, in one unit. Integers, so that equal costs compare as equal."""
 
     layers: Mapping[str, int]
-    """By the name of the layer, in order."""
+    """Cost of each layer by its name, in order."""
     first: int = 0
-    """Of what runs before the layers."""
+    """Cost of what runs before the layers."""
     last: int = 0
-    """Of what runs after them, and the loss."""
+    """Cost of what runs after the layers, and of the loss."""
 
 
 def counted_costs(
@@ -80,8 +80,8 @@ _FIRST, _LAST, _EVERYWHERE = "<first>", "<last>", "<everywhere>"
 
 def _part_of(path: str, plan: ParallelPlan, layers: Sequence[str]) -> str:
     assert plan.pipeline is not None
-    own = path.split(".")
-    name = ".".join(own[: plan.pipeline.layers.count(".") + 2])
+    parts = path.split(".")
+    name = ".".join(parts[: plan.pipeline.layers.count(".") + 2])
     if name in layers:
         return name
     for part, modules in ((_FIRST, plan.pipeline.first), (_LAST, plan.pipeline.last)):
@@ -134,8 +134,8 @@ def _attention(whole: nn.Module, plan: ParallelPlan, operations: float, seq_leng
 def _window(core: nn.Module) -> int | None:
     """The tokens that a token's scores are computed with; with a cap, all are, and a window hides some."""
     semantics = getattr(core, "semantics", None)
-    found = None if semantics is None else semantics()
-    return None if getattr(found, "softcap", None) is not None else getattr(found, "window", None)
+    attention = None if semantics is None else semantics()
+    return None if getattr(attention, "softcap", None) is not None else getattr(attention, "window", None)
 
 
 def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tuple[str, ...]:
@@ -168,10 +168,10 @@ def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tu
 
 def stage_costs(costs: PartCosts, layers: Sequence[Sequence[str]]) -> list[int]:
     """Return the cost of each stage, from the layers of each."""
-    found = [sum(costs.layers[name] for name in stage) for stage in layers]
-    found[0] += costs.first
-    found[-1] += costs.last
-    return found
+    totals = [sum(costs.layers[name] for name in stage) for stage in layers]
+    totals[0] += costs.first
+    totals[-1] += costs.last
+    return totals
 
 
 def _of_stages(ends: Sequence[int], costs: PartCosts) -> list[int]:
@@ -193,15 +193,15 @@ def _shortest(costs: PartCosts, stages: int) -> list[int]:
     for stage in range(1, stages):
         final = stage == stages - 1
         extra, least = (costs.last, 0) if final else (0, 1)
-        found, choice = [float("inf")] * (count + 1), [0] * (count + 1)
+        longest, choice = [float("inf")] * (count + 1), [0] * (count + 1)
         for end in range(stage + least, count + 1):
             for begin in range(end - least, stage - 1, -1):
-                own = sums[end] - sums[begin] + extra
-                if own >= found[end]:
+                cost = sums[end] - sums[begin] + extra
+                if cost >= longest[end]:
                     break  # it only grows with more layers
-                if max(own, best[begin]) < found[end]:
-                    found[end], choice[end] = max(own, best[begin]), begin
-        best = found  # type: ignore[assignment]
+                if max(cost, best[begin]) < longest[end]:
+                    longest[end], choice[end] = max(cost, best[begin]), begin
+        best = longest  # type: ignore[assignment]
         choices.append(choice)
     ends = [count]
     for choice in reversed(choices):
@@ -231,11 +231,11 @@ def _descend(ends: list[int], costs: PartCosts, ranks: Sequence[int], in_flight:
     sums = [0, *accumulate(costs.layers.values())]
 
     def rating(ends: Sequence[int]) -> Any:
-        stages, load, kept = _of_stages(ends, costs), Counter[int](), Counter[int]()
+        stages, load, memory = _of_stages(ends, costs), Counter[int](), Counter[int]()
         for stage, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
             load[ranks[stage]] += stages[stage]
-            kept[ranks[stage]] += (sums[end] - sums[begin]) * in_flight[stage]
-        return sorted(load.values(), reverse=True), max(stages), max(kept.values()), sum(kept.values())
+            memory[ranks[stage]] += (sums[end] - sums[begin]) * in_flight[stage]
+        return sorted(load.values(), reverse=True), max(stages), max(memory.values()), sum(memory.values())
 
     rated = rating(ends)
     while True:
@@ -248,12 +248,12 @@ def _descend(ends: list[int], costs: PartCosts, ranks: Sequence[int], in_flight:
 
 def _moves(ends: Sequence[int]) -> list[list[int]]:
     """Return the ends after each move of one layer between two stages: the cuts between them move by one."""
-    last, found = len(ends) - 1, []
+    last, moves = len(ends) - 1, []
     for begin in range(last):
         for end in range(begin + 1, last + 1):
             for step in (-1, 1):
                 moved = [cut + step if begin <= place < end else cut for place, cut in enumerate(ends)]
                 inner = [0, *moved[:-1]]
                 if all(a < b for a, b in pairwise(inner)) and inner[-1] <= moved[-1]:
-                    found.append(moved)
-    return found
+                    moves.append(moved)
+    return moves

@@ -47,8 +47,8 @@ def sent_on(carried: torch.Tensor, own: Sequence[torch.Tensor], shares: dict[int
         own: those of each layer of this stage.
         shares: ``pooled_shares`` of the micro-batch's context; backward adds the sum over all layers.
     """
-    found: torch.Tensor = _SentOn.apply(carried, sum(own, torch.zeros_like(carried)), shares)  # type: ignore[no-untyped-call]
-    return found
+    result: torch.Tensor = _SentOn.apply(carried, sum(own, torch.zeros_like(carried)), shares)  # type: ignore[no-untyped-call]
+    return result
 
 
 def sent_back(
@@ -57,5 +57,5 @@ def sent_back(
     """Return ``logits`` of the last stage unchanged, and add the sum over all layers to ``shares``, and to the gradient
     of ``carried``. The other arguments are those of :func:`sent_on`."""
     shares[ALL_LAYERS] = sum(own, carried.detach())
-    found: torch.Tensor = _SentBack.apply(logits, carried, shares[ALL_LAYERS])  # type: ignore[no-untyped-call]
-    return found
+    result: torch.Tensor = _SentBack.apply(logits, carried, shares[ALL_LAYERS])  # type: ignore[no-untyped-call]
+    return result

@@ -82,7 +82,7 @@ class PipelineRunner:
         assert group is not None, "one pipeline rank needs no runner"
         check_micro_batches(schedule, pp=mesh.size("pp"), micro_batches=micro_batches)
         self.stages = dict(zip(stage_indices, stage_modules, strict=True))
-        """This rank's modules by stage number."""
+        """Modules of this rank by stage number."""
         self._schedule = schedule
         self._pp, self._group = mesh.size("pp"), group
         self._stream = MicroBatchStream(device, hidden_spec, sent)
@@ -101,7 +101,7 @@ class PipelineRunner:
 
     @property
     def holds_last(self) -> bool:
-        """Whether the model's last stage, which gives logits and losses, is on this rank."""
+        """Return whether the model's last stage, which gives logits and losses, is on this rank."""
         return self._settings.stages - 1 in self.stages
 
     def train(

@@ -61,7 +61,7 @@ _KINDS: Mapping[str, OperationKind] = {
     "BACKWARD_INPUT": "backward_input",
     "BACKWARD_WEIGHT": "backward_weight",
 }
-"""By the names of torch's enumeration, whose values are numbers before 2.10."""
+"""Kinds by the names of torch's enumeration, whose values are numbers before 2.10."""
 _COST: Mapping[OperationKind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
 """Matrix products of a linear layer: one forward, one for the gradient of its input, one for that of its weight."""
 

@@ -35,12 +35,12 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
 
 _REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
-"""Whether schedules call ``perform_reduce_grad`` at the end of a step. Those of 2.9 do not."""
+"""True where schedules call ``perform_reduce_grad`` at the end of a step. Those of torch 2.9 do not."""
 _ALLOCATES = hasattr(stock._RecvInfo, "take_buffer")
-"""Whether stock makes a buffer when it receives, of the shape that the description of the receive says, and forgets it
-when it computes: from 2.15."""
+"""True from torch 2.15 on: a stage makes a buffer when it receives, of the shape in the receive's description. It drops
+the buffer when it computes."""
 _SENDS_IN_FLIGHT = 4
-"""Of a stage; for more it waits. Peers receive in the order of sending, so that the oldest is the next to go."""
+"""Sends of a stage in flight; it waits before another. Peers receive in the order of sending: the oldest ends first."""
 
 
 class StockStage(PipelineStage):
@@ -121,7 +121,7 @@ class StageSettings:
     pooled: int
     """Experts whose shares travel with the hidden states (:mod:`nxdt_core.engine.pipeline.pooled`); 0: none do."""
     keeps_sends: bool
-    """Whether the schedule keeps what it sends to the end of the step, so that stages send themselves."""
+    """The schedule keeps what it sends to the end of the step, so that stages send themselves."""
 
     def no_shares(self, device: torch.device | str) -> torch.Tensor:
         """Return zeros for what travels with the hidden states, in the dtype of routers."""
@@ -183,18 +183,18 @@ class StreamedStage(StockStage):
             # Given here, and not with the other arguments: stock looks for tensors among those.
             kwargs["step"] = stream[index][1]
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
-        own = [value for key, value in shares.items() if key not in before]
+        added = [value for key, value in shares.items() if key not in before]
         if self.is_last:
-            return output if carried is None else sent_back(output, carried, own, shares)
+            return output if carried is None else sent_back(output, carried, added, shares)
         if output.shape != torch.Size(shape) or output.dtype != dtype:
-            found = f"{tuple(output.shape)} {output.dtype}"
-            raise TypeError(f"stage {self.stage_index} gave {found}, the next one expects {tuple(shape)} {dtype}")
+            form = f"{tuple(output.shape)} {output.dtype}"
+            raise TypeError(f"stage {self.stage_index} gave {form}, the next one expects {tuple(shape)} {dtype}")
         output = output.to(stream.sent_spec(index)[1])
         if not self._settings.pooled:
             return output
         if carried is None:
             carried = self._settings.no_shares(self.device)
-        return output, sent_on(carried, own, shares)
+        return output, sent_on(carried, added, shares)
 
     # Buffers
 
@@ -294,10 +294,10 @@ class StreamedStage(StockStage):
         self._reduce_from_now(last_backward)
         output, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
         outputs = (output,) if isinstance(output, torch.Tensor) else tuple(output)
-        given = dict(zip(outputs, grads or (None,) * len(outputs), strict=True))
-        trained = [each for each in outputs if each.requires_grad]  # none of frozen layers alone
+        gradients = dict(zip(outputs, grads or (None,) * len(outputs), strict=True))
+        trained = [tensor for tensor in outputs if tensor.requires_grad]  # none of frozen layers alone
         if trained:
-            torch.autograd.backward(trained, [given[each] for each in trained])
+            torch.autograd.backward(trained, [gradients[tensor] for tensor in trained])
         return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
@@ -362,10 +362,10 @@ def _run_post_backward(module: FSDPModule) -> None:
     root: Any = module._get_fsdp_state()
     for state in root._state_ctx.all_states:
         for group in fsdp_parameter_groups(state):
-            held = [each for each in group.fsdp_params if each.unsharded_accumulated_grad is not None]
-            for each in group.fsdp_params if held else ():  # the first part of a split backward moved some of them
-                each.accumulate_unsharded_grad_if_needed()
-                each.to_accumulated_grad_if_needed()
+            accumulated = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
+            for p in group.fsdp_params if accumulated else ():  # the first part of a split backward moved some of them
+                p.accumulate_unsharded_grad_if_needed()
+                p.to_accumulated_grad_if_needed()
             group.post_backward()
     if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:  # 2.15 sets it in backward
         root._state_ctx.manual_backward_finalization_active = root._state_ctx.manual_backward_finalization
@@ -376,7 +376,7 @@ ForwardArguments = Callable[[Batch], Mapping[str, Any]]
 """Keyword arguments of a stage's forward from the micro-batch on the device: positions and documents."""
 
 StepContexts = Callable[[Batch], StepContext]
-"""From the micro-batch on the device to what its passes depend on in addition."""
+"""Returns what the passes of a micro-batch on the device depend on in addition."""
 
 HiddenSpec = tuple[torch.Size | tuple[int, ...], torch.dtype]
 """Shape of the hidden states that travel between two stages for one micro-batch, on this rank, and the dtype that they

@@ -25,7 +25,7 @@ class TiedCopies:
     owner: str
     user: str
     parameters: tuple[nn.Parameter, ...]
-    """Those of the two that are on this rank: none, one, or both (``zbv`` ends where it begins)."""
+    """The parameters of the two modules that are on this rank: none, one, or both (``zbv`` ends where it begins)."""
 
 
 def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_count: int) -> list[TiedCopies]:
@@ -40,10 +40,10 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
     if stage_count == 1 or plan.pipeline is None:
         return []
     ends = plan.pipeline.first, plan.pipeline.last
-    held = [dict(module.named_parameters(remove_duplicate=False)) for module in stages.values()]
+    maps = [dict(module.named_parameters(remove_duplicate=False)) for module in stages.values()]
     return [
         TiedCopies(
-            owner=owner, user=user, parameters=tuple(of[name] for name in (owner, user) for of in held if name in of)
+            owner=owner, user=user, parameters=tuple(of[name] for name in (owner, user) for of in maps if name in of)
         )
         for owner, user in plan.tied
         if {_end_of(owner, ends), _end_of(user, ends)} == {0, 1}

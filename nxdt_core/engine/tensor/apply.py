@@ -208,14 +208,14 @@ _ROWS: Mapping[TensorStyle, type[RowParallelLinear]] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ShardedDim:
-    """How one dimension of a parameter is sharded over the ranks."""
+    """Sharding of one dimension of a parameter over the ranks."""
 
     spread: PaddedDim
     mesh: DeviceMesh
     copied: bool
-    """Whether the second dimension of ``mesh`` holds copies."""
+    """The second dimension of ``mesh`` holds copies."""
     part: int
-    """This rank's."""
+    """Number of this rank's part."""
 
     def local(self, parameter: torch.Tensor) -> torch.Tensor:
         """Return this rank's part: real elements, then zeros."""
@@ -291,8 +291,8 @@ class TensorSharder:
         )
 
     def _features_of(self, path: str, module: nn.Module, style: TensorStyle) -> FeatureShard:
-        own, buffers = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
-        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in (*own.values(), *buffers.values())}
+        named, buffers = dict(module.named_parameters(recurse=False)), dict(module.named_buffers(recurse=False))
+        sizes = {tensor.shape[0] if tensor.ndim else 0 for tensor in (*named.values(), *buffers.values())}
         if len(sizes) != 1 or len([*module.children()]):
             raise TensorPlanUnusable(
                 problem=f"'{path}' is {style}, and has more than parameters and buffers of equal leading size"
@@ -307,7 +307,7 @@ class TensorSharder:
         cut = self._even(path, 0, size, "channels") if style == "channels" else self._of_heads(path, 0, size)
         if cut is None:
             raise TensorPlanUnusable(problem=f"'{path}' is heads, and AttentionHeads does not say of which")
-        parameters = {name: self._shard(parameter, cut) for name, parameter in own.items()}
+        parameters = {name: self._shard(parameter, cut) for name, parameter in named.items()}
         return FeatureShard(module, parameters, cut.spread, cut.local)
 
     def _embedding(self, path: str, module: nn.Module) -> VocabParallelEmbedding:
@@ -366,13 +366,13 @@ class TensorSharder:
         return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
 
     def _shard(self, parameter: torch.Tensor, cut: _ShardedDim) -> nn.Parameter:
-        known = self._sharded.get(parameter)
-        if known is None:
+        replacement = self._sharded.get(parameter)
+        if replacement is None:
             dims = (cut.spread.dim, None) if cut.copied else (cut.spread.dim,)
             sharded = shard_over_mesh(cut.local(parameter), cut.mesh, *dims)
-            known = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-            self._sharded[parameter] = known
-        return known
+            replacement = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+            self._sharded[parameter] = replacement
+        return replacement
 
 
 def _linear(path: str, module: nn.Module, style: TensorStyle) -> nn.Linear:
@@ -382,8 +382,8 @@ def _linear(path: str, module: nn.Module, style: TensorStyle) -> nn.Linear:
 
 
 def _table(path: str, module: nn.Module, style: TensorStyle) -> nn.Embedding:
-    known = (nn.Embedding.forward, UpdatedEmbedding.forward)
-    if not isinstance(module, nn.Embedding) or type(module).forward not in known:
+    supported = (nn.Embedding.forward, UpdatedEmbedding.forward)
+    if not isinstance(module, nn.Embedding) or type(module).forward not in supported:
         raise TensorPlanUnusable(problem=f"'{path}' is {style} and no torch.nn.Embedding, but {type(module).__name__}")
     if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
         raise TensorPlanUnusable(

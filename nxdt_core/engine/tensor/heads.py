@@ -1,4 +1,4 @@
-"""How attention heads are divided over tensor parallel ranks: as wholes, each query head with its key's.
+"""Division of attention heads over tensor parallel ranks: as wholes, each query head with its key's.
 
 Rank r computes query heads r·n … r·n + n−1 and the key and value heads that those attend with. Where there are more
 ranks than key and value heads, neighbouring ranks hold copies of one. Where the numbers do not divide, heads of zeros
@@ -60,7 +60,7 @@ class HeadSharding:
 
     @property
     def padded(self) -> bool:
-        """Whether heads of zeros are among them."""
+        """Return whether heads of zeros are among them."""
         return self.padded_kv_heads * self.padded_group != self.query_heads
 
     def query(self, dim: int, head_dim: int) -> PaddedDim:
@@ -94,8 +94,8 @@ class HeadSharding:
             if kv % tp and tp % kv:
                 return f": neither of {kv} and {tp} divides the other"
             return f": {tp} does not divide {query}"
-        known = heads.query and heads.key_value and heads.output
-        if (self.padded or self.kv_replicas > 1) and not known:
+        complete = heads.query and heads.key_value and heads.output
+        if (self.padded or self.kv_replicas > 1) and not complete:
             return (
                 ": the model's plan does not say which modules make them (query, key_value, output of AttentionHeads)"
             )
@@ -133,7 +133,7 @@ class PaddedDim:
 
     @property
     def padded(self) -> bool:
-        """Whether there are any zeros."""
+        """Return whether there are any zeros."""
         return sum(self.counts) != self.block * self.parts
 
     def real(self, offset: int, size: int) -> tuple[int, int]:

@@ -197,8 +197,8 @@ class SplitRowLinear(RowParallelLinear):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""
-        own = hidden.shape[-1] // self.group.size()
-        return super().forward(hidden.narrow(-1, self.group.rank() * own, own))
+        width = hidden.shape[-1] // self.group.size()
+        return super().forward(hidden.narrow(-1, self.group.rank() * width, width))
 
 
 class FeatureShard(nn.Module):
@@ -230,24 +230,24 @@ class FeatureShard(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Compute what the module computes, with this rank's part of each parameter and buffer."""
-        own = {name: local_part(parameter) for name, parameter in self.named_parameters()}
-        return functional_call(self._inner[0], own | dict(self.named_buffers()), args, kwargs)
+        parameters = {name: local_part(parameter) for name, parameter in self.named_parameters()}
+        return functional_call(self._inner[0], parameters | dict(self.named_buffers()), args, kwargs)
 
     def reset_buffers(self) -> None:
         """Let the module compute its whole buffers, and keep this rank's part of each."""
-        (inner,), own = self._inner, dict(self.named_buffers())
+        (inner,), buffers = self._inner, dict(self.named_buffers())
         reset = getattr(inner, "reset_buffers", None)
-        if not own or reset is None:
+        if not buffers or reset is None:
             return
         shapes = dict(inner.named_buffers())
-        empty = {name: torch.empty_like(shape, device=own[name].device) for name, shape in shapes.items()}
+        empty = {name: torch.empty_like(shape, device=buffers[name].device) for name, shape in shapes.items()}
         for name, buffer in empty.items():
             setattr(inner, name, buffer)
         reset()
         for name, shape in shapes.items():
             whole = getattr(inner, name)
             if whole is not empty[name] or whole._version:  # what it left alone is reported where memory is allocated
-                own[name].copy_(self._part_of(whole))
+                buffers[name].copy_(self._part_of(whole))
             setattr(inner, name, shape)  # on the meta device, so that no rank holds the whole
 
 
@@ -294,7 +294,7 @@ class VocabParallelEmbedding(nn.Module):
         self.sequence_parallel = sequence_parallel
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [batch, seq] to [batch, seq, hidden], or to [batch, seq / tp, hidden] under sequence parallelism.
+        """Return [batch, seq, hidden] of int64 [batch, seq]; [batch, seq / tp, hidden] under sequence parallelism.
 
         Raises:
             IndexError: an id outside of the vocabulary (a device-side failure on accelerators), as ``nn.Embedding``.
@@ -307,11 +307,11 @@ class VocabParallelEmbedding(nn.Module):
         padding = None if self.padding_idx is None else self.padding_idx - self.group.rank() * len(table)
         if padding is not None and not 0 <= padding < len(table):
             padding = None
-        found = functional.embedding(rows, table, padding_idx=padding)
+        embedded = functional.embedding(rows, table, padding_idx=padding)
         if self.update is not None:
-            found = self.update(rows, found, table)
-        found = found.masked_fill(elsewhere.unsqueeze(-1), 0)
-        return sum_over_ranks(found, self.group, sequence_parallel=self.sequence_parallel)
+            embedded = self.update(rows, embedded, table)
+        embedded = embedded.masked_fill(elsewhere.unsqueeze(-1), 0)
+        return sum_over_ranks(embedded, self.group, sequence_parallel=self.sequence_parallel)
 
 
 class SequenceParallelEmbedding(nn.Module):
@@ -333,11 +333,11 @@ class SequenceParallelEmbedding(nn.Module):
         self.padding_idx = padding_idx
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """int64 [..., seq] to [..., seq / tp, hidden]."""
+        """Return the rows [..., seq / tp, hidden] of ids, int64 [..., seq]."""
         length = check_sequence(ids.shape[-1], self.group)
         part = ids.narrow(-1, self.group.rank() * length, length)
-        found = functional.embedding(part, self.weight, padding_idx=self.padding_idx)
-        return found if self.update is None else self.update(part, found, self.weight)
+        embedded = functional.embedding(part, self.weight, padding_idx=self.padding_idx)
+        return embedded if self.update is None else self.update(part, embedded, self.weight)
 
 
 class VocabParallelHead(nn.Module):

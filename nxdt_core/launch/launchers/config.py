@@ -34,7 +34,7 @@ class Instance:
     resource: str
     """Kubernetes' name of the devices."""
     resources: int
-    """How many of these it has: Kubernetes counts physical cores."""
+    """Number of these devices on the instance: Kubernetes counts physical cores."""
 
 
 INSTANCES: Mapping[str, Instance] = {
@@ -47,11 +47,11 @@ INSTANCES: Mapping[str, Instance] = {
     "p5.48xlarge": Instance(devices=8, efa=32, resource=_GPUS, resources=8),
     "p5en.48xlarge": Instance(devices=8, efa=16, resource=_GPUS, resources=8),
 }
-"""By type without SageMaker's prefix ``ml.``."""
+"""Instances by their type without SageMaker's prefix ``ml.``."""
 
 
 class ClusterOptions(Section):
-    """What every cluster has."""
+    """Options of every cluster."""
 
     nodes: PositiveInt | None = None
     """Nodes of the run; `--nodes` and `trainer.num_nodes` say the same."""
@@ -85,7 +85,7 @@ class ClusterOptions(Section):
 
     @property
     def instance(self) -> Instance | None:
-        """What is known of the instance."""
+        """Return the facts about the instance type; None where it is unknown."""
         return INSTANCES.get((self.instance_type or "").removeprefix("ml."))
 
     @property
@@ -98,10 +98,10 @@ class ClusterOptions(Section):
     @property
     def efa_interfaces(self) -> int:
         """EFA interfaces of a node; 0 where EFA is off."""
-        known = 0 if self.instance is None else self.instance.efa
+        interfaces = 0 if self.instance is None else self.instance.efa
         if self.efa is None:
-            return known
-        return max(1, known) if self.efa else 0
+            return interfaces
+        return max(1, interfaces) if self.efa else 0
 
     def variables(self) -> dict[str, str]:
         """Return the environment of all processes: EFA's, then what is given."""
@@ -115,7 +115,7 @@ class LocalOptions(ClusterOptions):
     port: Annotated[int, Range(1024, 65535)] = 29500
     """Port of the rendezvous of the nodes."""
     max_restarts: NonNegativeInt = 3
-    """How often a node restarts its ranks after a loss."""
+    """Number of restarts of a node's ranks after losses."""
 
 
 class SlurmOptions(ClusterOptions):
@@ -130,14 +130,14 @@ class SlurmOptions(ClusterOptions):
     signal_s: PositiveInt = 300
     """Seconds before the limit at which the run is asked to save and stop; then the job is requeued."""
     tasks: Literal["device", "node"] | None = None
-    """What srun starts: a task per device, or one per node that starts the others; by default per node for XLA's
+    """Tasks that srun starts: one per device, or one per node that starts the others. Default: per node for XLA's
     engines, per device for others."""
     exclusive: bool = True
     """Reserve whole nodes."""
     requeue: bool = True
     """Requeue a job that was stopped or lost a node, and resume."""
     max_requeues: NonNegativeInt = 3
-    """How often a job is requeued after a failure. Stops with a checkpoint, as at the limit of time, do not count."""
+    """Number of requeues of a job after failures. Stops with a checkpoint, as at the limit of time, do not count."""
     sbatch: tuple[str, ...] = ()
     """Further options of sbatch, such as --qos=high."""
     setup: tuple[str, ...] = ()
@@ -166,7 +166,7 @@ class KubernetesOptions(ClusterOptions):
     grace_s: PositiveInt = 300
     """Seconds that a pod may take to save a checkpoint when it is ended."""
     max_restarts: NonNegativeInt = 3
-    """How often the nodes start again, from the newest checkpoint, after a loss."""
+    """Number of restarts of the nodes, from the newest checkpoint, after losses."""
     port: Annotated[int, Range(1024, 65535)] = 29500
     """Port of the rendezvous of the nodes."""
     runtime: str = "torch-distributed"
@@ -177,7 +177,7 @@ class HyperPodOptions(SlurmOptions, KubernetesOptions):
     """A job on SageMaker HyperPod, which replaces nodes that fail and resumes the job."""
 
     orchestrator: Literal["slurm", "eks"] = "slurm"
-    """What the cluster runs."""
+    """Orchestrator of the cluster."""
 
 
 def program(options: ClusterOptions, *, module: bool = False) -> list[str]:

@@ -27,7 +27,7 @@ _Object = dict[str, Any]
 
 
 class KubernetesLauncher(Launcher):
-    """``kubectl``."""
+    """Launcher that writes manifests for ``kubectl``."""
 
     def submission(self, job: Job, options: KubernetesOptions) -> Submission:
         """Return the manifests of a job, in one file."""
@@ -61,7 +61,7 @@ def manifests(
         objects.append(_service(job, metadata, options))
     made = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
     objects.append(made(job, {**metadata, **({"annotations": dict(annotations)} if annotations else {})}, options))
-    texts = [_text(each) for each in objects]
+    texts = [_text(manifest) for manifest in objects]
     notes = [*_notes(job, options)]
     text = "\n".join([*header(job), "---\n".join(["", *texts])])
     return Submission(files={MANIFEST: text}, command=("kubectl", "apply", "-f", MANIFEST), notes=tuple(notes))
@@ -87,8 +87,8 @@ def _notes(job: Job, options: KubernetesOptions) -> Iterator[str]:
     if not _limits(job, options).keys() - {"memory"}:
         yield "The pods ask for no devices: set --instance-type or --device-resource."
     inside = [*options.claims.values(), *(mount.rpartition(":")[2] for mount in options.mounts)]
-    kept = any(job.checkpoints.startswith(f"{path.rstrip('/')}/") for path in inside)
-    if not kept and "://" not in job.checkpoints:
+    mounted = any(job.checkpoints.startswith(f"{path.rstrip('/')}/") for path in inside)
+    if not mounted and "://" not in job.checkpoints:
         yield f"Checkpoints go to {job.checkpoints}, which is lost with a pod: let --claims or --mounts cover it."
 
 
@@ -202,7 +202,7 @@ def pod_spec(job: Job, options: KubernetesOptions, containers: list[_Object]) ->
 
 
 def _container(job: Job, options: KubernetesOptions, variables: list[_Object], *, torchrun: bool = False) -> _Object:
-    given = [{"name": name, "value": value} for name, value in options.variables().items()]
+    extra = [{"name": name, "value": value} for name, value in options.variables().items()]
     mounts: list[_Object] = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     if job.config_path is not None:
         mounts.append({"name": "config", "mountPath": _CONFIG_PATH, "readOnly": True})
@@ -212,7 +212,7 @@ def _container(job: Job, options: KubernetesOptions, variables: list[_Object], *
         host, _, inside = mount.partition(":")
         mounts.append({"name": f"host-{number}", "mountPath": inside or host})
     container: _Object = {"name": "nxdt", "image": options.image, "command": _command(job, options, torchrun=torchrun)}
-    container["env"] = [*variables, *given]
+    container["env"] = [*variables, *extra]
     limits = _limits(job, options)
     if limits:
         container["resources"] = {"requests": limits, "limits": limits}
@@ -232,8 +232,8 @@ def _placed(job: Job, arguments: tuple[str, ...]) -> list[str]:
     """Name the configuration as pods see it: the resolved one, with the overrides in it."""
     if job.config_path is None:
         return list(arguments)
-    kept = [word for word in arguments[2:] if word.startswith("checkpoint.resume_")]
-    return [arguments[0], f"{_CONFIG_PATH}/run.yaml", *kept]
+    overrides = [word for word in arguments[2:] if word.startswith("checkpoint.resume_")]
+    return [arguments[0], f"{_CONFIG_PATH}/run.yaml", *overrides]
 
 
 def _limits(job: Job, options: KubernetesOptions) -> dict[str, str | int]:
@@ -241,8 +241,8 @@ def _limits(job: Job, options: KubernetesOptions) -> dict[str, str | int]:
     instance = options.instance
     resource = options.device_resource or (instance.resource if instance else None)
     if resource is not None:
-        known = instance is not None and resource == instance.resource and job.devices == instance.devices
-        limits[resource] = instance.resources if instance is not None and known else job.devices
+        whole = instance is not None and resource == instance.resource and job.devices == instance.devices
+        limits[resource] = instance.resources if instance is not None and whole else job.devices
     if options.efa_interfaces:
         limits[_EFA] = options.efa_interfaces
     if options.memory is not None:

@@ -96,12 +96,12 @@ def _compile(job: Job, options: SlurmOptions) -> list[str]:
 
 
 def _directives(job: Job, options: SlurmOptions, logs: str, *, by_node: bool) -> list[str]:
-    given = {"partition": options.partition, "account": options.account, "time": options.time}
+    values = {"partition": options.partition, "account": options.account, "time": options.time}
     words = [
         f"--job-name={job.name}",
         f"--nodes={job.nodes}",
         f"--ntasks-per-node={1 if by_node else job.devices}",
-        *(f"--{name}={value}" for name, value in given.items() if value is not None),
+        *(f"--{name}={value}" for name, value in values.items() if value is not None),
         *(["--exclusive"] if options.exclusive else []),
         f"--output={logs}/%x-%j.log",
         "--open-mode=append",

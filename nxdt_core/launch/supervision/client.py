@@ -42,16 +42,16 @@ from nxdt_core.system.progress import PROGRESS
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorAddress:
-    """Where the supervisor listens on the host of rank 0, and the word that admits to it."""
+    """Address of the supervisor on the host of rank 0, and the token that admits to it."""
 
     port: int
     token: str
     host: str
-    """Its name, for messages."""
+    """Name of the host, for messages."""
     pid: int
     """Process that serves it."""
     in_rank_zero: bool
-    """Whether it lives in rank 0; otherwise in the launcher."""
+    """The supervisor runs in rank 0; otherwise in the launcher."""
 
 
 def open_supervisor(
@@ -100,7 +100,7 @@ def _key(place: RankEnvironment) -> str:
 
 
 _SHUTDOWN_S = 10.0
-"""How long a rank that has reported its failure, or that it is done, waits to be ended."""
+"""Seconds that a rank waits to be ended after it has reported its failure, or that it is done."""
 _FLUSH_S = 1.0
 
 
@@ -136,7 +136,7 @@ class Client:
 
     @property
     def is_first(self) -> bool:
-        """Whether no other process of the run has read the configuration before: rank 0, without our launcher."""
+        """Return whether this process is the run's first to read the configuration: rank 0, without our launcher."""
         return self.place.rank == 0 and self._supervisor.in_rank_zero
 
     def is_watched_by(self, pid: int) -> bool:

@@ -37,7 +37,7 @@ class Collectives:
     begun: int
     done: int
     waiting: bool
-    """Whether one that has begun is not done: the process, or its device, waits for other ranks."""
+    """A collective that has begun is not done: the process, or its device, waits for other ranks."""
     newest: tuple[str, ...]
     """Oldest first, each as ``all_reduce 12 of group default_pg, [4, 8] float``: its name, its number within its
     process group, and shapes and types of its inputs."""
@@ -85,7 +85,7 @@ STACKS_DIR = "stacks"
 _LONGEST_S = 10.0
 _BEATS_PER_LIMIT = 8
 _COLLECTIVES = 16
-"""How many of the newest collectives a file of stacks lists."""
+"""Number of the newest collectives that a file of stacks lists."""
 
 
 class Heartbeat:
@@ -198,12 +198,12 @@ def is_stopped(pid: int) -> bool:
 
 def _cpu_of_children_s(pid: int) -> float:
     """CPU time of a process's descendants, such as compilers; 0 where the system does not show it."""
-    found = 0.0
+    seconds = 0.0
     for child in _children(pid):
         fields = process_stat(child)
         if fields:
-            found += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _cpu_of_children_s(child)
-    return found
+            seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _cpu_of_children_s(child)
+    return seconds
 
 
 def _children(pid: int) -> list[int]:

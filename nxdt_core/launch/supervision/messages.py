@@ -17,7 +17,7 @@ class Hello:
     token: str
     """Proof that the sender belongs to the run: it was read from the run's store."""
     rank: int | None
-    """None: not a rank but the launcher of a further node."""
+    """Rank of the process; None: the launcher of a further node."""
     host: str
 
 
@@ -29,7 +29,7 @@ class Failure:
     host: str
     kind: FailureKind
     text: str
-    """What to print, if this failure is the one that is reported."""
+    """Text to print, if this failure is the one that is reported."""
     status: int
     """Exit status."""
 
@@ -48,7 +48,7 @@ class Stop:
 
     signal: int
     urgent: bool = False
-    """At once, rather than with a checkpoint at the end of a step; the supervisor carries that out itself."""
+    """True to stop at once, not with a checkpoint at the end of a step; the supervisor does that itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +57,7 @@ class Down:
 
     status: int
     cause: str
-    """Who failed, in a few words."""
+    """Cause of the failure in a few words: who failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +86,7 @@ class Beat:
     done: int
     """Collectives."""
     waiting: bool
-    """Whether a collective that has begun is not done."""
+    """A collective that has begun is not done."""
     last: str
     """The newest collective; empty where none is known."""
     cpu_s: float

@@ -1,4 +1,4 @@
-"""Which of many ranks' failures is reported as the root cause, with which text and exit status."""
+"""The choice of the root cause among the failures of many ranks, with its text and exit status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nxdt_core.errors.ranks import RankDied, RankHung
 from nxdt_core.launch.supervision.messages import Beat, Failure
 
 BUSY_FACTOR = 3
-"""How many times the limit a rank may wait for one that is busy."""
+"""Multiple of the limit for which a rank may wait for one that is busy."""
 
 _BUSY = 0.05
 """Share of one core from which a rank counts as busy; threads that only poll use less than a hundredth."""
@@ -26,14 +26,14 @@ class Hang:
     ranks: tuple[Beat, ...]
     """The newest heartbeats of the ranks that hang, in the order of ranks."""
     waiting: tuple[Beat, ...]
-    """Those of ranks that wait for others in a collective."""
+    """Heartbeats of the ranks that wait for others in a collective."""
     seconds: float
     """Seconds for which they have been silent."""
 
 
 @dataclass(slots=True)
 class _Seen:
-    """What is known of one rank."""
+    """The newest heartbeat of one rank, with the times at which it came and at which the rank last moved."""
 
     beat: Beat
     received_at: float
@@ -85,8 +85,8 @@ class HangWatch:
         fewest = min(seen.beat.begun for seen in self._seen.values())
         return [seen for seen in self._seen.values() if seen.beat.begun == fewest]
 
-    def _hang(self, kind: Literal["silent", "stuck"], found: Iterable[_Seen], seconds: float) -> Hang:
-        ranks = _in_order(found)
+    def _hang(self, kind: Literal["silent", "stuck"], entries: Iterable[_Seen], seconds: float) -> Hang:
+        ranks = _in_order(entries)
         waiting = [seen for seen in self._seen.values() if seen.beat.waiting and seen.beat not in ranks]
         return Hang(kind=kind, ranks=ranks, waiting=_in_order(waiting), seconds=seconds)
 
@@ -97,19 +97,19 @@ def _moved(before: Beat, after: Beat, seconds: float) -> bool:
     return not after.waiting and after.cpu_s - before.cpu_s > _BUSY * seconds
 
 
-def _in_order(found: Iterable[_Seen]) -> tuple[Beat, ...]:
-    return tuple(sorted((seen.beat for seen in found), key=lambda beat: beat.rank))
+def _in_order(entries: Iterable[_Seen]) -> tuple[Beat, ...]:
+    return tuple(sorted((seen.beat for seen in entries), key=lambda beat: beat.rank))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RootCause:
-    """How a run failed."""
+    """The reported failure of a run."""
 
     status: int
     text: str
-    """What to print, once, for all ranks."""
+    """Text to print, once, for all ranks."""
     cause: str
-    """Who failed, in a few words."""
+    """Cause of the failure in a few words: who failed."""
     dead: Failure | None = None
     """The rank that died without a report, if one did."""
 

@@ -36,14 +36,14 @@ from nxdt_core.launch.supervision.messages import (
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION, Hang, HangWatch, RootCause, decide, hung
 
 _WINDOW_S = 1.0
-"""How long after a first failure others are collected: ranks that make the same mistake make it within this."""
+"""Seconds in which others are collected after a first failure: ranks that make the same mistake make it within this."""
 _SHUTDOWN_S = 3.0
-"""How long the supervisor waits for other processes to leave before it releases its own."""
+"""Seconds that the supervisor waits for other processes to leave before it releases its own."""
 _PACE_S = 0.02
 _WATCH_S = 1.0
 """Time between two checks of the heartbeats."""
 _DUMP_S = 5.0
-"""How long ranks have to write their stacks."""
+"""Seconds that ranks have to write their stacks."""
 _LONGEST_LINE = 1 << 23
 _KEEP_ALIVE = (("TCP_KEEPIDLE", 5), ("TCP_KEEPINTVL", 2), ("TCP_KEEPCNT", 4))
 """A machine that is silent for 5 + 4 x 2 s is gone."""
@@ -250,14 +250,14 @@ class Supervisor:
         self.root_cause = root_cause
         self._on_root_cause(root_cause)
         down = _down(root_cause)
-        own = [writer for writer, hello in self._members.items() if self._in_rank_zero and hello.rank == 0]
-        self._send(down, [writer for writer in self._members if writer not in own])
+        first = [writer for writer, hello in self._members.items() if self._in_rank_zero and hello.rank == 0]
+        self._send(down, [writer for writer in self._members if writer not in first])
         self._decided.set()
         for _ in range(int(_SHUTDOWN_S / _PACE_S)):
-            if set(self._members) <= set(own):
+            if set(self._members) <= set(first):
                 break
             await asyncio.sleep(_PACE_S)
-        self._send(down, own)
+        self._send(down, first)
 
     def _send(self, message: Message, members: Iterable[asyncio.StreamWriter]) -> None:
         for writer in list(members):

@@ -43,16 +43,16 @@ class KeyValueCache:
         self.new = 0
         """Columns that the pass under way adds; what a layout fills up behind them is not kept."""
         self._padding = max(lengths) - torch.tensor(lengths)
-        """int64 [rows]"""
+        """Tokens by which each prompt is shorter than the longest, int64 [rows]."""
         self._padded = min(lengths) < max(lengths)
         self._cores = [
-            (held._modules, name, _CachedAttention(held.get_submodule(name), said, self))
-            for held, name, said in self._slots
+            (parent._modules, name, _CachedAttention(parent.get_submodule(name), semantics, self))
+            for parent, name, semantics in self._slots
         ]
         self.found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-        """By width: where the next column is, int64 [1], and its :meth:`mask`."""
+        """Place of the next column, int64 [1], and its :meth:`mask`, by width."""
         self.next: torch.Tensor | None = None
-        """int64 [1] on the device, in place of the length of a fixed cache."""
+        """Place of the next column, int64 [1] on the device, instead of the length of a fixed cache."""
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -83,22 +83,22 @@ class KeyValueCache:
     def fixed(self, columns: int) -> KeyValueCache:
         """Return a cache for as many rows, with the memory of ``columns`` columns. Its passes have equal shapes and
         addresses: what changes is in tensors."""
-        found = KeyValueCache(self._slots, [1] * self.rows, columns)
-        for (_, _, own), (_, _, cached) in zip(self._cores, found._cores, strict=True):
-            cached.fill(own.keys[:, :, :0], own.values[:, :, :0])
-            found.next = torch.zeros(1, dtype=torch.int64, device=own.keys.device)
-        found._padding, found._padded = found._padding.to(own.keys.device), True
-        return found
+        cache = KeyValueCache(self._slots, [1] * self.rows, columns)
+        for (_, _, core), (_, _, cached) in zip(self._cores, cache._cores, strict=True):
+            cached.fill(core.keys[:, :, :0], core.values[:, :, :0])
+            cache.next = torch.zeros(1, dtype=torch.int64, device=core.keys.device)
+        cache._padding, cache._padded = cache._padding.to(core.keys.device), True
+        return cache
 
     def take(self, other: KeyValueCache) -> None:
         """Let a fixed cache have the keys and values of ``other``, which has seen the prompts."""
         assert self.next is not None
         self.next.fill_(other.length)
         self._padding.copy_(other._padding)
-        for (_, _, own), (_, _, cached) in zip(self._cores, other._cores, strict=True):
-            for kept, given in ((own.keys, cached.keys), (own.values, cached.values)):
-                kept[:, :, : given.shape[2]] = given
-                kept[:, :, given.shape[2] :] = 0  # hidden, and yet part of a sum
+        for (_, _, core), (_, _, cached) in zip(self._cores, other._cores, strict=True):
+            for target, source in ((core.keys, cached.keys), (core.values, cached.values)):
+                target[:, :, : source.shape[2]] = source
+                target[:, :, source.shape[2] :] = 0  # hidden, and yet part of a sum
 
     def begin_pass(self, window: int) -> torch.Tensor:
         """Begin a pass of a fixed cache, and return its positions, int64 [rows, 1], below ``window``: rows that have
@@ -153,7 +153,7 @@ def cached_width(semantics: AttentionSemantics, columns: int) -> int:
 
 
 class _CachedAttention(nn.Module):
-    """In the place of a core: the core itself over the prompts, then attention of one token to ``width`` columns."""
+    """Replaces a core: runs the core itself over the prompts, then attention of one token to ``width`` columns."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -202,11 +202,11 @@ class _CachedAttention(nn.Module):
             tensor.new_empty((*tensor.shape[:2], self.width, tensor.shape[3])) for tensor in (key, value)
         )
         columns = key.shape[2]
-        for kept, given in ((self.keys, key), (self.values, value)):
+        for target, source in ((self.keys, key), (self.values, value)):
             if columns <= self.width:
-                kept[:, :, :columns] = given
+                target[:, :, :columns] = source
             else:
-                kept.copy_(given[:, :, -self.width :].roll(columns % self.width, dims=2))
+                target.copy_(source[:, :, -self.width :].roll(columns % self.width, dims=2))
 
 
 def _attend(
@@ -214,7 +214,7 @@ def _attend(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
-    said: AttentionSemantics,
+    semantics: AttentionSemantics,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of ``query`` [rows, heads, tokens, head_dim] to all keys [rows, kv_heads, columns, head_dim].
@@ -222,14 +222,14 @@ def _attend(
     Heads that share keys are queries of one head here, so that each key is read once.
     """
     grouped = query.reshape(len(query), key.shape[1], -1, query.shape[-1])
-    if said.softcap is None and sinks is None:
-        scale: Any = said.scale
+    if semantics.softcap is None and sinks is None:
+        scale: Any = semantics.scale
         attended = functional.scaled_dot_product_attention(grouped, key, value, attn_mask=mask, scale=scale)
     else:
-        scale = query.shape[-1] ** -0.5 if said.scale is None else said.scale
-        scores = grouped @ key.transpose(-1, -2) * (scale / (said.softcap or 1.0))
-        if said.softcap is not None:
-            scores = torch.tanh(scores) * said.softcap
+        scale = query.shape[-1] ** -0.5 if semantics.scale is None else semantics.scale
+        scores = grouped @ key.transpose(-1, -2) * (scale / (semantics.softcap or 1.0))
+        if semantics.softcap is not None:
+            scores = torch.tanh(scores) * semantics.softcap
         scores = scores if mask is None else scores + mask
         if sinks is not None:
             of_rows = sinks.to(scores.dtype).view(1, key.shape[1], -1, 1).expand(len(query), -1, -1, query.shape[2])

@@ -1,4 +1,4 @@
-"""What attention needs to know of packed documents and windows: masks (causal, block-diagonal, banded) or blocks.
+"""Masks (causal, block-diagonal, banded) or lists of blocks, for attention to packed documents and within windows.
 
 FlexAttention (Dong et al. 2024, arXiv:2412.05496) attends by blocks. A mask of seq x seq lets a kernel compute all
 scores and hide most. Here the kernel gets a list of the blocks of keys that a block of queries has a document in common
@@ -30,12 +30,12 @@ _LEAST_HEAD_DIM = 16
 """The kernels refuse narrower heads."""
 
 _KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
-"""Without it torch takes its decoding kernel for fewer than 128 queries. That one puts the queries of all heads that
-share a key into one block, which must divide 128: 64 queries of four heads find "No choices to select"."""
+"""Options of the kernels. Torch's own choice for fewer than 128 queries is its decoding kernel. It puts all heads'
+queries of a key into one block, which must divide 128: 64 of four heads find "No choices to select"."""
 
 
 class BlockAttention:
-    """How a device attends by blocks: a slot of attention cores, which engines fill from the device's profile."""
+    """Attention of a device by blocks: a slot of attention cores, which engines fill from the device's profile."""
 
     def __init__(self, dtypes: frozenset[torch.dtype], *, backend: str) -> None:
         """
@@ -154,8 +154,8 @@ def _by_block(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _numbered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """How many blocks of keys there are for each block of queries, int32 [batch, 1, blocks], and their numbers, first
-    in [batch, 1, blocks, blocks]; ``blocks`` is bool [batch, blocks, blocks]."""
+    """Return how many blocks of keys each block of queries has, int32 [batch, 1, blocks], and their numbers. These come
+    first in [batch, 1, blocks, blocks]; ``blocks`` is bool [batch, blocks, blocks]."""
     counts = blocks.sum(-1, dtype=torch.int32)
     numbers = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts.unsqueeze(1), numbers.unsqueeze(1)

@@ -79,15 +79,15 @@ class AttentionSemantics:
     (:mod:`nxdt_core.models.attention.sinks`), which what is in its place takes as well."""
 
     causal: bool
-    """Whether only earlier tokens, and the token itself, are seen."""
+    """Each token sees only itself and earlier ones."""
     scale: float | None = None
-    """None for 1 / sqrt(head_dim)."""
+    """Factor of the scores; None for 1 / sqrt(head_dim)."""
     window: int | None = None
-    """How many tokens one sees, itself included; None for all."""
+    """Number of tokens that each token sees, itself included; None for all."""
     softcap: float | None = None
     """Scores are ``softcap · tanh(score / softcap)``; None: as they are."""
     dropout: float = 0.0
-    """Of the probabilities, while training."""
+    """Dropout rate of the probabilities, while training."""
 
 
 class CausalAttention(nn.Module):
@@ -288,7 +288,7 @@ class GroupedQueryAttention(nn.Module):
         document_ids: torch.Tensor | None = None,
         step: StepContext | None = None,
     ) -> torch.Tensor:
-        """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as :class:`RotaryEmbedding` gives it."""
+        """Return the output in the shape of ``hidden`` [batch, seq, hidden]; ``RotaryEmbedding`` gives ``rotary``."""
         cos, sin = rotary
         query, key, value = (
             projection(hidden).unflatten(-1, (-1, self.head_dim))  # [batch, seq, heads, head_dim]

@@ -19,7 +19,7 @@ __all__ = ()  # of the core alone
 
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Of query, key and value."""
+"""Gradients of query, key and value."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,10 +32,10 @@ class Scoring:
     causal: bool = False
     """Row ``i`` sees keys 0 … ``i``; not together with ``visible``."""
     visible: torch.Tensor | None = None
-    """bool [batch or 1, 1, rows, keys]; None where all keys are seen."""
+    """Keys that each row sees, bool [batch or 1, 1, rows, keys]; None where all are seen."""
 
     def additive_mask(self, dtype: torch.dtype) -> torch.Tensor | None:
-        """``visible`` as 0 and −∞ to be added to the scores."""
+        """Return ``visible`` as 0 and −∞ to be added to the scores."""
         if self.visible is None:
             return None
         zeros = torch.zeros(self.visible.shape, dtype=dtype, device=self.visible.device)
@@ -46,7 +46,7 @@ class AttentionKernel(Protocol):
     """A kernel of attention over one block of keys."""
 
     fused: bool
-    """Whether it never holds the block's scores, so that an unmasked block of any size is one call."""
+    """The kernel never holds the block's scores, so that an unmasked block of any size is one call."""
 
     def takes(self, query: torch.Tensor, value: torch.Tensor) -> bool:
         """Return whether it computes in this dtype and in heads of these widths."""
@@ -158,7 +158,7 @@ class MaskedFlashKernel:
     fused = True
 
     def takes(self, query: torch.Tensor, value: torch.Tensor) -> bool:
-        """Any dtype, and values as wide as queries."""
+        """Return whether values are as wide as queries, in any dtype."""
         return query.shape[-1] == value.shape[-1]
 
     def forward(
@@ -199,7 +199,7 @@ class FlashOrEfficientKernel:
     fused = True
 
     def takes(self, query: torch.Tensor, value: torch.Tensor) -> bool:
-        """float32 and halves in heads up to 256 wide."""
+        """Return whether heads are up to 256 wide, in float32 or a half type."""
         width = query.shape[-1]
         return (
             query.dtype in (torch.float32, *_HALF_TYPES)

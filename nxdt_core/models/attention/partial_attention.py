@@ -27,7 +27,7 @@ _KERNELS: Mapping[str, AttentionKernel] = {
     "masked_flash": MaskedFlashKernel(),
     "flash_or_efficient": FlashOrEfficientKernel(),
 }
-"""By the name that device profiles use."""
+"""Kernels by the name that device profiles use."""
 
 _ELEMENTS_AT_A_TIME = 1 << 22
 """Scores, or elements of a mask, that are held at once: 16 MiB of float32 …"""
@@ -51,7 +51,7 @@ class Window:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
-    """Which of the local queries attend to which of the given keys."""
+    """Rows of the local queries, and those of the keys passed with them that they attend to."""
 
     rows: slice
     keys: slice
@@ -61,7 +61,7 @@ class Block:
     documents: tuple[torch.Tensor, torch.Tensor] | None = None
     """Document ids [batch, rows] and [batch, keys]; None where all belong together."""
     window: Window | None = None
-    """None without a window, and if each row's window contains all keys of the block."""
+    """Window of the rows; None without one, and if each row's contains all keys of the block."""
 
 
 def kernel_for(query: torch.Tensor, value: torch.Tensor, softcap: float | None = None) -> AttentionKernel:
@@ -198,7 +198,7 @@ def _within(whole: slice, start: int, stop: int) -> slice:
 
 
 def _visible(block: Block, rows: slice, keys: slice, device: torch.device) -> torch.Tensor | None:
-    """bool [batch or 1, 1, rows, keys], of the block's rows ``rows`` and its keys ``keys``."""
+    """Return the mask, bool [batch or 1, 1, rows, keys], of the block's rows ``rows`` and keys ``keys``."""
     row = torch.arange(rows.start, rows.stop, device=device)[:, None]
     key = torch.arange(keys.start, keys.stop, device=device)
     parts = []

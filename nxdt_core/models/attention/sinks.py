@@ -69,7 +69,7 @@ class SinkAttention(nn.Module):
 
 
 def _block(seq: int, document_ids: torch.Tensor | None, window: int | None) -> Block:
-    """All tokens with themselves and those before them."""
+    """Return the block of all tokens with themselves and those before them."""
     return Block(
         rows=slice(0, seq),
         keys=slice(0, seq),

@@ -1,4 +1,4 @@
-"""From tokens to the experts that a router chose, and back: rows in the experts' order, and their weighted sums."""
+"""The way of tokens to the experts that a router chose, and back: rows in the experts' order, and weighted sums."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class TokenPermutation:
     """
 
     row_of: torch.Tensor
-    """int64 [assignments]; −1 for dropped ones."""
+    """Row of each assignment, int64 [assignments]; −1 for dropped ones."""
     assignment_of: torch.Tensor
-    """int64 [rows]; −1 for rows that stay empty."""
+    """Assignment in each row, int64 [rows]; −1 for rows that stay empty."""
     top_k: int
     holes: bool
-    """Whether there may be any −1."""
+    """``assignment_of`` may have a −1."""
 
     @classmethod
     def ordered(cls, groups: torch.Tensor, top_k: int = 1) -> TokenPermutation:
@@ -44,7 +44,7 @@ class TokenPermutation:
 
     @classmethod
     def by_capacity(cls, routing: Routing) -> TokenPermutation:
-        """``routing.capacity`` rows for each expert, filled from the first on."""
+        """Return a permutation with ``routing.capacity`` rows for each expert, filled from the first on."""
         assert routing.slots is not None
         assert routing.capacity is not None
         tokens, top_k = routing.experts.shape
@@ -65,8 +65,8 @@ def permute(tokens: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor
 
 def unpermute(rows: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
     """Return the row of each assignment: [rows, hidden] to [tokens, top_k, hidden]; zero for dropped ones."""
-    found: torch.Tensor = _Unpermute.apply(rows, permutation)  # type: ignore[no-untyped-call]
-    return found.view(-1, permutation.top_k, rows.shape[1])
+    tokens: torch.Tensor = _Unpermute.apply(rows, permutation)  # type: ignore[no-untyped-call]
+    return tokens.view(-1, permutation.top_k, rows.shape[1])
 
 
 class LocalDispatcher(nn.Module):
@@ -86,7 +86,7 @@ class LocalDispatcher(nn.Module):
 
     @property
     def rank(self) -> int:
-        """Which of equal parts of the experts this process has."""
+        """Return which of the equal parts of the experts this process has."""
         return 0
 
     def run(
@@ -136,8 +136,8 @@ class LocalDispatcher(nn.Module):
             permutation = TokenPermutation.by_capacity(routing)
             padded = permute(tokens, permutation).view(-1, routing.capacity, tokens.shape[1])
             outputs = self.run_padded(padded, experts).flatten(0, 1)
-        found = unpermute(outputs, permutation)  # [tokens, top_k, hidden]
-        return (found * routing.weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
+        by_token = unpermute(outputs, permutation)  # [tokens, top_k, hidden]
+        return (by_token * routing.weights.unsqueeze(-1)).sum(1).to(tokens.dtype)
 
     def ordered(self, routing: Routing) -> tuple[TokenPermutation, torch.Tensor]:
         """Return the rows in the order in which :meth:`run_ordered` expects them, and how many each expert has."""
@@ -189,7 +189,7 @@ class _Unpermute(torch.autograd.Function):
 
 
 def _read(source: torch.Tensor, indices: torch.Tensor, holes: bool) -> torch.Tensor:
-    """``source[indices]``, zero where an index is −1."""
+    """Return ``source[indices]``, zero where an index is −1."""
     if not holes:
         return source.index_select(0, indices)
     # Not in place: in a graph of torch 2.11 the gradient of what an autograd function returns would be lost.

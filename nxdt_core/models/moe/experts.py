@@ -54,9 +54,9 @@ class RowGroups:
 
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _TRACED_GROUPED_DTYPES = (torch.bfloat16,)
-"""Those for which ``torch.compile`` can trace it; the loop in its place breaks the graph."""
+"""Dtypes for which ``torch.compile`` can trace ``F.grouped_mm``; the loop in its place breaks the graph."""
 _GROUPED_ALIGNMENT_BYTES = 16
-"""``F.grouped_mm`` refuses rows of any other multiple, and float64 (torch 2.13)."""
+"""Alignment of rows, of which ``F.grouped_mm`` refuses any other, as it does float64 (torch 2.13)."""
 
 
 class SwiGLUExperts(nn.Module):

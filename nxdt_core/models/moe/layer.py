@@ -42,8 +42,8 @@ class _Join(torch.autograd.Function):
 
 
 class MixtureOfExperts(nn.Module):
-    """In the place of a feed-forward block (Shazeer et al. 2017, arXiv:1701.06538; Fedus et al. 2021,
-    arXiv:2101.03961), with the router's auxiliary losses in the gradient.
+    """Mixture of experts in place of a feed-forward block, with the router's auxiliary losses in the gradient. (Shazeer
+    et al. 2017, arXiv:1701.06538; Fedus et al. 2021, arXiv:2101.03961.)
 
     In a :class:`~nxdt_core.protocols.plan.ParallelPlan` the whole module is a tensor block, ``experts`` are experts,
     ``dispatcher`` is an expert dispatcher, ``router`` an expert router, and the matrices of ``shared`` are column and
@@ -63,7 +63,7 @@ class MixtureOfExperts(nn.Module):
         self.shared = shared
 
     def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
-        """``hidden`` [batch, seq, hidden] to the same shape."""
+        """Return the layer's output, of the shape of ``hidden`` [batch, seq, hidden]."""
         routing = self.router(hidden, step)
         output: torch.Tensor = self.dispatcher.run(hidden, routing, self.experts, step=step)
         if self.shared is not None:

@@ -45,7 +45,7 @@ __all__ = [
 
 
 class TokenShards(Protocol):
-    """Which part of the micro-batch this process has.
+    """The part of the micro-batch that this process has.
 
     Capacity and load are defined over the whole micro-batch, independent of the ranks that hold its tokens; this is
     what turns counts of one process's tokens into those.
@@ -84,7 +84,7 @@ class WholeMicroBatch:
     """Counts tokens where every rank has the whole micro-batch."""
 
     copies: int = 1
-    """As in :class:`TokenShards`."""
+    """Processes that compute the router on the same tokens and whose gradients are summed."""
     shards: int = 1
     segments: int = 1
 
@@ -94,7 +94,7 @@ class WholeMicroBatch:
 
 
 def exclusive_cumsum(counts: torch.Tensor) -> torch.Tensor:
-    """``counts`` [batch, segments, experts] of what comes before each segment, rows first."""
+    """Return the ``counts`` [batch, segments, experts] of what comes before each segment, rows first."""
     flat = counts.flatten(0, 1)
     return (flat.cumsum(0) - flat).view_as(counts)
 
@@ -126,8 +126,8 @@ def slots_within(capacity: int, segments: torch.Tensor, before: torch.Tensor) ->
 
 
 def balance_loss_sum(probabilities: torch.Tensor, assigned: torch.Tensor) -> torch.Tensor:
-    """``tokens · L`` with ``L = experts · Σ_e f_e P_e`` (Fedus et al. 2021, arXiv:2101.03961, equation 4; GShard,
-    arXiv:2006.16668), as far as the tokens of this process contribute to it.
+    """Return ``tokens · L``, as far as the tokens of this process contribute to it. ``L = experts · Σ_e f_e P_e``
+    (Fedus et al. 2021, arXiv:2101.03961, equation 4; GShard, arXiv:2006.16668).
 
     ``f_e`` is the share of the micro-batch's assignments that chose expert e, before any are dropped (the shares add
     up to 1 for any ``top_k``; Hugging Face's add up to ``top_k``); ``P_e`` is the mean probability. Perfect balance is
@@ -164,55 +164,55 @@ class _PooledBalance(torch.autograd.Function):
 
 
 def z_loss_sum(logits: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5); ``logits`` [..., experts],
-    ``padding`` bool [...]."""
+    """Return ``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5). ``logits`` is [...,
+    experts], ``padding`` bool [...]."""
     return _without(padding, logits.logsumexp(-1).square()).sum()
 
 
 def _without(padding: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
-    """``values`` [batch, seq] or [batch, seq, experts], 0 at padding."""
+    """Return ``values`` [batch, seq] or [batch, seq, experts], 0 at padding."""
     if padding is None:
         return values
     return values.masked_fill(padding if values.ndim == padding.ndim else padding.unsqueeze(-1), 0)
 
 
 RouterOrder = Literal["softmax_topk", "topk_softmax"]
-"""Whether weights are the chosen ones of the probabilities over all experts, or a softmax over the chosen logits."""
+"""Order of the steps: the top k of the probabilities over all experts, or a softmax over the top k logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RouterStatistics:
-    """What a router did with this process's tokens of one micro-batch; on the device, detached.
+    """A router's statistics over this process's tokens of one micro-batch; on the device, detached.
 
     Sums, so that they add up over micro-batches and over data and context parallel ranks (tensor parallel ranks have
     copies).
     """
 
     assigned: torch.Tensor
-    """int64 [experts]: assignments, dropped ones included."""
+    """Assignments, dropped ones included, int64 [experts]."""
     dropped: torch.Tensor
-    """int64 scalar: assignments over capacity."""
+    """Assignments over capacity, int64 scalar."""
     entropy: torch.Tensor
     """Scalar, nats: the entropies of the tokens' distributions over all experts, summed."""
     tokens: torch.Tensor
-    """int64 scalar."""
+    """Number of tokens, int64 scalar."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Routing:
-    """Where the tokens of a micro-batch go; [tokens] is [batch, seq] flattened."""
+    """Assignments of a micro-batch's tokens to experts; [tokens] is [batch, seq] flattened."""
 
     experts: torch.Tensor
-    """int64 [tokens, top_k]"""
+    """Experts of each token, int64 [tokens, top_k]."""
     weights: torch.Tensor
-    """[tokens, top_k], float32 at the least: factors of the experts' outputs."""
+    """Factors of the experts' outputs, [tokens, top_k], float32 at the least."""
     counts: torch.Tensor
-    """int64 [experts]: this process's assignments, dropped ones and those of padding included."""
+    """Assignments of this process, dropped ones and those of padding included, int64 [experts]."""
     slots: torch.Tensor | None = None
-    """int64 [tokens, top_k], with capacity only: the number among this process's assignments to the same expert, −1
-    where the assignment is dropped or of padding."""
+    """Number among this process's assignments to the same expert, int64 [tokens, top_k], with capacity only; −1 where
+    the assignment is dropped or of padding."""
     capacity: int | None = None
-    """With capacity: how many assignments of this process an expert can get at the most; a function of shapes."""
+    """Most assignments of this process that an expert can get, with capacity only; a function of shapes."""
     aux_loss: torch.Tensor | None = None
     """Scalar for :func:`nxdt_core.models.moe.layer.add_aux_loss`, or None where there is none."""
 

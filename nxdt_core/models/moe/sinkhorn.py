@@ -12,7 +12,7 @@ from nxdt_core.models.moe.router import TopKRouter
 __all__ = ["RouterActivation", "SinkhornRouter", "sinkhorn_offsets"]
 
 RouterActivation = Literal["sigmoid", "softmax"]
-"""What makes a logit the weight of its expert's output; softmax is over all experts."""
+"""Function that turns a logit into the weight of its expert's output; softmax is over all experts."""
 
 
 class SinkhornRouter(TopKRouter):

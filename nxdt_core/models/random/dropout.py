@@ -72,15 +72,15 @@ class Dropout(nn.Module):
         """A slot: where this process's features begin, and how many the whole has, where an engine knows."""
 
     def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
-        """``hidden`` of any shape to the same."""
+        """Return ``hidden`` with elements dropped while training; of any shape."""
         if not self.training or self.p == 0:
             return hidden
-        kept = None if self.part is None else self.part.mask(hidden, self.p, step_of(step))
-        if kept is None:
+        mask = None if self.part is None else self.part.mask(hidden, self.p, step_of(step))
+        if mask is None:
             if self._salt is None or hidden.is_meta:
                 return _dropped(hidden, self.p)
-            kept = _seeded_mask(_salted(self._salt), list(hidden.shape), self.p, hidden.device)
-        return torch.where(kept, hidden / (1 - self.p), 0)
+            mask = _seeded_mask(_salted(self._salt), list(hidden.shape), self.p, hidden.device)
+        return torch.where(mask, hidden / (1 - self.p), 0)
 
     def extra_repr(self) -> str:
         """Return the probability, for ``print(model)``."""
@@ -96,7 +96,7 @@ class EmbeddingNoise(Dropout):
         self.alpha = alpha
 
     def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
-        """``hidden`` [rows, tokens, features] to the same shape."""
+        """Return ``hidden`` [rows, tokens, features] with elements dropped while training."""
         if not self.training:
             return hidden
         part, ids = self.part, step_of(step).ids
@@ -113,10 +113,10 @@ class EmbeddingNoise(Dropout):
 
 
 class CausalAttentionWithDropout(CausalAttention):
-    """As its base, with dropout of the probabilities."""
+    """Causal attention with dropout of the probabilities."""
 
     salt = Salt()
-    """As in :class:`Dropout`."""
+    """A slot: engines fill it where several ranks run the model."""
 
     def __init__(self, p: float, masks: DocumentMasks | None = None) -> None:
         super().__init__(masks)
@@ -181,8 +181,8 @@ def _dropped(hidden: torch.Tensor, p: float) -> torch.Tensor:
     """Return ``hidden`` with dropout, by the generator of its device or, where that has none, of the host."""
     if not profile_of(hidden.device).host_random or hidden.is_meta:
         return functional.dropout(hidden, p)
-    kept = torch.empty(hidden.shape, dtype=torch.bool, device=HOST).bernoulli_(1 - p).to(hidden.device)
-    return torch.where(kept, hidden / (1 - p), 0)
+    mask = torch.empty(hidden.shape, dtype=torch.bool, device=HOST).bernoulli_(1 - p).to(hidden.device)
+    return torch.where(mask, hidden / (1 - p), 0)
 
 
 def _dropped_attention(

@@ -46,7 +46,7 @@ _NAME_BYTES = 128
 
 
 def whole_sequence(length: int) -> Sequence[int]:
-    """:attr:`MaskPart.runs` of a process that holds whole sequences."""
+    """Return :attr:`MaskPart.runs` of a process that holds whole sequences."""
     return 0, length
 
 
@@ -59,14 +59,14 @@ class MaskPart:
     shards: int = 1
     """Processes that share each sequence in equal parts."""
     runs: Callable[[int], Sequence[int]] = whole_sequence
-    """From the length of the whole sequence to the tokens that this process holds between tensor blocks' collectives:
-    where each run of neighbours begins and where it ends, in one list."""
+    """Takes the length of the whole sequence. Returns the runs of neighbouring tokens that this process holds between
+    tensor blocks' collectives: beginnings and ends, in one list."""
     sequence_parts: tuple[int, int] = (0, 1)
-    """Which of how many further parts of these tokens it holds under sequence parallelism."""
+    """Index of this process's part of these tokens under sequence parallelism, and the number of parts."""
     features: tuple[int, int] | None = None
-    """Where its features begin, and how many the whole has; None where that is not said."""
+    """First feature of this process, and the number of features of the whole; None where ``feature_parts`` applies."""
     feature_parts: tuple[int, int] = (0, 1)
-    """Otherwise: which of how many equal parts of the features it holds."""
+    """Index of its part of the features, and the number of equal parts; used where ``features`` is None."""
 
     def mask(self, hidden: torch.Tensor, p: float, step: StepContext) -> torch.Tensor | None:
         """Return what is kept of ``hidden`` [rows, tokens, features], of its shape; None where no row is known."""
@@ -159,10 +159,10 @@ def _position_draw(
         else:
             drawn.bernoulli_(kept_share, generator=generator)
         if not in_place:
-            held = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
-            own = (held[0] if len(held) == 1 else torch.cat(held)).narrow(0, first_token, tokens)
-            own = own[:, first_feature : first_feature + width]
-            out[row, :, : own.shape[1]] = own  # features that only fill a dimension up get no noise
+            parts = [drawn[begin:end] for begin, end in zip(runs[::2], runs[1::2], strict=True)]
+            local = (parts[0] if len(parts) == 1 else torch.cat(parts)).narrow(0, first_token, tokens)
+            local = local[:, first_feature : first_feature + width]
+            out[row, :, : local.shape[1]] = local  # features that only fill a dimension up get no noise
     return out.to(device)
 
 
@@ -198,10 +198,10 @@ _LEVELS = 1 << 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenNumbers:
-    """How a process numbers its tokens in the global batch; filled by engines into dispatchers."""
+    """Numbers of a process's tokens in the global batch; engines put them into dispatchers."""
 
     shards: int = 1
-    """As of :class:`~nxdt_core.models.random.dropout_masks.MaskPart`, like ``runs``."""
+    """Processes that share each sequence in equal parts; ``runs`` is as in :class:`MaskPart`."""
     runs: Callable[[int], Sequence[int]] = whole_sequence
 
     def of(self, tokens: int, device: torch.device, step: StepContext) -> torch.Tensor | None:
@@ -209,10 +209,10 @@ class TokenNumbers:
         numbers, ids = step.numbers, step.ids
         if numbers is None or ids is None or ids.numel() != tokens or ids.is_meta:
             return None
-        rows, own = ids.shape
-        length = own * self.shards
-        found: torch.Tensor = _token_numbers(numbers, rows, length, list(self.runs(length)), device)
-        return found
+        rows, columns = ids.shape
+        length = columns * self.shards
+        token_numbers: torch.Tensor = _token_numbers(numbers, rows, length, list(self.runs(length)), device)
+        return token_numbers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +222,7 @@ class RowPart:
     name: torch.Tensor
     """:func:`~nxdt_core.models.random.dropout_masks.encoded_name` of the module in the whole model."""
     feature_part: int = 0
-    """Which of equal parts of the features this process holds."""
+    """Index of the part of the features that this process holds; all parts are equal."""
 
     def mask(self, rows: torch.Tensor, p: float, step: StepContext) -> torch.Tensor | None:
         """Return what is kept of ``rows`` [..., features], of its shape; None where their tokens are unknown."""
@@ -231,8 +231,8 @@ class RowPart:
             return None
         width = rows.shape[-1]
         first = self.feature_part * width
-        kept: torch.Tensor = _row_mask(numbers, self.name, keys, width, first, p)
-        return kept.view(rows.shape)
+        mask: torch.Tensor = _row_mask(numbers, self.name, keys, width, first, p)
+        return mask.view(rows.shape)
 
 
 def run_numbered(
@@ -316,7 +316,7 @@ def _row_mask(
     ]
     low = keys.bitwise_and(0xFFFF_FFFF).to(torch.int32)
     high = (keys >> 32).to(torch.int32)
-    start, stride = (_word(low, high, each).unsqueeze(-1) for each in words[:2])
+    start, stride = (_word(low, high, word).unsqueeze(-1) for word in words[:2])
     features = torch.arange(first_feature, first_feature + width, dtype=torch.int32, device=keys.device)
     return noise(start + features * (stride | 1), words[2]) >= round(p * _LEVELS)
 

@@ -110,7 +110,7 @@ def _xor_shifted(values: torch.Tensor, count: int, spare: torch.Tensor) -> torch
 _BITS = 8
 """Each octave of probabilities has 2⁸ polynomials."""
 _DEGREE = 4
-"""Of the polynomials, whose error is then below 1e-14, as that of ``ndtri`` is."""
+"""Degree of the polynomials, whose error is then below 1e-14, as that of ``ndtri`` is."""
 _ENTRIES = 64 << _BITS
 """Number of octave and polynomial, modulo 64 octaves. Probabilities from 2⁻⁵³ to a half have 52."""
 _FRACTION = (1 << (52 - _BITS)) - 1
@@ -136,9 +136,9 @@ def _coefficients() -> NDArray[np.float64]:
     nodes = torch.cos((powers + 0.5) * (math.pi / (_DEGREE + 1)))  # of Chebyshev, in (-1, 1)
     probabilities = begins + (ends - begins) * (nodes.unsqueeze(1) + 1) / 2
     values = torch.special.ndtri(probabilities) / probabilities
-    found = torch.linalg.solve(nodes.unsqueeze(1) ** powers, values)
+    solution = torch.linalg.solve(nodes.unsqueeze(1) ** powers, values)
     table = np.zeros((_DEGREE + 1, _ENTRIES))
-    table[:, (first % _ENTRIES).numpy()] = (found * (2.0 ** (_BITS + 1)) ** powers.unsqueeze(1)).numpy()
+    table[:, (first % _ENTRIES).numpy()] = (solution * (2.0 ** (_BITS + 1)) ** powers.unsqueeze(1)).numpy()
     return table
 
 
@@ -154,7 +154,7 @@ def normal_quantiles(
         spare: two buffers of float64.
     """
     index, offset = words
-    result, found = spare
+    result, buffer = spare
     bits = tails.view(torch.int64)
     torch.bitwise_right_shift(bits, 52 - _BITS, out=index).bitwise_and_(_ENTRIES - 1)
     torch.bitwise_and(bits, _FRACTION, out=offset).bitwise_or_(_ONE)
@@ -162,7 +162,7 @@ def normal_quantiles(
     *others, highest = table.unbind()
     torch.index_select(highest, 0, index, out=result)
     for coefficients in reversed(others):
-        result.mul_(distance).add_(torch.index_select(coefficients, 0, index, out=found))
+        result.mul_(distance).add_(torch.index_select(coefficients, 0, index, out=buffer))
     return result.mul_(tails)
 
 

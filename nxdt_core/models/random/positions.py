@@ -85,8 +85,8 @@ def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -
 def _merged(
     shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """The same block with dimensions that are taken whole merged into the one before: mostly one or two remain, and
-    each costs a division an element."""
+    """Return the same block with dimensions that are taken whole merged into the one before. Mostly one or two remain,
+    and each costs a division per element."""
     merged = [(1, 0, 1)]
     for extent, start, size in zip(shape, starts, sizes, strict=True):
         if (start, size) == (0, extent):
@@ -105,11 +105,11 @@ KEY_WORDS = 4
 accelerators load fastest."""
 
 _LOW_BITS = 0xFFFF
-"""What a float32 has and a bfloat16 has not."""
+"""Bits that a float32 has and a bfloat16 lacks."""
 _MULTIPLIER_1 = 0x7FEB352D
 _MULTIPLIER_2 = 0x846CA68B - (1 << 32)
-"""Of the 32-bit mixing function that Wellons found by search (https://github.com/skeeto/hash-prospector, the public
-domain ``lowbias32``)."""
+"""Factors of the 32-bit mixing function that Wellons found by search (https://github.com/skeeto/hash-prospector, the
+public domain ``lowbias32``)."""
 _MULTIPLIER_3 = 0x9E3779B1 - (1 << 32)
 """Odd and near 2³² divided by the golden ratio (Knuth, The Art of Computer Programming, section 6.4)."""
 
