@@ -146,13 +146,9 @@ def _unread(key: str, kernel: Kernel) -> str:
 def _remarked(row: KeyStatus) -> KeyStatus:
     """The row, with what NxD Training itself makes of the key."""
     ignored = IGNORED.get(row.key)
-    if ignored is None:
+    if ignored is None or ignored in row.reason:
         return row
-    reason = (
-        row.reason
-        if "never read" in row.reason or ignored in row.reason
-        else f"{row.reason}; {ignored}".removeprefix("; ")
-    )
+    reason = row.reason if "never read" in row.reason else f"{row.reason}; {ignored}".removeprefix("; ")
     return replace(row, reason=reason)
 
 

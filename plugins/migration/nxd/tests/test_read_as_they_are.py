@@ -263,8 +263,9 @@ def test_an_override_counts_where_the_file_sets_the_same_by_another_key(loaded, 
     both = text.replace("checkpoint_callback_params:", "checkpoint_callback_params:\n    async_save: false")
     (tmp_path / "run.yaml").write_text(both)
     assert loaded(source=tmp_path / "run.yaml").run.checkpoint.async_save is False
-    read = loaded("exp_manager.async_checkpointing=true", source=tmp_path / "run.yaml")
-    assert read.run.checkpoint.async_save is True
+    there, here = "exp_manager.async_checkpointing", f"{SAVING}.async_save"
+    for words in ([f"{there}=true"], [f"{here}=false", f"{there}=true"], [f"{there}=false", f"{here}=true"]):
+        assert loaded(*words, source=tmp_path / "run.yaml").run.checkpoint.async_save is True
 
 
 def test_an_error_about_an_override_names_it_as_it_was_written(loaded):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -88,8 +88,8 @@ class Setting:
     """The value's text in the file; None for a value to be dumped."""
     original: str
     """Value in the report."""
-    overrides: bool = False
-    """Whether the command line sets it."""
+    override: int = 0
+    """Place among the overrides that set keys, counted from 1; 0: the file sets it."""
     beside: str = ""
     above: tuple[str, ...] = ()
     verdict: Verdict = "mapped"
@@ -138,7 +138,7 @@ class Document:
         for old in self.below(path):
             new = target + old.removeprefix(path)
             setting, other = self.settings[old], self.settings.get(new)
-            if other is not None and setting.overrides and not other.overrides:
+            if other is not None and setting.override > other.override:
                 self.moved[other.source] = new
                 self.drop(new, "ignored", f"it is the setting {new}, for which the command line counts")
             elif other is not None:
@@ -155,7 +155,7 @@ class Document:
         same = mine.value == other.value
         if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
             other.text = mine.text
-        there = "the command line" if other.overrides else f"line {other.line}"
+        there = "the command line" if other.override else f"line {other.line}"
         why = f"{there} says the same" if same else f"it is the setting {new}, for which {there} counts"
         self.moved[mine.source] = new
         self.drop(old, "unneeded" if same else "ignored", why)
@@ -216,8 +216,9 @@ def _shown(setting: Setting) -> str:
     return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
 
 
-def read_document(tree: Tree, written: Comments) -> Document:
-    """Return a document that says what the file says."""
+def read_document(tree: Tree, written: Comments, overrides: Collection[str]) -> Document:
+    """Return a document that says what the file says, with the values of ``overrides``, which are in the tree."""
+    order = {path: place for place, path in enumerate(overrides, 1)}
     resolved = tree.copy()
     interpolate(resolved)
     beside, above = dict(written.beside), dict(written.above)
@@ -230,16 +231,15 @@ def read_document(tree: Tree, written: Comments) -> Document:
     settings: dict[str, Setting] = {}
     for at, value in tree.leaves():
         path, line, meant = dotted(at), tree.origins[at].line, resolved.get(at)
-        overrides = tree.origins[at].kind == "override"
         reference = json.dumps(value) if isinstance(value, str) and "${" in value else None
-        text = reference if overrides else written.values.get(path)
+        text = reference if path in order else written.values.get(path)
         settings[path] = Setting(
             source=path,
             line=line,
             value=value if meant is UNRESOLVED else meant,
             text=text,
             original=text if text is not None else str(value),
-            overrides=overrides,
+            override=order.get(path, 0),
             beside=beside.pop(line, ""),  # of several keys on a line, the first has the comment
             above=above.pop(line, ()),
         )

@@ -176,7 +176,7 @@ def migrate(
             read.tree.set(key, value, replace(COMMAND_LINE, line=line))
     if wrong := tuple(_no_sections(read.tree)):
         raise ConfigError(source=str(source), problems=wrong)
-    document = read_document(read.tree, read_comments(source.read_text(encoding="utf-8-sig")))
+    document = read_document(read.tree, read_comments(source.read_text(encoding="utf-8-sig")), overrides or ())
     for path in _SECTIONS:
         if path in document.settings:
             document.drop(path, "unneeded", "it is empty")
