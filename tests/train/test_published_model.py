@@ -15,6 +15,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import check, load
 from nxdt_core.run.training import train
 from nxdt_core.train.generate import load_model
+from tests.train.test_from_hf_directories import FAMILIES, SIZES
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to start from")
 
@@ -151,6 +152,18 @@ def test_a_long_context_is_cut_and_each_task_has_its_own_rate(here, tmp_path, mo
         assert run.data.tokenizer is None, "the directory has no tokenizer"
     shown = load(tmp_path / "run.yaml", ["checkpoint.resume_from=${oc.env:MODELS}/model"]).to_dict()
     assert shown["model"]["model_config"] == "${checkpoint.resume_from}", "not the value of a variable"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_family_has_its_model_and_its_positions(family, here, tmp_path):
+    config = transformers.AutoConfig.for_model(family, **SIZES, **FAMILIES[family])
+    config.architectures = [transformers.models.auto.modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family]]
+    config.save_pretrained(tmp_path / "model")
+    run = load(here / "run.yaml", [f"checkpoint.resume_from={tmp_path / 'model'}"])
+    own = {"llama", "mistral", "mixtral", "qwen2", "qwen3"} & {family}
+    (name,) = own or ["gpt" if family.startswith("gpt") else "hf"]
+    assert run.run.model.name == name
+    assert run.run.data.seq_length == SIZES["max_position_embeddings"]
 
 
 def test_a_configuration_that_describes_its_model_keeps_it(here):
