@@ -216,7 +216,7 @@ def _shown(setting: Setting) -> str:
     return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
 
 
-def read_document(tree: Tree, written: Comments, overrides: Collection[str]) -> Document:
+def read_document(tree: Tree, written: Comments, overrides: Collection[str] = ()) -> Document:
     """Return a document that says what the file says, with the values of ``overrides``, which are in the tree."""
     order = {path: place for place, path in enumerate(overrides, 1)}
     resolved = tree.copy()
