@@ -65,8 +65,8 @@ ALLOWED = {
         f"{CORE}/run/environment.py: module.read_bytes()",
     },
     "files of the operating system": {
-        f"{CORE}/checkpoint/owner.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
-        f"{CORE}/checkpoint/owner.py: (_PROC / str(pid) / 'stat').read_text()",
+        f"{CORE}/checkpoint/ownership.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
+        f"{CORE}/checkpoint/ownership.py: (_PROC / str(pid) / 'stat').read_text()",
         f"{CORE}/cli/app.py: open(os.devnull, 'w', encoding='utf-8')",
         f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/cli/train.py: os.open(os.devnull, os.O_WRONLY)",

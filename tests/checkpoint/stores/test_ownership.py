@@ -23,9 +23,7 @@ from hypothesis import strategies as st
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import CheckpointFacts, list_checkpoints, read_manifest
-from nxdt_core.checkpoint.lease import take_lease
-from nxdt_core.checkpoint.owner import Owner, decode_owner, this_process
-from nxdt_core.checkpoint.ownership import Ownership, is_owned, own
+from nxdt_core.checkpoint.ownership import Owner, Ownership, decode_owner, is_owned, own, take_lease, this_process
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointConflict, OwnershipLost, StorageFull, StoreInUse

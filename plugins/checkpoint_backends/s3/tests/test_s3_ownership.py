@@ -11,8 +11,7 @@ from nxdt_plugin_s3.storage import S3Storage
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import Ownership, list_checkpoints
-from nxdt_core.checkpoint.owner import this_process
-from nxdt_core.checkpoint.ownership import own
+from nxdt_core.checkpoint.ownership import own, this_process
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 
 EXPIRY_S = 3.0
