@@ -152,11 +152,11 @@ def test_a_run_begins_with_the_weights_of_a_directory_in_any_layout(theirs, held
 def test_a_run_names_a_directory_to_begin_with(tmp_path, theirs):
     wanted = (f"checkpoint.resume_from={theirs}", "model.num_layers=2")
     own = LocalStorage(str(tmp_path / "own"))
-    start = decide_start(llama(*wanted, "checkpoint.weight_init_only=true"), own, print)
+    start = decide_start(llama(*wanted), own, print)
     assert isinstance(start, ForeignStart)
     assert start.path == theirs
     with raises(ForeignHasWeightsOnly, match="weight_init_only=true"):
-        decide_start(llama(*wanted), own, print)
+        decide_start(llama(*wanted, "checkpoint.weight_init_only=false"), own, print)
 
 
 def test_the_directory_may_go_afterwards(tmp_path):
