@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -56,7 +56,8 @@ class HookManager(pluggy.PluginManager):
         if options is None:
             raise PluginDefect(f"{shown} is not marked with @hookimpl")
         hook = options["specname"] or name
-        specification = hookspecs.HOOKS.get(hook)
+        caller = getattr(self.hook, hook, None)
+        specification = None if caller is None else caller.spec
         if specification is None:
             if options["optionalhook"]:
                 return options
@@ -67,7 +68,7 @@ class HookManager(pluggy.PluginManager):
             raise PluginDefect(f"{shown} is a wrapper; plugins do not wrap each other's hooks")
         if inspect.iscoroutinefunction(function):
             raise PluginDefect(f"{shown} is a coroutine; hooks are called plainly")
-        known = inspect.signature(specification).parameters
+        known = specification.argnames
         for parameter in signature.parameters.values():
             if parameter.name not in known or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
                 taken = f"the plain argument {', '.join(known)}" if known else "no argument"
@@ -109,7 +110,8 @@ def traced_hooks() -> Iterator[list[HookCall]]:
 
 
 def call(hook: str, implementation: pluggy.HookImpl, arguments: Mapping[str, object]) -> Any:
-    """Return what one implementation gives; the items of an iterator as a list.
+    """Return what one implementation gives, with lists in place of other iterables, also as values of a mapping: all
+    code of the plugin has then run.
 
     Args:
         hook: Name of the hook.
@@ -123,8 +125,7 @@ def call(hook: str, implementation: pluggy.HookImpl, arguments: Mapping[str, obj
     begun, outcome = perf_counter(), "failed"
     try:
         value = implementation.function(*(arguments[name] for name in implementation.argnames))
-        if isinstance(value, Iterator):  # its code runs now
-            value = list(value)
+        value = {name: _listed(each) for name, each in value.items()} if isinstance(value, Mapping) else _listed(value)
         outcome = "none" if value is None else "value"
         return value
     except (NxdtError, KeyboardInterrupt):
@@ -136,3 +137,7 @@ def call(hook: str, implementation: pluggy.HookImpl, arguments: Mapping[str, obj
         if calls is not None:
             seconds = perf_counter() - begun
             calls.append(HookCall(hook=hook, plugin=plugin, dist=dist, seconds=seconds, outcome=outcome))
+
+
+def _listed(value: object) -> object:
+    return list(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else value

@@ -47,14 +47,13 @@ _BEFORE_CONFIG = {"nxdt_cli": "command", "nxdt_launchers": "launcher", "nxdt_met
 
 
 def _items(hook: str, value: object, record: type) -> list[Any]:
-    """Return what a hook gave as a list of records of one class."""
-    if not isinstance(value, Iterable) or isinstance(value, (str, Mapping)):
+    """Return what a hook gave, a list of records of one class."""
+    if not isinstance(value, list):
         raise PluginDefect(f"{hook} yields {type(value).__name__} where a list of records belongs")
-    records = list(value)
-    for each in records:
+    for each in value:
         if type(each) is not record:  # records of other kinds are subclasses, too
             raise PluginDefect(f"{hook} yields a {type(each).__name__}, not a {record.__name__}")
-    return records
+    return value
 
 
 def _refuse_unknown(verb: str, kind: Kind, record: Component, names: Iterable[str], known: Mapping[str, str]) -> None:

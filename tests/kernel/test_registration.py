@@ -91,6 +91,24 @@ def test_a_plugin_adds_a_kind_and_another_fills_it(site):
     assert registry.get("judge", "length").plugin == "filler"
 
 
+LAZY = FILLER.replace("[Component(", "(Component(").replace('m:f")]', 'm:f") for _ in range(1))')
+
+
+def test_components_that_are_made_one_by_one_outlast_a_plugin_that_breaks(site, plugin_named):
+    site.add("nxdt-plugin-kind", KIND)
+    site.add("nxdt-plugin-lazy", LAZY.format(kind="judge"))
+    site.add("nxdt-plugin-wrong", FILLER.format(kind="jugde"))
+    kernel = site.start()
+    assert plugin_named(kernel, "wrong").state == "broken"
+    assert kernel.registry.get("judge", "length").plugin == "lazy"
+
+
+def test_components_whose_making_fails_break_their_plugin(site, plugin_named):
+    site.add("nxdt-plugin-kind", KIND)
+    site.add("nxdt-plugin-lazy", LAZY.format(kind="judge").replace('"length"', "1 / 0"))
+    assert plugin_named(site.start(), "lazy").reason.startswith("nxdt_components raised ZeroDivisionError")
+
+
 def test_a_kind_that_nobody_adds_cannot_be_filled(site, plugin_named):
     site.add("nxdt-plugin-filler", FILLER.format(kind="jugde"))
     site.add("nxdt-plugin-kind", KIND)
