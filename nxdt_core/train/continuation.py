@@ -108,7 +108,8 @@ class Writer:
             The tokens of each answer, and whether it ended and was not cut off; those to one prompt are adjacent.
         """
         answers: list[list[int]] = [[] for _ in range(sampling.samples * len(prompts))]
-        texts = [_Text(self.tokenizer, prompts[row // sampling.samples], sampling.stop) for row in range(len(answers))]
+        watched = [prompt for prompt in prompts for _ in range(sampling.samples)] if sampling.stop else []
+        texts = [_Text(self.tokenizer, prompt, sampling.stop) for prompt in watched]
         ended, done = set[int](), set[int]()
         digests = (hashlib.blake2b(repr(each).encode(), digest_size=7).digest() for each in drawn)
         seeds = tuple(int.from_bytes(each, "little") for each in digests)
@@ -117,9 +118,9 @@ class Writer:
                 ended.update(range(len(answers)))
             if row not in done:
                 answers[row].append(token)
-                if sampling.stop:
+                if texts:
                     texts[row].add(token)
-            if token in stops or texts[row].ended:
+            if token in stops or (texts and texts[row].ended):
                 done.add(row)
                 if any_left is None:
                     ended.add(row)

@@ -15,7 +15,7 @@ from nxdt_core.distributed.device_operations import HostOperations
 from nxdt_core.distributed.devices import CPU, PROFILES, current_device, profile_of
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding
 from nxdt_core.train import continuation
-from nxdt_core.train.continuation import Writer
+from nxdt_core.train.continuation import Writer, completion
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.sampling import Sampler, Sampling, warped
 from tests.sampling import sampled
@@ -202,6 +202,35 @@ def test_recorded_texts_end_where_they_end_on_the_host(gpt2, recording):
     assert gpt2.writer.answers(
         PROMPTS, {whole[0][3]}, Sampling(max_new_tokens=40, temperature=1.0), drawn=[(1,), (2,), (3,)]
     )[0][1]
+
+
+def test_answers_end_once_those_of_all_ranks_have(gpt2):
+    drawing, drawn = Sampling(max_new_tokens=60, temperature=1.0), [(1,), (2,), (3,)]
+    whole = [answer for answer, _ in gpt2.writer.answers(PROMPTS, (), drawing, drawn=drawn)]
+    stops = {answer[2] for answer in whole}
+    asked: list[bool] = []
+
+    def one_more(left):  # another rank's answers continue for one question longer
+        asked.append(left)
+        return len(asked) < 3
+
+    found = gpt2.writer.answers(PROMPTS, stops, drawing, drawn=drawn, any_left=one_more)
+    assert found == gpt2.writer.answers(PROMPTS, stops, drawing, drawn=drawn)
+    assert all(ended for _, ended in found)
+    assert asked == [True, False, False], "no question comes after the answer that none continues"
+
+
+def test_a_stop_text_ends_an_answer_and_its_tokens_are_part_of_it(gpt2):
+    drawing, drawn, tokenizer = Sampling(max_new_tokens=30, temperature=1.0), [(1,), (2,), (3,)], gpt2.tokenizer
+    whole = [answer for answer, _ in gpt2.writer.answers(PROMPTS, (), drawing, drawn=drawn)]
+    stop = completion(tokenizer, PROMPTS[0], whole[0])[2:4]
+    found = gpt2.writer.answers(PROMPTS, (), replace(drawing, stop=(stop,)), drawn=drawn)
+    assert found[0][1]
+    for prompt, answer, (ids, ended) in zip(PROMPTS, whole, found, strict=True):
+        assert ids == answer[: len(ids)]
+        assert ended == (stop in completion(tokenizer, prompt, answer))
+        assert (stop in completion(tokenizer, prompt, ids)) == ended
+        assert completion(tokenizer, prompt, ids, (stop,)) == completion(tokenizer, prompt, answer).partition(stop)[0]
 
 
 def test_texts_that_are_written_in_turns_have_separate_caches_and_weights_may_change(gpt2, recording):

@@ -242,7 +242,7 @@ class TakesItsOwnPart(InOrder):
 
 @mutant
 class HandsOutItsState(InOrder):
-    """Its state is the dictionary that it goes on counting in."""
+    """Its state is the dictionary that it continues to count in."""
 
     def __init__(self, start: int = 0) -> None:
         super().__init__(start)

@@ -17,6 +17,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.loss import cross_entropies
@@ -127,7 +128,7 @@ class Grpo(Objective):
 
         def placed(value: torch.Tensor, over: str) -> torch.Tensor:
             """Return a vector like that of :meth:`weight`, zero but for a sum that is divided by ``over``."""
-            return value.new_zeros(len(names)).index_put((value.new_tensor(names.index(over)).long(),), value)
+            return functional.pad(value[None], (names.index(over), len(names) - 1 - names.index(over)))
 
         return ObjectiveOutput(
             loss_sum=placed((losses * weights).sum(), "loss"),
@@ -254,9 +255,8 @@ class Grpo(Objective):
         """Return the reward of each answer, NaN of one that no function scores."""
         total = torch.full((len(group.answers),), math.nan, device=HOST, dtype=torch.float64)
         for each in self._rewards or () if group.answers else ():
-            scores = torch.tensor(
-                [math.nan if score is None else score for score in group.rewards[each.name]], dtype=total.dtype
-            )
+            given = [math.nan if score is None else score for score in group.rewards[each.name]]
+            scores = torch.tensor(given, device=HOST, dtype=total.dtype)
             scored = ~scores.isnan()
             total[scored] = total[scored].nan_to_num() + each.weight * scores[scored]
         return total

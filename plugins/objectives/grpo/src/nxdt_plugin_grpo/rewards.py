@@ -19,8 +19,8 @@ import logging
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
 from functools import partial
 from threading import Thread
@@ -101,6 +101,27 @@ class Weighted:
     """If True, answers have no score where the function fails."""
     function: Reward
 
+    def checked(self, call: Callable[[], Iterable[Any]], prompts: Sequence[Prompt]) -> list[float | None]:
+        """Return what ``call`` gives, a score for the answer to each of ``prompts``.
+
+        Raises:
+            RewardFailed: it raises, or does not give as many such scores.
+        """
+        try:
+            scores = [None if score is None else float(score) for score in call()]
+        except (Exception, SystemExit) as error:  # anybody's code
+            said = f"raised {type(error).__name__}: {error}"
+            raise RewardFailed(reward=self.name, found=said, place=prompts[0].place) from error
+        if len(scores) != len(prompts):
+            said = f"returned {len(scores)} numbers for {len(prompts)} answers"
+            raise RewardFailed(reward=self.name, found=said, place=prompts[0].place)
+        most = LARGEST / max(1.0, abs(self.weight))
+        for score, prompt in zip(scores, prompts, strict=True):
+            if score is not None and not abs(score) <= most:
+                said = f"returned {score}, which is not a number from {-most:g} to {most:g}"
+                raise RewardFailed(reward=self.name, found=said, place=prompt.place)
+        return scores
+
 
 def score(
     rewards: Sequence[Weighted], answers: Sequence[Answer], prompts: Sequence[Prompt]
@@ -118,38 +139,28 @@ def score(
     Raises:
         RewardFailed: a function raises, takes too long, or does not return as many such numbers.
     """
-    records, started, running = [prompt.record for prompt in prompts], monotonic(), dict[str, Future[Any]]()
+    records, started = [prompt.record for prompt in prompts], monotonic()
+    calls: dict[str, Future[Any] | Callable[[], Any]] = {}
     for each in rewards:
-        if each.timeout is not None or inspect.iscoroutinefunction(type(each.function).__call__):
-            running[each.name] = _in_thread(partial(_call, each.function, answers, records))
+        ready = partial(_call, each.function, answers, records)
+        waits = each.timeout is not None or inspect.iscoroutinefunction(type(each.function).__call__)
+        calls[each.name] = _in_thread(ready) if waits else ready
     scores: dict[str, list[float | None]] = {}
     for each in rewards:
-        future, place = running.get(each.name), prompts[0].place
+        call = calls[each.name]
         try:
-            if future is None:
-                given = _call(each.function, answers, records)
-            else:
-                given = future.result(each.timeout and max(0.0, started + each.timeout - monotonic()))
-            values = [None if value is None else float(value) for value in given]
-            if len(values) != len(answers):
-                said = f"returned {len(values)} numbers for {len(answers)} answers"
-                raise RewardFailed(reward=each.name, found=said, place=place)
-            most = LARGEST / max(1.0, abs(each.weight))
-            for value, prompt in zip(values, prompts, strict=True):
-                if value is not None and not abs(value) <= most:
-                    said = f"returned {value}, which is not a number from {-most:g} to {most:g}"
-                    raise RewardFailed(reward=each.name, found=said, place=prompt.place)
-        except (Exception, SystemExit) as error:  # anybody's code
-            failure = error
-            if not isinstance(error, NxdtError) or error.code != RewardFailed.code:
-                late = future is not None and not future.done()
-                said = f"took longer than {each.timeout:g} s" if late else f"raised {type(error).__name__}: {error}"
-                failure = RewardFailed(reward=each.name, found=said, place=place)
+            if isinstance(call, Future):
+                left = None if each.timeout is None else max(0.0, started + each.timeout - monotonic())
+                if wait([call], left).not_done:
+                    said = f"took longer than {each.timeout:g} s"
+                    raise RewardFailed(reward=each.name, found=said, place=prompts[0].place)
+                call = call.result
+            scores[each.name] = each.checked(call, prompts)
+        except NxdtError as failure:
             if not each.lenient:
-                raise failure from None if failure is error else error
+                raise
             _log.warning("%s", failure)
-            values = [None] * len(answers)
-        scores[each.name] = values
+            scores[each.name] = [None] * len(answers)
     return scores
 
 
