@@ -74,39 +74,16 @@ _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*
 CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = {
     "engine": {
         "dp": "trains on several data parallel ranks, which read different samples",
-        "dp_replicate": "shards within groups of data parallel ranks only",
-        "zero1": "shards optimizer state over data parallel ranks",
-        "zero2": "shards optimizer state and gradients over data parallel ranks",
-        "zero3": "shards optimizer state, gradients and weights over data parallel ranks",
         "tp": "shards the matrices of layers over ranks",
-        "sp": "shards activations between tensor parallel layers along the sequence",
-        "sp:regather": "keeps shards of what tensor parallel layers read, and gathers them again in backward",
-        "pad_heads": "adds attention heads of zeros where tensor parallelism does not divide them",
         "pp": "distributes layers over pipeline stages on several ranks",
-        "vpp": "puts several pipeline stages on each rank",
-        "pp:1f1b": "runs the pipeline schedule 1F1B",
-        "pp:interleaved": "runs the interleaved pipeline schedule",
-        "pp:zbv": "runs the zero-bubble pipeline schedule ZBV",
         "cp": "shards sequences over ranks",
-        "cp:ring": "passes keys and values around a ring of context parallel ranks",
-        "cp:gather": "gathers keys and values over context parallel ranks",
         "ep": "distributes experts over ranks",
-        "token_shuffle": "mixes the tokens of data parallel ranks before experts",
         "adapters": "applies adapters to the model before it is laid out, and trains what they added",
-        "quantised_base": "keeps the frozen weights of linear layers in 4 or 8 bits",
         "frozen_model": "runs a second model, which does not train, next to the one that does",
         "recompute": "recomputes activations in backward",
         "compile": "compiles the model with torch.compile",
         "param_groups": "applies model.optim.param_groups",
-        "dtype:float64": "computes with float64 parameters",
-        "dtype:bfloat16": "computes with bfloat16 parameters",
-        "dtype:float16": "computes with float16 parameters",
-        "autocast": "runs forward under torch.autocast",
-        "master_weights": "keeps float32 copies of the parameters for the optimizer",
-        "gradient_dtype": "sums gradients in another dtype than the parameters",
-        "optimizer_dtype": "keeps optimizer state in another dtype than the weights that the optimizer updates",
-        "stochastic_rounding": "rounds weights stochastically",
-        "linear_product": "lets a precision policy compute the products of linear layers",
+        "precision": "computes in other dtypes than float32",
         "xla": "reads the settings of the XLA runtime",
     },
     "model": {
@@ -125,7 +102,8 @@ CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = {
 
 The configuration is checked against them before anything is imported (:mod:`nxdt_core.config.capabilities`): what the
 selected components do not declare is an error, never silently ignored. One process in float32 without adapters needs
-none. Names follow the configuration: ``pp:zbv`` is ``pipeline_schedule: zbv``.
+none. What an engine lacks of something that it declares, such as a pipeline schedule, its
+:attr:`EngineComponent.rules` refuse.
 """
 
 
@@ -154,8 +132,8 @@ class Component:
     """Names from :data:`CAPABILITIES` for the component's kind that say what the implementation does. A configuration
     may not require a capability that its engine, model or optimizer does not declare."""
     requires: frozenset[str] = frozenset()
-    """Capabilities that the run's engine must declare for this component. Those of a precision follow from its policy
-    (:attr:`nxdt_core.protocols.precision.PrecisionPolicy.needs`)."""
+    """Capabilities that the run's engine must declare for this component. A precision requires ``precision`` where its
+    policy is not float32 throughout."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
@@ -232,7 +210,7 @@ class EngineComponent(Component):
     """
 
     rules: str | None = None
-    """``package.module:function`` of what only this engine knows of layouts: a
+    """``package.module:function`` that finds what this engine cannot run of what it declares: a
     :data:`nxdt_core.protocols.engine.EngineRules`. ``nxdt config check`` calls it; its module must not import
     torch."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
@@ -20,9 +20,7 @@ from nxdt_core.config.tree import Origin, Place, Tree, join
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit, WrongValue
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.protocols.mesh import MeshSizes
-
-if TYPE_CHECKING:  # its module imports the protocols of all that an engine runs
-    from nxdt_core.protocols.engine import Settings
+from nxdt_core.protocols.precision import PrecisionPolicy
 
 __all__ = [
     "BATCH",
@@ -37,8 +35,6 @@ __all__ = [
     "Checked",
     "find_impossible",
     "find_notes",
-    "mesh_sizes",
-    "micro_batches",
 ]
 
 _STRATEGY, _SCHEDULE = "distributed_strategy", "model.optim.sched"
@@ -62,6 +58,7 @@ class Checked:
 
     values: Mapping[str, Any]
     tree: Tree
+    policy: PrecisionPolicy | None = None
 
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
         """Return the values of ``keys``, or None where one of them is absent, ``null`` or no number."""
@@ -82,26 +79,24 @@ class Checked:
         """Return the problem of values of ``keys`` that exclude each other."""
         return ImpossibleCombination(**self.place(*keys), reason=reason, advice=advice, cause=cause)
 
+    def mesh_sizes(self) -> MeshSizes | None:
+        """Return the size of every dimension; None where they do not fit the processes or one is wrong."""
+        world, values = self.numbers(*WORLD), self.values
+        if world is None or not values.keys() >= set(_STRATEGY_KEYS.values()):
+            return None
+        keys = {name: values[key] for name, key in _STRATEGY_KEYS.items()}
+        try:
+            return DistributedStrategyConfig.model_construct(**keys).mesh_sizes(world[0] * world[1])
+        except WorldDoesNotDivide:
+            return None
 
-def mesh_sizes(settings: Settings) -> MeshSizes | None:
-    """Return the size of every dimension; None where they do not fit the processes or one is wrong."""
-    world, values = settings.numbers(*WORLD), settings.values
-    if world is None or not values.keys() >= set(_STRATEGY_KEYS.values()):
-        return None
-    strategy = DistributedStrategyConfig.model_construct(**{name: values[key] for name, key in _STRATEGY_KEYS.items()})
-    try:
-        return strategy.mesh_sizes(world[0] * world[1])
-    except WorldDoesNotDivide:
-        return None
-
-
-def micro_batches(settings: Settings) -> int | None:
-    """Return the micro-batches of one step on each data parallel rank; None where the batch does not divide."""
-    batch, sizes = settings.numbers(BATCH, MICRO_BATCH), mesh_sizes(settings)
-    if batch is None or sizes is None:
-        return None
-    count, rest = divmod(batch[0], batch[1] * sizes.dp)
-    return None if rest else count
+    def micro_batches(self) -> int | None:
+        """Return the micro-batches of one step on each data parallel rank; None where the batch does not divide."""
+        batch, sizes = self.numbers(BATCH, MICRO_BATCH), self.mesh_sizes()
+        if batch is None or sizes is None:
+            return None
+        count, rest = divmod(batch[0], batch[1] * sizes.dp)
+        return None if rest else count
 
 
 def find_impossible(
@@ -184,7 +179,7 @@ def _of_the_layout(checked: Checked) -> Iterator[ImpossibleCombination]:
         ranks = f"{shards} data and context parallel ranks"
         reason = f"expert parallelism borrows from {ranks}, which EP {copies[1]} does not divide"
         yield checked.impossible(EP, REPLICAS, CP, *WORLD, reason=reason, advice=f"Choose a divisor of {shards}.")
-    batch, sizes = checked.numbers(BATCH, MICRO_BATCH), mesh_sizes(checked)
+    batch, sizes = checked.numbers(BATCH, MICRO_BATCH), checked.mesh_sizes()
     if batch is not None and sizes is not None and batch[0] % (batch[1] * sizes.dp):
         reason = f"{batch[0]} does not divide by {MICRO_BATCH} {batch[1]} x {sizes.dp} data parallel ranks"
         yield checked.impossible(
@@ -230,7 +225,7 @@ def _of_the_step(checked: Checked) -> Iterator[ImpossibleCombination]:
         reason = f"{adapter}: {named} decides what is frozen"
         advice = "Leave one of them out; adapter.modules_to_save of lora names modules that train whole."
         yield checked.impossible(trainable, adapter, reason=reason, advice=advice)
-    mesh = mesh_sizes(checked)
+    mesh = checked.mesh_sizes()
     if given(base) is not None and mesh is not None and mesh.zero_stage == 3 and mesh.fsdp > 1:
         reason = f"each rank has all codes of its layers, and {stage}: 3 would shard them"
         yield checked.impossible(base, stage, reason=reason, advice=f"Set {stage} to 1 or 2.")
@@ -349,7 +344,7 @@ def _of_dimensions(checked: Checked) -> Iterator[str]:
 
 def _of_sharding(checked: Checked) -> Iterator[str]:
     """Yield notes on ZeRO without ranks to shard over, and on tokens exchanged for experts that are never full."""
-    sizes, zero = mesh_sizes(checked), f"{_STRATEGY}.zero1"
+    sizes, zero = checked.mesh_sizes(), f"{_STRATEGY}.zero1"
     keys = (zero, f"{_STRATEGY}.zero_stage")
     asked = [key for key in keys if checked.origin(key).kind != "default" and checked.values.get(key)]
     if checked.numbers(*WORLD) == (1, 1):
@@ -366,7 +361,7 @@ def _of_sharding(checked: Checked) -> Iterator[str]:
 
 def _waiting_stages(checked: Checked) -> Iterator[str]:
     """Schedules that run with few micro-batches and then mostly wait; others are refused."""
-    sizes, count = mesh_sizes(checked), micro_batches(checked)
+    sizes, count = checked.mesh_sizes(), checked.micro_batches()
     if sizes is None or count is None or sizes.pp == 1:
         return
     enough = 2 * sizes.pp - 1 if sizes.schedule == "zbv" else sizes.pp

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -373,6 +373,10 @@ def find_problems(
         kernel: Knows who declares what.
         asks_plugins: Whether to call the hook ``nxdt_validate_config``, which expects a configuration of right types.
     """
+    precision = components.get("precision")
+    if precision is not None:
+        with suppress(Exception, SystemExit):  # what fails here fails again, with its traceback, in a run
+            checked = replace(checked, policy=precision.component.load_target()(precision.config))
     problems = list(find_impossible(checked, components))
     engine = components.get("engine")
     if engine is not None:

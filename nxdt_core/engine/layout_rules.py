@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
-from nxdt_core.config.checks import BATCH, CP, EP, MICRO_BATCH, PP, REPLICAS, TP, VPP, WORLD, mesh_sizes, micro_batches
+from nxdt_core.config.checks import BATCH, CP, EP, MICRO_BATCH, PP, REPLICAS, TP, VPP, WORLD
 from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit
 from nxdt_core.kernel.metadata import admits
 
@@ -35,7 +35,13 @@ _NEEDED = "torch>=2.10"
 
 
 def find_impossible_layouts(settings: Settings) -> Iterator[ConfigProblem]:
-    """Yield what the engine on stock torch cannot lay out: the ``rules`` of its record."""
+    """Yield what the engine on stock torch cannot run: the ``rules`` of its record."""
+    if settings.policy is not None and settings.policy.parameters == "float16":
+        yield ImpossibleCombination(
+            **settings.place("precision.type"),
+            reason="the engine torch does not compute with float16 parameters, since it scales no losses",
+            advice="Choose a precision with bfloat16.",
+        )
     dimensions = settings.numbers(TP, PP, CP, EP, _SHUFFLE)
     if dimensions is not None and max(dimensions) == 1:  # nothing is divided
         return
@@ -169,7 +175,7 @@ def async_tensor_parallel_fits(settings: Settings) -> Iterator[ImpossibleCombina
 
 def shuffle_fits(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Groups are equal parts of the ranks that shard parameters, and deal out equal parts of their tokens."""
-    numbers, sizes = settings.numbers(_SHUFFLE), mesh_sizes(settings)
+    numbers, sizes = settings.numbers(_SHUFFLE), settings.mesh_sizes()
     if numbers is None or numbers[0] == 1 or sizes is None:
         return
     (ranks,) = numbers
@@ -206,7 +212,7 @@ def _tokens_divide(settings: Settings, ranks: int) -> Iterator[ImpossibleCombina
 
 def torch_runs_zbv(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Yield ZBV on torch 2.9, whose schedule has a rank send to itself between two consecutive stages."""
-    sizes = mesh_sizes(settings)
+    sizes = settings.mesh_sizes()
     if sizes is not None and sizes.schedule == "zbv" and sizes.pp > 1 and (installed := _older()):
         yield ImpossibleCombination(
             **settings.place(_SCHEDULE),
@@ -268,7 +274,7 @@ _RECOMPUTE = "model.activations_checkpoint_granularity"
 
 def layers_fill_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
     """Each stage of the pipeline takes a layer, unless ``model.pipeline_cuts`` says where to cut."""
-    numbers, sizes = settings.numbers(_LAYERS), mesh_sizes(settings)
+    numbers, sizes = settings.numbers(_LAYERS), settings.mesh_sizes()
     if numbers is None or sizes is None or sizes.pp == 1 or settings.values.get(_CUTS):
         return
     layers = numbers[0]
@@ -282,7 +288,7 @@ def layers_fill_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 def cuts_match_stages(settings: Settings) -> Iterator[ImpossibleCombination]:
     """``model.pipeline_cuts`` has one name fewer than there are stages."""
-    cuts, sizes = settings.values.get(_CUTS), mesh_sizes(settings)
+    cuts, sizes = settings.values.get(_CUTS), settings.mesh_sizes()
     if not cuts or sizes is None or sizes.pp == 1:
         return
     if len(cuts) != sizes.stages - 1:
@@ -315,7 +321,7 @@ def schedule_has_micro_batches(settings: Settings) -> Iterator[ImpossibleCombina
     1F1B takes at least as many as stages. The interleaved one works in rounds of at least PP micro-batches, all of
     one size. ZBV takes any number; with fewer than 2 PP - 1 its devices only wait longer.
     """
-    sizes, count = mesh_sizes(settings), micro_batches(settings)
+    sizes, count = settings.mesh_sizes(), settings.micro_batches()
     if sizes is None or count is None or sizes.pp == 1:
         return
     rounds = max(1, count // sizes.pp)
@@ -338,7 +344,7 @@ def schedule_has_micro_batches(settings: Settings) -> Iterator[ImpossibleCombina
 
 def schedule_compiles(settings: Settings) -> Iterator[ImpossibleCombination]:
     """ZBV takes each backward apart into inputs and weights; a compiled layer's is one piece."""
-    sizes = mesh_sizes(settings)
+    sizes = settings.mesh_sizes()
     if sizes is not None and sizes.schedule == "zbv" and settings.values.get(_COMPILE):
         yield ImpossibleCombination(
             **settings.place(_COMPILE, _SCHEDULE),
@@ -349,7 +355,7 @@ def schedule_compiles(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 def schedule_recomputes(settings: Settings) -> Iterator[ImpossibleCombination]:
     """ZBV looks at a layer's graph twice, and each time would compute the layer again."""
-    sizes = mesh_sizes(settings)
+    sizes = settings.mesh_sizes()
     if sizes is not None and sizes.schedule == "zbv" and settings.values.get(_RECOMPUTE):
         yield ImpossibleCombination(
             **settings.place(_RECOMPUTE, _SCHEDULE),
@@ -360,7 +366,7 @@ def schedule_recomputes(settings: Settings) -> Iterator[ImpossibleCombination]:
 
 def schedule_regathers(settings: Settings) -> Iterator[ImpossibleCombination]:
     """ZBV reads what a layer keeps twice, and each time would gather it."""
-    sizes = mesh_sizes(settings)
+    sizes = settings.mesh_sizes()
     reads = sizes is not None and sizes.schedule == "zbv" and sizes.tp > 1
     if reads and settings.values.get(_SP) and settings.values.get(_REGATHER):
         yield ImpossibleCombination(

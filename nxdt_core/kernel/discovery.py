@@ -50,9 +50,21 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
         policy: What is blocked.
         path: Directories to look in; ``sys.path`` where None.
     """
+    # Within one location they come by name, the last first: file systems list in different orders, and every rank must
+    # make the same choice where an upgrade left two releases behind.
+    real = cache(os.path.realpath)  # hundreds of distributions share a directory
+    by_location: dict[str, dict[str, Distribution]] = {}
+    for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
+        above, directory = locate_metadata(dist)
+        by_location.setdefault(real(above), {}).setdefault(directory or f"?{number}", dist)
+    once = [
+        (directory, location, dists[directory])
+        for location, dists in by_location.items()
+        for directory in sorted(dists, reverse=True)
+    ]
     found: list[PluginInfo] = []
     winners: dict[str, str] = {}
-    for directory, location, dist in _distributions(path):
+    for directory, location, dist in once:
         stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
         plugins = list(_plugins_of(dist, stem, location))
         key = normalise(plugins[0].dist) if plugins else stem
@@ -63,22 +75,6 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
         else:
             found += [replace(p, state="shadowed", reason=f"hidden by {winner}") for p in plugins]
     return sorted(found, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
-
-
-def _distributions(path: Sequence[str] | None) -> Iterator[tuple[str, str, Distribution]]:
-    """Metadata directory, location and object of each distribution, once, in the order of the path.
-
-    Within one location they come by name, the last first: file systems list in different orders, and every rank
-    must make the same choice where an upgrade left two releases behind.
-    """
-    real = cache(os.path.realpath)  # hundreds of distributions share a directory
-    by_location: dict[str, dict[str, Distribution]] = {}
-    for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
-        above, directory = locate_metadata(dist)
-        by_location.setdefault(real(above), {}).setdefault(directory or f"?{number}", dist)
-    for location, dists in by_location.items():
-        for directory in sorted(dists, reverse=True):
-            yield directory, location, dists[directory]
 
 
 def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[PluginInfo]:
@@ -171,7 +167,7 @@ def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, 
     """
     module = plugin.module.partition(":")[0]
     new, absent = module not in sys.modules, [name for name in HEAVY if name not in sys.modules]
-    loaded = import_local(plugin) if plugin.dist == LOCAL else import_reference(plugin.module)
+    loaded = import_reference(plugin.module, plugin.location if plugin.dist == LOCAL else "")
     if new:
         _brought[module] = [name for name in absent if name in sys.modules]
     heavy = _brought.get(module, [])
@@ -180,48 +176,35 @@ def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, 
     return loaded, f"its entry module imports {', '.join(heavy)}, which makes every command slow" if heavy else ""
 
 
-def import_reference(reference: str) -> object:
-    """Import what ``package.module[:attribute]`` names.
+def import_reference(reference: str, file: str = "") -> object:
+    """Import what ``package.module[:attribute]`` names, or a plugin file under that name.
+
+    A file is imported once in a process, as any module; its own name for ``target`` is ``f"{__name__}:Builder"``.
 
     Raises:
         PluginDefect: as :func:`import_plugin`.
     """
     module_name, _, attribute = reference.partition(":")
+    shown = repr(file or reference)
     try:
-        module: object = importlib.import_module(module_name)
+        module: object = _from_file(module_name, file) if file else importlib.import_module(module_name)
         return reduce(getattr, attribute.split("."), module) if attribute else module
     except ModuleNotFoundError as error:
-        raise PluginDefect(_missing(module_name, error.name)) from error
+        absent = error.name
+        if absent is not None and (module_name == absent or module_name.startswith(f"{absent}.")):
+            raise PluginDefect(f"module {module_name!r} does not exist") from error
+        raise PluginDefect(f"importing {module_name!r} needs {absent!r}, which is not installed") from error
     except AttributeError as error:
-        if module_name in sys.modules and not hasattr(sys.modules[module_name], attribute.split(".")[0]):
+        if not file and module_name in sys.modules and not hasattr(sys.modules[module_name], attribute.split(".")[0]):
             raise PluginDefect(f"module {module_name!r} has no attribute {attribute!r}") from error
-        raise PluginDefect(f"importing {reference!r} {describe_failure(error)}") from error
-    except KeyboardInterrupt:
+        raise PluginDefect(f"importing {shown} {describe_failure(error)}") from error
+    except (KeyboardInterrupt, PluginDefect):
         raise
     except BaseException as error:
-        raise PluginDefect(f"importing {reference!r} {describe_failure(error)}") from error
+        raise PluginDefect(f"importing {shown} {describe_failure(error)}") from error
 
 
-def _missing(module: str, absent: str | None) -> str:
-    if absent is not None and (module == absent or module.startswith(f"{absent}.")):
-        return f"module {module!r} does not exist"
-    return f"importing {module!r} needs {absent!r}, which is not installed"
-
-
-def local_module_name(path: Path) -> str:
-    """Return the name under which a local plugin file is imported; the checksum keeps files of one stem apart."""
-    return f"nxdt_local_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"
-
-
-def import_local(plugin: PluginInfo) -> ModuleType:
-    """Import a plugin file by its path; its own name for ``target`` is ``f"{__name__}:Builder"``.
-
-    It is imported once in a process, as any module.
-
-    Raises:
-        PluginDefect: it raises or calls ``sys.exit``.
-    """
-    name, path = plugin.module, plugin.location
+def _from_file(name: str, path: str) -> ModuleType:
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)
@@ -231,15 +214,15 @@ def import_local(plugin: PluginInfo) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except ModuleNotFoundError as error:
+    except BaseException:
         del sys.modules[name]
-        raise PluginDefect(_missing(name, error.name)) from error
-    except KeyboardInterrupt:
         raise
-    except BaseException as error:
-        del sys.modules[name]
-        raise PluginDefect(f"importing {path!r} {describe_failure(error)}") from error
     return module
+
+
+def local_module_name(path: Path) -> str:
+    """Return the name under which a local plugin file is imported; the checksum keeps files of one stem apart."""
+    return f"nxdt_local_{re.sub(r'[^A-Za-z0-9_]', '_', path.stem)}_{zlib.crc32(str(path).encode()):08x}"
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.metadata import Distribution, distributions
 from pathlib import Path, PurePosixPath
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
@@ -33,8 +33,30 @@ def digest_plugin(plugin: PluginInfo) -> str:
     try:
         if plugin.dist == LOCAL:
             return _digest_file(plugin.location)
-        record = _wheel_record(plugin)
-        return digest_lines(record) if record else _digest_files(plugin.module)
+        # The record of an installed wheel, without scripts, which are outside and name the interpreter's path.
+        dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
+        if dist is not None and editable_source(dist) is None:
+            rows = csv.reader((read_metadata_file(dist, "RECORD") or "").splitlines())
+            files = [(PurePosixPath(row[0]), row[1]) for row in rows if len(row) >= 2 and row[1]]
+            lines = [
+                f"{path} {hashed}"
+                for path, hashed in files
+                if not (path.is_absolute() or ".." in path.parts or path.suffix == ".pyc")
+                and not (path.parts[0].endswith(".dist-info") and path.name in _INSTALLER_FILES)
+            ]
+            if lines:
+                return digest_lines(sorted(lines))
+        # Or names and contents of the top-level package or module of the entry point.
+        spec = importlib.util.find_spec(plugin.module.partition(":")[0].partition(".")[0])
+        if spec is None:
+            return digest_lines(())
+        if not spec.submodule_search_locations:
+            return _digest_file(spec.origin or "")
+        digest = hashlib.sha256()
+        for root in spec.submodule_search_locations:
+            for parts, file in sorted(_files(root, ())):
+                digest.update(f"{'/'.join(parts)}\0{_digest_file(file)}\n".encode())
+        return digest.hexdigest()[:32]
     except (FileNotFoundError, NotADirectoryError):
         return digest_lines(())
 
@@ -53,37 +75,6 @@ def editable_source(dist: Distribution) -> Path | None:
 def digest_lines(lines: Iterable[str]) -> str:
     """Return the digest of lines of text. 32 hex digits."""
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:32]
-
-
-def _wheel_record(plugin: PluginInfo) -> list[str]:
-    """Path and hash of each file of an installed wheel, sorted; empty where the files have to be read."""
-    dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
-    if dist is None or editable_source(dist) is not None:
-        return []
-    record = read_metadata_file(dist, "RECORD") or ""
-    rows = [row for row in csv.reader(record.splitlines()) if len(row) >= 2]
-    return sorted(f"{path} {digest}" for path, digest, *_ in rows if digest and _is_content(PurePosixPath(path)))
-
-
-def _is_content(path: PurePosixPath) -> bool:
-    """Return whether a file of ``RECORD`` has content of the wheel; scripts, outside, name the interpreter's path."""
-    if path.is_absolute() or ".." in path.parts or path.suffix == ".pyc":
-        return False
-    return not (path.parts[0].endswith(".dist-info") and path.name in _INSTALLER_FILES)
-
-
-def _digest_files(module: str) -> str:
-    """Digest of the names and contents of the top-level package or module of an entry point."""
-    spec = importlib.util.find_spec(module.partition(":")[0].partition(".")[0])
-    if spec is None:
-        return digest_lines(())
-    if not spec.submodule_search_locations:
-        return _digest_file(spec.origin or "")
-    digest = hashlib.sha256()
-    for root in spec.submodule_search_locations:
-        for parts, path in sorted(_files(root, ())):
-            digest.update(f"{'/'.join(parts)}\0{_digest_file(path)}\n".encode())
-    return digest.hexdigest()[:32]
 
 
 def _digest_file(path: str) -> str:
@@ -112,7 +103,6 @@ def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
 
 
 _FORMAT: Final = 1
-_FIELDS: Final = ("version", "digest")
 
 Entries = dict[tuple[str, str], dict[str, str]]
 """Version and digest by distribution and entry point."""
@@ -141,11 +131,17 @@ def compare_with_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
         PluginLockUnreadable: the file does not exist or is not a lock file.
     """
     locked, found = _read(path), _entries(plugins)
-    differences = [
-        _difference(key, locked.get(key), found.get(key))
-        for key in sorted(locked.keys() | found.keys())
-        if locked.get(key) != found.get(key)
-    ]
+    differences = []
+    for dist, plugin in sorted(locked.keys() | found.keys()):
+        name, pinned, here = f"{plugin!r} of {dist}", locked.get((dist, plugin)), found.get((dist, plugin))
+        if here is None:
+            differences.append(f"{name} is missing")
+        elif pinned is None:
+            differences.append(f"{name} is not in the file")
+        elif pinned["version"] != here["version"]:
+            differences.append(f"{name} has version {here['version']}, locked is {pinned['version']}")
+        elif pinned != here:
+            differences.append(f"{name} has other files than were locked")
     if differences:
         raise PluginLockMismatch(path=str(path), differences=tuple(differences))
 
@@ -159,28 +155,16 @@ def _entries(plugins: Iterable[PluginInfo]) -> Entries:
     }
 
 
-def _difference(key: tuple[str, str], locked: dict[str, str] | None, found: dict[str, str] | None) -> str:
-    name = f"{key[1]!r} of {key[0]}"
-    if found is None:
-        return f"{name} is missing"
-    if locked is None:
-        return f"{name} is not in the file"
-    if locked["version"] != found["version"]:
-        return f"{name} has version {found['version']}, locked is {locked['version']}"
-    return f"{name} has other files than were locked"
-
-
 def _read(path: Path) -> Entries:
     try:
         content = json.loads(read_text(path, follow=True))
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, known is {_FORMAT}")
-        return {(row["dist"], row["plugin"]): _facts(row) for row in content["plugins"]}
+        return {
+            (row["dist"], row["plugin"]): {field: str(row[field]) for field in ("version", "digest")}
+            for row in content["plugins"]
+        }
     except (OSError, ValueError, RecursionError) as error:
         raise PluginLockUnreadable(path=str(path), reason=str(error)) from error
     except (KeyError, TypeError) as error:
         raise PluginLockUnreadable(path=str(path), reason=f"it is not a lock file ({error!r})") from error
-
-
-def _facts(row: dict[str, Any]) -> dict[str, str]:
-    return {field: str(row[field]) for field in _FIELDS}

@@ -6,7 +6,6 @@ this repository offer; ``make offers`` writes it from their entry modules. Plugi
 from __future__ import annotations
 
 import difflib
-import fnmatch
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -209,7 +208,7 @@ class Registry:
                 offers.append(component)
         if offers:
             return self.choose("store", scheme, offers)
-        dist = serving_dist(scheme)
+        dist = next((offer["dist"] for offer in _offers() if scheme.lower() in offer.get("uri_schemes", ())), None)
         raise UnknownScheme(
             scheme=scheme,
             available=tuple(sorted(served)),
@@ -238,7 +237,7 @@ class Registry:
         return exact or tuple(
             component
             for component, read in patterns.items()
-            if any(fnmatch.fnmatchcase(name, pattern) for name in architectures for pattern in read)
+            if any(fnmatchcase(name, pattern) for name in architectures for pattern in read)
         )
 
     def reading_dists(self, architectures: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
@@ -251,7 +250,10 @@ class Registry:
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return advice for a missing component of ``kind``: ``pip install DIST (names)`` for each distribution that is
         known to offer some but is not installed, and a sentence for each that is installed but unusable."""
-        known = known_offers(kind)
+        known: dict[str, list[str]] = {}
+        for offer in _offers():
+            if offer["kind"] == kind:
+                known.setdefault(offer["dist"], []).append(offer["name"])
         missing = (f"pip install {dist} ({', '.join(names)})" for dist, names in known.items() if self._missing(dist))
         unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known)
         return tuple(missing), tuple(unusable)
@@ -318,22 +320,11 @@ def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
 _FILE: Final = Path(__file__).with_name("first_party.json")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Offer:
-    """One component of one distribution; the fields are those of its record. Recipes of a distribution share a row."""
-
-    kind: str
-    dist: str
-    name: str
-    aliases: Sequence[str] = ()
-    hf_architectures: Sequence[str] = ()
-    uri_schemes: Sequence[str] = ()
-    shown_by: Sequence[str] = ()
-
-
 @cache
-def _offers() -> tuple[_Offer, ...]:
-    return tuple(_Offer(**row) for row in json.loads(_FILE.read_text(encoding="utf-8")))
+def _offers() -> list[dict[str, Any]]:
+    """Return a row for each component of each distribution, with fields of its record; recipes of one share a row."""
+    rows: list[dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
+    return rows
 
 
 def offering_dist(kind: str, name: str) -> str | None:
@@ -341,9 +332,9 @@ def offering_dist(kind: str, name: str) -> str | None:
     sought = _spelling(name)
     return next(
         (
-            offer.dist
+            offer["dist"]
             for offer in _offers()
-            if offer.kind == kind and sought in map(_spelling, (offer.name, *offer.aliases))
+            if offer["kind"] == kind and sought in map(_spelling, (offer["name"], *offer.get("aliases", ())))
         ),
         None,
     )
@@ -364,37 +355,20 @@ def _uninstalled(dist: str | None, plugins: Iterable[PluginInfo]) -> str | None:
     return None if dist is None or any(normalise(plugin.dist) == dist for plugin in plugins) else dist
 
 
-def known_offers(kind: str) -> dict[str, list[str]]:
-    """Return the names of the components of ``kind`` that each distribution offers, by distribution."""
-    found: dict[str, list[str]] = {}
-    for offer in _offers():
-        if offer.kind == kind:
-            found.setdefault(offer.dist, []).append(offer.name)
-    return found
-
-
 def reading_model(architecture: str) -> str | None:
     """Return the name of the model that is built from a Hugging Face ``config.json`` with that architecture.
 
     A model that names the architecture comes before one that has a pattern of it.
     """
-    named = (offer.name for offer in _offers() if architecture in offer.hf_architectures)
-    matching = (
-        offer.name
-        for offer in _offers()
-        if any(fnmatchcase(architecture, pattern) for pattern in offer.hf_architectures)
-    )
+    patterns = [(offer["name"], offer.get("hf_architectures", ())) for offer in _offers()]
+    named = (name for name, read in patterns if architecture in read)
+    matching = (name for name, read in patterns if any(fnmatchcase(architecture, pattern) for pattern in read))
     return next(named, None) or next(matching, None)
-
-
-def serving_dist(scheme: str) -> str | None:
-    """Return the distribution that serves ``scheme://`` locations of checkpoints."""
-    return next((offer.dist for offer in _offers() if scheme.lower() in offer.uri_schemes), None)
 
 
 def showing_migrations() -> tuple[str, ...]:
     """Return the keys that show that a configuration is of a program which one of our plugins migrates."""
-    return tuple(key for offer in _offers() for key in offer.shown_by)
+    return tuple(key for offer in _offers() for key in offer.get("shown_by", ()))
 
 
 def _spelling(name: str) -> str:

@@ -3,15 +3,16 @@
 The built-in ``torch`` engine serves every device type that torch knows; others hand the same model and plan to
 another library. An engine applies the plan in the order of :class:`nxdt_core.protocols.plan.ParallelPlan`.
 
-A record may name a function that finds layouts which the engine cannot run (``EngineComponent.rules``). ``nxdt config
+A record may name a function that finds what the engine cannot run (``EngineComponent.rules``). ``nxdt config
 check``, ``nxdt plan`` and ``nxdt train`` call it::
 
     def find_impossible_layouts(settings):
         heads, tp = "model.num_attention_heads", "distributed_strategy.tensor_model_parallel_size"
         numbers = settings.numbers(heads, tp)
         if numbers is not None and numbers[0] % numbers[1]:
-            yield ImpossibleCombination(
-                **settings.place(heads, tp),
+            yield settings.impossible(
+                heads,
+                tp,
                 reason=f"{numbers[0]} is not divisible by tensor_model_parallel_size {numbers[1]}",
                 advice=f"Choose a tensor parallel size that divides {numbers[0]}.",
             )
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nxdt_core.errors.configuration import ConfigProblem
+from nxdt_core.errors.configuration import ConfigProblem, Misfit
 from nxdt_core.errors.launch import EngineCannotCompileAhead, EngineWithoutEstimate
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.estimate import Estimate, RunParts
@@ -221,15 +222,33 @@ class Settings(Protocol):
         """Typed values by key path; a wrong one is absent, and rules that need it yield nothing."""
         ...
 
+    @property
+    def policy(self) -> PrecisionPolicy | None:
+        """Dtypes of the run; None where the section ``precision`` is wrong."""
+        ...
+
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
         """Return the values of ``keys``, or None where one of them is absent, ``null`` or not a number."""
+        ...
+
+    def mesh_sizes(self) -> MeshSizes | None:
+        """Return the size of every dimension; None where they do not fit the processes or one is wrong."""
+        ...
+
+    def micro_batches(self) -> int | None:
+        """Return the micro-batches of one step on each data parallel rank; None where the batch does not divide."""
         ...
 
     def place(self, *keys: str) -> Any:
         """Return the place of a problem between ``keys``: keywords of every :class:`ConfigProblem`."""
         ...
 
+    def impossible(self, *keys: str, reason: str, advice: str, cause: Misfit | None = None) -> ConfigProblem:
+        """Return the problem of values of ``keys`` that exclude each other; ``cause`` is given where one of two sizes
+        does not divide the other."""
+        ...
+
 
 EngineRules = Callable[[Settings], Iterable[ConfigProblem]]
-"""The function that a record names: yields a problem for each layout that the engine cannot run, mostly
-:class:`nxdt_core.errors.configuration.ImpossibleCombination`."""
+"""The function that a record names: yields a problem for each setting that the engine cannot run, mostly by
+:meth:`Settings.impossible`."""

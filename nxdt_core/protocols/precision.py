@@ -91,24 +91,6 @@ class PrecisionPolicy:
     the products of the linear layers that the model's plan names; None: torch, in the compute dtype. The product of
     the vocabulary head, of layers with tied weights and of experts stays torch's."""
 
-    @property
-    def needs(self) -> frozenset[str]:
-        """Return the capabilities of :data:`nxdt_core.api.CAPABILITIES` that an engine must declare to apply it.
-
-        float32 parameters, gradients and state need none; nor do gradients and state of the parameters' own dtype.
-        """
-        updated = "float32" if self.master_weights else self.parameters
-        asked = {
-            f"dtype:{self.parameters}": self.parameters != "float32",
-            "autocast": self.autocast is not None,
-            "master_weights": self.master_weights,
-            "gradient_dtype": self.gradients != self.parameters,
-            "optimizer_dtype": self.optimizer_state != updated,
-            "stochastic_rounding": self.stochastic_rounding,
-            "linear_product": self.linear_product is not None,
-        }
-        return frozenset(name for name, needed in asked.items() if needed)
-
 
 class PrecisionFactory(Protocol):
     """The target of the kind: a callable; ``config`` is the section ``precision``.

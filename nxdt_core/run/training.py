@@ -57,7 +57,8 @@ from nxdt_core.train import build
 from nxdt_core.train.data import RunData
 from nxdt_core.train.loop import fit
 from nxdt_core.train.run_dir import run_dir_explained
-from nxdt_core.train.session import TrainSession, start_engine
+from nxdt_core.train.session import TrainSession
+from nxdt_core.train.step import start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
 
 

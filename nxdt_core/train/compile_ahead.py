@@ -16,8 +16,8 @@ from nxdt_core.data.sampler import first_batches
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import CompileAhead, GraphOrigins, ParallelEngine
 from nxdt_core.train.data import Dataset, StepInput
-from nxdt_core.train.session import TrainSession, start_engine, without_gradients
-from nxdt_core.train.step import mean_loss
+from nxdt_core.train.session import TrainSession
+from nxdt_core.train.step import mean_loss, start_engine, without_gradients
 
 _STEPS = 3
 """The first one compiles; the second has an optimizer's state, and the third begins with what the second changed."""

@@ -162,6 +162,8 @@ class _Trials:
             try:
                 made = self._planned(settings)
             except NxdtError:
+                if recompute[_REGATHER] == "true":
+                    continue  # not every engine gathers inputs again
                 self.refused += 1
                 return None  # for its sizes, which recomputing does not change
             self.estimated += 1
@@ -202,6 +204,4 @@ def _recomputations(config: ResolvedConfig) -> list[dict[str, str]]:
     selected = config.run.model.activations_checkpoint_recompute
     nothing = {granularity: "null", names: "null", _REGATHER: "false"}
     some = [{**nothing, granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
-    gathers = "sp:regather" in config.selected("engine").component.record.capabilities
-    again = [{**nothing, _REGATHER: "true"}] if gathers else []
-    return [nothing, *again, *some, {**nothing, granularity: "full"}]
+    return [nothing, {**nothing, _REGATHER: "true"}, *some, {**nothing, granularity: "full"}]

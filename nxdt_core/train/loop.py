@@ -13,7 +13,7 @@ from nxdt_core.callback import Run
 from nxdt_core.protocols.parallel_model import StepLoss
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train.data import UNNAMED
-from nxdt_core.train.session import without_gradients
+from nxdt_core.train.step import without_gradients
 
 __all__ = ["ValidationMetrics", "fit", "validate", "validates_after"]
 

@@ -56,7 +56,6 @@ from nxdt_core.train.step import (
     mean_loss,
     start_engine,
     train_step,
-    without_gradients,
 )
 from nxdt_core.train.weights.average import WeightAverage
 from nxdt_core.train.weights.base import trained_parameters
@@ -64,7 +63,7 @@ from nxdt_core.train.weights.found import teacher_of
 from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
 from nxdt_core.train.weights.saved_config import config_to_save
 
-__all__ = ["SaveFacts", "TrainSession", "start_engine", "without_gradients"]
+__all__ = ["SaveFacts", "TrainSession"]
 
 _log = logging.getLogger(__name__)
 

@@ -67,12 +67,12 @@ def plugin_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
 
 def support_page(kernel: Kernel) -> str:
     """Return the support matrix: what components declare, and which layouts are tested."""
-    records = {kind: _own(kernel, kind) for kind in (*CAPABILITIES, "precision", "adapter", "objective")}
+    records = {kind: _own(kernel, kind) for kind in (*CAPABILITIES, "adapter", "objective")}
     models, engines = records["model"], records["engine"]
     lines = [
         "# Support matrix",
         "",
-        "This page shows which models, layouts, adapters, precisions and engines work together. Components",
+        "This page shows which models, layouts, adapters and engines work together. Components",
         "declare what they support. A configuration that needs more is an error before anything starts (`NXDT-C022`).",
         "",
         "TP, SP, PP, CP, EP: tensor, sequence, pipeline, context and expert parallelism. ✓: supported. –: refused.",
@@ -88,14 +88,10 @@ def support_page(kernel: Kernel) -> str:
         *_marks("The model declares", models, _meanings("model")),
         "## Engines",
         "",
-        "A run needs both: the model and the engine declare what the layout uses.",
+        "A run needs both: the model and the engine declare what the layout uses. What an engine lacks of something",
+        "that it declares, such as a pipeline schedule, its rules refuse (`NXDT-C016`).",
         "",
         *_marks("The engine declares", engines, _meanings("engine")),
-        "## Precisions",
-        "",
-        "`manual` needs what its keys ask for, such as `dtype:float64`.",
-        "",
-        *_marks("`precision.type`", engines, {f"`{each.name}`": each.requires for each in records["precision"]}),
         "## Adapters and objectives",
         "",
         *_marks("`adapter.name`", models, {f"`{each.name}`": each.requires_of_model for each in records["adapter"]}),

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from nxdt_core.api import Component, EngineComponent, ModelComponent, hookimpl
-from nxdt_core.errors.configuration import ImpossibleCombination
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 
 def odd_heads(settings):
     if settings.values["seed"] == 13:
-        yield ImpossibleCombination(**settings.place("seed"), reason="13 is unlucky here", advice="Set seed to 14.")
+        yield settings.impossible("seed", reason="13 is unlucky here", advice="Set seed to 14.")
 
 
 def raising(settings):
     return [settings.values["no.such.key"]]
+
+
+def float16(config):
+    return PrecisionPolicy(name="float16", parameters="float16", gradients="float16", optimizer_state="float16")
 
 
 def secretly_half(config):
@@ -50,4 +53,7 @@ def nxdt_optimizers():
 
 @hookimpl
 def nxdt_precisions():
-    return [Component(name="secret", target=f"{__name__}:secretly_half")]
+    return [
+        Component(name="secret", target=f"{__name__}:secretly_half"),
+        Component(name="float16", target=f"{__name__}:float16"),
+    ]

@@ -8,13 +8,11 @@ from pathlib import Path
 
 import pytest
 import yaml
-from nxdt_testing.engine_contract import LAYOUTS
 
 from nxdt_core import config
 from nxdt_core.api import CAPABILITIES
 from nxdt_core.errors.configuration import CapabilityMissing, ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.protocols.precision import PrecisionPolicy
 
 ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent
@@ -25,42 +23,31 @@ TP2, CP2, PP2 = (
     for name in ("tensor_model_parallel_size", "context_parallel_size", "pipeline_model_parallel_size")
 )
 SETTINGS = {
-    **{name: (f"trainer.devices={ranks}", *overrides) for name, (ranks, overrides) in LAYOUTS.items()},
-    "pad_heads": (TWO, TP2, f"{STRATEGY}pad_heads=true"),
-    "sp:regather": (TWO, TP2, f"{STRATEGY}sequence_parallel=true", f"{STRATEGY}sequence_parallel_regather=true"),
-    "vpp": (TWO, PP2, f"{STRATEGY}virtual_pipeline_model_parallel_size=2"),
+    "dp": (TWO, f"{STRATEGY}zero1=false"),
+    "tp": (TWO, TP2),
     "pp": (TWO, PP2),
-    "token_shuffle": (TWO, f"{STRATEGY}token_shuffle_group_size=2"),
+    "cp": (TWO, CP2, f"{STRATEGY}zero1=false"),
+    "ep": (TWO, f"{STRATEGY}expert_model_parallel_size=2"),
+    "adapters": ("model.trainable=['*']",),
     "recompute": ("model.activations_checkpoint_granularity=full",),
     "compile": ("model.compile=true",),
     "param_groups": ("model.optim.param_groups=[{params: '*', lr: 0.1}]",),
-    "quantised_base": ("adapter.base_dtype=nf4",),
-    "dtype:bfloat16": ("precision={type: manual, xla_use_bf16: true}",),
-    "autocast": ("precision.type=autocast",),
-    "master_weights": ("precision.type=mixed_precision",),
-    "gradient_dtype": ("precision={type: manual, xla_downcast_bf16: true, fp32_grad_acc: true}",),
-    "optimizer_dtype": ("precision.type=bf16SR",),
-    "stochastic_rounding": ("precision.type=bf16SR",),
+    "precision": ("precision.type=autocast",),
 }
 """Capability of an engine → settings that need it."""
+PRECISIONS = {
+    "bfloat16": ("precision={type: manual, xla_use_bf16: true}",),
+    "masters": ("precision.type=mixed_precision",),
+    "gradients": ("precision={type: manual, xla_downcast_bf16: true, fp32_grad_acc: true}",),
+    "rounding": ("precision.type=bf16SR",),
+}
 
 ELSEWHERE = {
     "adapters": "tests/engine/layouts/test_lora_layouts.py",
-    "quantised_base": "tests/engine/layouts/test_lora_layouts.py",
     "frozen_model": "plugins/objectives/distill/tests/test_distill_layouts.py",
-    "pad_heads": "tests/engine/tensor/test_padded_heads.py",
-    "sp:regather": "tests/engine/tensor/test_gathered_again.py",
-    "token_shuffle": "tests/engine/expert/test_token_shuffle.py",
     "compile": "tests/engine/compile/test_compiled_runs.py",
     "param_groups": "tests/engine/optimizer/test_optimizers_sharded.py",
-    "dtype:bfloat16": "tests/engine/precision/test_mixed_precision.py",
-    "dtype:float64": "tests/engine/layouts/test_matrix.py",
-    "autocast": "tests/engine/precision/test_mixed_precision.py",
-    "master_weights": "tests/engine/precision/test_master_weights.py",
-    "gradient_dtype": "tests/engine/precision/test_gradient_sums.py",
-    "optimizer_dtype": "tests/engine/precision/test_precision.py",
-    "stochastic_rounding": "tests/engine/precision/test_rounding_kernels.py",
-    "linear_product": "plugins/precision/torchao/tests/test_float8.py",
+    "precision": "tests/engine/precision/test_mixed_precision.py",
 }
 """Capability of the torch engine that is not a layout of the matrix → the tests that show that it works."""
 
@@ -90,18 +77,19 @@ def missing(bare, good, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("capability", SETTINGS)
 def test_an_engine_is_asked_for_nothing_that_it_does_not_declare(missing, capability):
-    engine = "engine"
     lacks = missing("parallel_engine.name=bare", "model.moe={num_experts: 2}", *SETTINGS[capability])
-    named = {found for kind, _, found in lacks if kind == engine}
-    parents = {"sp": "tp", "sp:regather": "tp", "pad_heads": "tp", "vpp": "pp", "dp_replicate": "dp"}
-    parents |= dict.fromkeys(("zero1", "zero2", "zero3", "token_shuffle", "ep"), "dp")
-    assert {parents.get(capability, capability), capability.partition(":")[0], capability} & named
-    assert not [found for kind, _, found in missing(*SETTINGS[capability]) if kind == engine], "torch declares it"
+    assert capability in {name for kind, _, name in lacks if kind == "engine"}
+    assert not [name for kind, _, name in missing(*SETTINGS[capability]) if kind == "engine"], "torch declares it"
+
+
+@pytest.mark.parametrize("policy", PRECISIONS)
+def test_each_other_dtype_than_float32_needs_the_capability(missing, policy):
+    assert ("engine", "bare", "precision") in missing("parallel_engine.name=bare", *PRECISIONS[policy])
+    assert missing(*PRECISIONS[policy]) == []
 
 
 def test_every_capability_of_an_engine_is_asked_for_by_some_setting():
-    beyond = {"adapters", "frozen_model", "dtype:float64", "dtype:float16", "linear_product", "xla"}
-    assert CAPABILITIES["engine"].keys() == SETTINGS.keys() | beyond
+    assert CAPABILITIES["engine"].keys() == SETTINGS.keys() | {"frozen_model", "xla"}
 
 
 def test_a_run_of_one_process_in_float32_asks_for_nothing(missing):
@@ -177,12 +165,18 @@ def test_rules_that_fail_are_the_engines_fault(bare, good, engine, code, reason)
     assert reason in row
 
 
+def test_rules_of_the_torch_engine_see_the_policy(bare, good):
+    (row,) = rows(bare, good, "precision.type=float16")
+    assert row.startswith("command line: precision.type: the engine torch does not compute with float16 parameters")
+    assert rows(bare, good, "precision.type=secret") == []
+
+
 # What is known only when something is built or started
 
 
 def test_what_a_policy_needs_is_asked_of_the_engine(missing):
     lacks = missing("parallel_engine.name=bare", "precision.type=secret")
-    assert ("engine", "bare", "dtype:bfloat16") in lacks
+    assert ("engine", "bare", "precision") in lacks
 
 
 def test_processes_that_somebody_else_starts_are_counted_before_the_engine_is_built(bare, good, monkeypatch):
@@ -210,23 +204,16 @@ def everything() -> Kernel:
 
 def test_the_torch_engine_declares_all_but_what_no_test_shows(everything):
     declared = everything.registry.get("engine", "torch").record.capabilities
-    assert CAPABILITIES["engine"].keys() - declared == {"xla", "dtype:float16"}
+    assert CAPABILITIES["engine"].keys() - declared == {"xla"}
 
 
 def shown_by(layout):
     """Capabilities of an engine that a layout of the matrix needs."""
-    schedule = "zbv" if layout.zbv else "interleaved" if layout.vpp > 1 else "1f1b"
     needed = {
         "dp": layout.dp > 1,
-        f"zero{layout.zero}": layout.fsdp > 1 and layout.zero > 0,
-        "dp_replicate": layout.replicas > 1,
         "tp": layout.tp > 1,
-        "sp": layout.sp,
         "pp": layout.pp > 1,
-        "vpp": layout.vpp > 1,
-        f"pp:{schedule}": layout.pp > 1,
         "cp": layout.cp > 1,
-        f"cp:{layout.cp_method}": layout.cp_method is not None,
         "ep": layout.ep > 1,
         "recompute": layout.recompute is not None,
     }
@@ -263,12 +250,6 @@ def test_all_our_optimizers_train_shards(everything):
     found = {component.record.name: component.record.capabilities for component in everything.registry.all("optimizer")}
     assert found == dict.fromkeys(found, frozenset({"sharded"}))
     assert found.keys() == {*NAMES, "adamw_8bit"}
-
-
-def test_float32_needs_nothing_and_float64_its_dtype_alone():
-    assert PrecisionPolicy(name="a").needs == set()
-    double = PrecisionPolicy(name="b", parameters="float64", gradients="float64", optimizer_state="float64")
-    assert double.needs == {"dtype:float64"}
 
 
 def test_records_of_adapters_and_objectives_say_what_they_need(everything):

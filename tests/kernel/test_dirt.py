@@ -98,8 +98,8 @@ BROKEN_SOURCES = {
     "unknown-requirement": (
         "from nxdt_core.api import hookimpl, Component\n@hookimpl\n"
         "def nxdt_precisions():\n"
-        "    return [Component(name='a', target='m:f', requires=frozenset({'autocst'}))]",
-        "the precision 'a' requires the capability 'autocst', which does not exist; did you mean 'autocast'?",
+        "    return [Component(name='a', target='m:f', requires=frozenset({'precisoin'}))]",
+        "the precision 'a' requires the capability 'precisoin', which does not exist; did you mean 'precision'?",
     ),
     "unknown-requirement-of-the-model": (
         "from nxdt_core.api import hookimpl, AdapterComponent\n@hookimpl\n"

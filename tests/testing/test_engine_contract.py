@@ -23,9 +23,9 @@ class TestTorch(EngineContract):
 
     engine = "torch"
 
-    def runs(self, capability: str, config: pytest.Config) -> bool:
+    def runs(self, layout: str, config: pytest.Config) -> bool:
         """All layouts where all samples are taken."""
-        return capability == "zero2" or takes_all(config)
+        return layout == "zero2" or takes_all(config)
 
     @pytest.mark.parametrize("policy", slow_except(POLICIES, ("bf16SR",)))
     def test_a_precision_trains_or_is_refused(self, settings: Settings, batches: list[Batch], policy: str) -> None:
@@ -39,12 +39,12 @@ class TestSolo(EngineContract):
     engine = "solo"
     plugins = (str(SOLO),)
 
-    @pytest.mark.parametrize("capability", slow_except(LAYOUTS, ("tp",)))
+    @pytest.mark.parametrize("layout", slow_except(LAYOUTS, ("tp",)))
     def test_a_layout_trains_as_one_process_does_or_is_refused(
-        self, settings: Settings, batches: list[Batch], capability: str, pytestconfig: pytest.Config
+        self, settings: Settings, batches: list[Batch], layout: str, pytestconfig: pytest.Config
     ) -> None:
         """It declares none; ``tests/config/test_capabilities.py`` shows what is refused then."""
-        super().test_a_layout_trains_as_one_process_does_or_is_refused(settings, batches, capability, pytestconfig)
+        super().test_a_layout_trains_as_one_process_does_or_is_refused(settings, batches, layout, pytestconfig)
 
 
 FILE = Path(__file__).parent / "mutants/engine.py"

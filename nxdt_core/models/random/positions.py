@@ -23,6 +23,7 @@ __all__ = [
     "noise",
     "noises",
     "rounded",
+    "rounded_block",
     "rounded_number",
     "rounding_key",
     "rows_of",
@@ -176,6 +177,16 @@ def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
     infinities and NaN.
     """
     return rounded_number(values, torch.where(values == values, noise, 0))
+
+
+def rounded_block(
+    values: torch.Tensor, *, seed: int, name: str, shape: Sequence[int], offsets: Sequence[int]
+) -> torch.Tensor:
+    """Return :func:`rounded` values of the block at ``offsets`` of a parameter of ``shape``, by the numbers of the
+    elements in the whole parameter and the :func:`rounding_key` of ``seed`` and ``name``."""
+    key = torch.tensor(rounding_key(seed, name), dtype=torch.int32)
+    numbers = torch.cat([rows.numbers(values.device) for rows in rows_of(shape, offsets, values.shape)])
+    return rounded(values, noise(numbers.to(torch.int32).view(values.shape), key))
 
 
 def rounded_number(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

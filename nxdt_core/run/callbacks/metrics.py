@@ -100,6 +100,8 @@ class MetricsWriter(Callback):
         session = run.session
         device, ranks = session.engine.device, session.engine.ranks
         reset_max_memory(device)
+        # A tensor from the start, so that a lazy device records the same sum at each step.
+        self._weightless = torch.zeros((), dtype=torch.int64, device=device)
         peak = peak_flops(device, self._compute_dtype)
         self._peak = None if peak is None else peak * ranks.world_size
         ranks.on_rank_zero(lambda: self._files.begin(run.step, METRICS_FILE))

@@ -78,12 +78,14 @@ class EngineContract(EngineRuns):
     """Plugin files to load, of an engine that is not installed."""
     accelerator: ClassVar[str] = HOST.type
     """``trainer.accelerator``."""
+    float64: ClassVar[bool] = True
+    """False for an engine that does not compute in float64, in which layouts are compared to the last digits."""
 
     @pytest.fixture
     def settings(self) -> Settings:
-        """Under float64 where the engine declares that, so that layouts are compared to the last digits."""
+        """Return the settings with which each rank builds the run."""
         made = Settings(engine=self.engine, plugins=self.plugins, accelerator=self.accelerator)
-        return replace(made, policy=EXACT) if "dtype:float64" in made.declared else made
+        return replace(made, policy=EXACT) if self.float64 else made
 
     @pytest.fixture
     def batches(self) -> list[Batch]:

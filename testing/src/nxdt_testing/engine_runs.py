@@ -43,7 +43,7 @@ LAYOUTS: Mapping[str, tuple[int, tuple[str, ...]]] = {
     "cp:gather": (2, (CP, UNSHARDED, GATHER)),
     "ep": (2, (EP,)),
 }
-"""Capability → ranks, and the overrides that need it."""
+"""Name of a layout → ranks, and the overrides that select it."""
 
 _SETTINGS = {
     "recompute": "model.activations_checkpoint_granularity=full",
@@ -54,7 +54,7 @@ _SETTINGS = {
 """Capability → an override of a run of one process that needs it."""
 
 POLICIES = ("mixed_precision", "mixed_precisionSR", "bf16SR", "autocast")
-"""Values of ``precision.type``, each of which needs another capability."""
+"""Values of ``precision.type``."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +82,6 @@ class Settings:
     def run(self, *overrides: str, seed: int = SEED) -> Run:
         """Start the engine and build."""
         return Run(self.config(*overrides), policy=self.policy, seed=seed)
-
-    @property
-    def declared(self) -> frozenset[str]:
-        """Return what the record of the engine declares."""
-        return self.config().selected("engine").component.record.capabilities
 
     @property
     def tolerance(self) -> float:
@@ -125,22 +120,21 @@ def train_on_rank(settings: Settings, overrides: Sequence[str]) -> tuple[list[fl
 class EngineRuns:
     """The tests of what an engine saves, and of what its record declares."""
 
-    def runs(self, capability: str, config: pytest.Config) -> bool:
-        """Return whether to try a declared layout of :data:`LAYOUTS` on real ranks in this run of pytest."""
-        del capability, config
+    def runs(self, layout: str, config: pytest.Config) -> bool:
+        """Return whether to try a layout of :data:`LAYOUTS` on real ranks in this run of pytest."""
+        del layout, config
         return True
 
-    @pytest.mark.parametrize("capability", LAYOUTS)
+    @pytest.mark.parametrize("layout", LAYOUTS)
     def test_a_layout_trains_as_one_process_does_or_is_refused(
-        self, settings: Settings, batches: list[Batch], capability: str, pytestconfig: pytest.Config
+        self, settings: Settings, batches: list[Batch], layout: str, pytestconfig: pytest.Config
     ) -> None:
         """Losses, norms of gradients and of weights, equal on all ranks."""
-        ranks, overrides = LAYOUTS[capability]
+        ranks, overrides = LAYOUTS[layout]
         overrides = (f"trainer.devices={ranks}", *overrides)
-        if capability not in settings.declared:
-            _refused(settings, capability, overrides)
+        if _is_refused(settings, *overrides):
             return
-        if not self.runs(capability, pytestconfig):
+        if not self.runs(layout, pytestconfig):
             pytest.skip("this run of pytest leaves the layout out")
         with settings.run() as run:
             alone = steps(run, batches)
@@ -155,8 +149,7 @@ class EngineRuns:
         self, settings: Settings, batches: list[Batch], capability: str
     ) -> None:
         """Recomputation changes no digit; a learning rate of 0 leaves its group; an adapter trains alone."""
-        if capability not in settings.declared:
-            _refused(settings, capability, (_SETTINGS[capability],))
+        if _is_refused(settings, _SETTINGS[capability]):
             return
         if capability == "compile":
             pytest.skip("compiling takes a compiler and minutes")
@@ -174,15 +167,11 @@ class EngineRuns:
 
     @pytest.mark.parametrize("policy", POLICIES)
     def test_a_precision_trains_or_is_refused(self, settings: Settings, batches: list[Batch], policy: str) -> None:
-        """Under a declared one the loss is near that of float32, and falls."""
+        """The loss is near that of float32, and falls."""
         named = f"precision.type={policy}"
-        try:
-            config = settings.config(named)
-        except ConfigError as error:
-            needed = {problem.capability for problem in error.problems if isinstance(problem, CapabilityMissing)}
-            assert needed
-            assert not needed & settings.declared
+        if _is_refused(settings, named):
             return
+        config = settings.config(named)
         with replace(settings, policy=None).run(named) as run, replace(settings, policy=None).run() as exact:
             steps(run, batches)
             assert run.losses[0] == pytest.approx(steps(exact, batches, 1).losses[0], rel=0.02)
@@ -240,10 +229,16 @@ class EngineRuns:
             assert not differing(resumed.model.state_dict(), whole.model.state_dict())
 
 
-def _refused(settings: Settings, capability: str, overrides: Sequence[str]) -> None:
-    """The configuration is refused for what the engine does not declare."""
-    with pytest.raises(ConfigError) as raised:
+def _is_refused(settings: Settings, *overrides: str) -> bool:
+    """Return whether the configuration is refused for what the engine does not declare or its rules find."""
+    record = settings.config().selected("engine").component.record
+    try:
         settings.config(*overrides)
-    lacks = {problem.capability for problem in raised.value.problems if isinstance(problem, CapabilityMissing)}
-    assert lacks, capability
-    assert not lacks & settings.declared
+    except ConfigError as refused:
+        problems = refused.problems
+    else:
+        return False
+    lacks = {problem.capability for problem in problems if isinstance(problem, CapabilityMissing)}
+    assert lacks or getattr(record, "rules", None) is not None, problems
+    assert not lacks & record.capabilities
+    return True

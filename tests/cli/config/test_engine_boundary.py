@@ -16,7 +16,7 @@ SOLO = ("recipe:llama-tiny", f"plugins.local=[{PARTS}]", "parallel_engine.name=s
 ASKED = {
     "tp": ("trainer.devices=2", "distributed_strategy.tensor_model_parallel_size=2"),
     "dp": ("trainer.devices=2",),
-    "stochastic_rounding": ("precision.type=bf16SR",),
+    "precision": ("precision.type=bf16SR",),
     "adapters": ("adapter.name=lora",),
 }
 CASES = [(capability, verb) for capability in ASKED for verb in (("config", "check"), ("plan",), ("train",))]

@@ -189,7 +189,7 @@ def nxdt_engines():
         EngineComponent(
             name=name,
             target=f"{__name__}:{name}",
-            capabilities=frozenset({"dtype:float64", *CLAIMS.get(name, ())}),
+            capabilities=frozenset(CLAIMS.get(name, ())),
         )
         for name in ("Wrong", *MUTANTS)
     ]

@@ -11,6 +11,5 @@ def nxdt_engines() -> list[EngineComponent]:
             name="solo",
             target="acme_engine.engine:SoloEngine",
             summary="one process on one device, in the dtype of the parameters",
-            capabilities=frozenset({"dtype:float64", "dtype:bfloat16"}),
         )
     ]

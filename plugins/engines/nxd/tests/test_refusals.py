@@ -13,13 +13,8 @@ _TP, _PP = f"{_STRATEGY}.tensor_model_parallel_size", f"{_STRATEGY}.pipeline_mod
 RUN = ("parallel_engine.name=nxd", f"{_STRATEGY}.zero1=false")
 
 UNDECLARED = {
-    "zero3": ("trainer.devices=2", f"{_STRATEGY}.zero_stage=3"),
     "cp": ("trainer.devices=2", f"{_STRATEGY}.context_parallel_size=2"),
-    "pp:zbv": ("trainer.devices=2", f"{_PP}=2", f"{_STRATEGY}.pipeline_schedule=zbv"),
-    "pad_heads": ("trainer.devices=2", f"{_TP}=2", f"{_STRATEGY}.pad_heads=true"),
     "compile": ("model.compile=true",),
-    "token_shuffle": ("trainer.devices=2", f"{_STRATEGY}.token_shuffle_group_size=2"),
-    "optimizer_dtype": ("precision.type=bf16SR",),
 }
 IMPOSSIBLE = {
     "heads": ("trainer.devices=8", f"{_TP}=8", "4 is not divisible by tensor_model_parallel_size 8"),
@@ -59,6 +54,19 @@ IMPOSSIBLE = {
         "the schedule 1f1b does not run 2 stages",
     ),
     "rounding": ("precision.type=bf16SR", "precision.optimizer_state=bfloat16", "bf16SR keeps none"),
+    "zero3": ("trainer.devices=2", f"{_STRATEGY}.zero_stage=3", "shards optimizer state alone"),
+    "zero in groups": (
+        *("trainer.devices=4", f"{_STRATEGY}.zero_stage=1", f"{_STRATEGY}.dp_replicate=2"),
+        "shards over all data parallel ranks",
+    ),
+    "zbv": ("trainer.devices=2", f"{_PP}=2", f"{_STRATEGY}.pipeline_schedule=zbv", "does not run this schedule"),
+    "pad_heads": ("trainer.devices=2", f"{_TP}=2", f"{_STRATEGY}.pad_heads=true", "adds no attention heads"),
+    "gathered again": (
+        *("trainer.devices=2", f"{_TP}=2", f"{_STRATEGY}.sequence_parallel=true"),
+        *(f"{_STRATEGY}.sequence_parallel_regather=true", "keeps gathered inputs"),
+    ),
+    "token shuffle": ("trainer.devices=2", f"{_STRATEGY}.token_shuffle_group_size=2", "mixes no tokens"),
+    "state": ("precision.type=bf16SR", "keeps optimizer state in the dtype of what it updates"),
     "asynchronous": (f"{_STRATEGY}.async_tensor_parallel=true", "no asynchronous tensor parallelism"),
     "loss chunks": ("model.loss_chunk_tokens=64", "computes the losses of a micro-batch at once"),
 }

@@ -221,5 +221,5 @@ def test_other_accelerators_are_refused():
 
 
 def test_an_engine_that_does_not_apply_products_is_refused():
-    with pytest.raises(ConfigError, match="linear_product"):
+    with pytest.raises(ConfigError, match="leaves products of linear layers"):
         load("recipe:llama-tiny", ["precision.type=float8", "parallel_engine.name=nxd"])

@@ -44,7 +44,6 @@ def nxdt_models() -> list[ModelComponent]:
         ModelComponent(
             name="nxd-core-module",
             target="nxdt_plugin_nxd_core.builder:ModuleBuilder",
-            config="nxdt_plugin_nxd_core.component_config:ModuleConfig",
             summary="a module that a program builds with nxdt-plugin-nxd-core",
             capabilities=frozenset({"tp", "sp", "pp", "lora"}),
             tried_before_launch=False,
@@ -60,6 +59,6 @@ if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name f
         if name in __all__:
             for module in ("config", "model", "optimizer", "tags", "lora"):
                 home = import_module(f"{__name__}.{module}")
-                if name in home.__all__:
+                if hasattr(home, name):
                     return getattr(home, name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -19,8 +19,6 @@ from torch import nn
 from nxdt_core.errors import NxdtError
 from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CallDoesNotBind
 
-__all__ = ["FIXED", "binds", "call_check", "check", "expect", "refused"]
-
 _log = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")

@@ -19,16 +19,6 @@ from nxdt_core.train import TrainSession, start_engine
 from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, expect, refused
 from nxdt_plugin_nxd_core.errors import WorldDoesNotDivide
 
-__all__ = [
-    "RECOMPUTED",
-    "Dimension",
-    "Groups",
-    "NxDConfig",
-    "config_of",
-    "current_config",
-    "neuronx_distributed_config",
-]
-
 _log = logging.getLogger(__name__)
 
 _SEED = 1234
@@ -184,12 +174,72 @@ def neuronx_distributed_config(
         model_init_config={**_SECTIONS["model_init_config"], **(model_init_config or {})},
         lora_config=lora_config,
     )
-    _check(made)
+    for section, known in _SECTIONS.items():
+        for key, value in (made[section] or {}).items():
+            argument = f"{section}[{key!r}]"
+            if key in FIXED.get(section, {}):
+                _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
+            elif key not in known:
+                raise refused(_CALL, argument, repr(value), "is unknown", f"Known keys are {', '.join(sorted(known))}.")
+            elif value is not known[key]:
+                check(_CALL, argument, value, key)
+    micro_batches, stages = made.pipeline["num_microbatches"], made.stages
+    what = f"an integer of at least {stages}, one micro-batch per stage"
+    enough = type(micro_batches) is int and micro_batches >= stages
+    expect(_CALL, "pipeline_config['num_microbatches']", micro_batches, what, when=enough)
+    optimizer = made["optimizer_config"]
+    if optimizer["grad_clipping"]:
+        check(_CALL, "optimizer_config['max_grad_norm']", optimizer["max_grad_norm"], "max_norm")
+    recompute = activation_checkpoint_config
+    classes = recompute if isinstance(recompute, tuple) else (recompute,)
+    are_modules = all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
+    what = "'full', a class of modules, or None"
+    expect(_CALL, "activation_checkpoint_config", recompute, what, when=are_modules or recompute in (None, "full"))
+    init = made["model_init_config"]
+    if init["meta_device_init"] and init["param_init_fn"] is None:
+        advice = "Pass param_init_fn, called with each module that has parameters, or leave meta_device_init out."
+        raise refused(_CALL, "model_init_config['meta_device_init']", "True", "needs param_init_fn", advice)
     place = read_rank_environment()
     group = tensor_parallel_size * pipeline_parallel_size
     if min(tensor_parallel_size, pipeline_parallel_size) < 1 or place.world_size % group:
         raise WorldDoesNotDivide(world=place.world_size, tp=tensor_parallel_size, pp=pipeline_parallel_size)
-    made.session = TrainSession(load_config(_run(made, place.world_size), label=_CALL))
+
+    # The run as the configuration schema says it.
+    model: dict[str, Any] = {
+        "name": "nxd-core-module",
+        "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
+    }
+    if recompute == "full":
+        model["activations_checkpoint_granularity"] = "full"
+    elif recompute is not None:
+        model["activations_checkpoint_granularity"] = "selective"
+        model["activations_checkpoint_recompute"] = [RECOMPUTED]
+    if made.pipeline["pipeline_cuts"]:
+        model["pipeline_cuts"] = list(made.pipeline["pipeline_cuts"])
+    run: dict[str, Any] = {
+        "name": "nxd-core",
+        "seed": _SEED,
+        "parallel_engine": {"name": "torch"},
+        "trainer": {"devices": place.world_size, "num_nodes": 1, "max_steps": 1 << 40, "gradient_clip_val": None},
+        "data": {
+            "name": "none",
+            "seq_length": tensor_parallel_size,
+            "micro_batch_size": 1,
+            "global_batch_size": micro_batches * (place.world_size // group),
+        },
+        "distributed_strategy": {
+            "tensor_model_parallel_size": tensor_parallel_size,
+            "pipeline_model_parallel_size": stages,
+            "virtual_pipeline_model_parallel_size": made.pipeline["virtual_pipeline_size"],
+            "sequence_parallel": sequence_parallel,
+            "zero1": optimizer["zero_one_enabled"],
+        },
+        "model": model,
+        "precision": {"type": "fp32"},
+    }
+    if lora_config is not None and lora_config.enable_lora:
+        run["adapter"] = lora_config.section()
+    made.session = TrainSession(load_config(run, label=_CALL))
     made.engine = made.session.engine
     ranks = made.engine.ranks
     if place.launcher and place.world_size == 1 and isinstance(ranks, Ranks):  # the loop may ask torch for its rank
@@ -201,75 +251,6 @@ def neuronx_distributed_config(
     _RUNS.clear()  # those of groups that have ended, too
     _RUNS[_world()] = made
     return made
-
-
-def _check(config: NxDConfig) -> None:
-    for section, known in _SECTIONS.items():
-        for key, value in (config[section] or {}).items():
-            argument = f"{section}[{key!r}]"
-            if key in FIXED.get(section, {}):
-                _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
-            elif key not in known:
-                raise refused(_CALL, argument, repr(value), "is unknown", f"Known keys are {', '.join(sorted(known))}.")
-            elif value is not known[key]:
-                check(_CALL, argument, value, key)
-    micro_batches, stages = config.pipeline["num_microbatches"], config.stages
-    what = f"an integer of at least {stages}, one micro-batch per stage"
-    enough = type(micro_batches) is int and micro_batches >= stages
-    expect(_CALL, "pipeline_config['num_microbatches']", micro_batches, what, when=enough)
-    optimizer = config["optimizer_config"]
-    if optimizer["grad_clipping"]:
-        check(_CALL, "optimizer_config['max_grad_norm']", optimizer["max_grad_norm"], "max_norm")
-    recompute = config["activation_checkpoint_config"]
-    classes = recompute if isinstance(recompute, tuple) else (recompute,)
-    are_modules = all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
-    what = "'full', a class of modules, or None"
-    expect(_CALL, "activation_checkpoint_config", recompute, what, when=are_modules or recompute in (None, "full"))
-    init = config["model_init_config"]
-    if init["meta_device_init"] and init["param_init_fn"] is None:
-        advice = "Pass param_init_fn, called with each module that has parameters, or leave meta_device_init out."
-        raise refused(_CALL, "model_init_config['meta_device_init']", "True", "needs param_init_fn", advice)
-
-
-def _run(nxd_config: NxDConfig, world_size: int) -> dict[str, Any]:
-    """The run as the configuration schema says it."""
-    stages, pipeline, tp = nxd_config.stages, nxd_config.pipeline, nxd_config["tensor_parallel_size"]
-    recompute = nxd_config["activation_checkpoint_config"]
-    model: dict[str, Any] = {
-        "name": "nxd-core-module",
-        "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
-    }
-    if recompute == "full":
-        model["activations_checkpoint_granularity"] = "full"
-    elif recompute is not None:
-        model["activations_checkpoint_granularity"] = "selective"
-        model["activations_checkpoint_recompute"] = [RECOMPUTED]
-    if pipeline["pipeline_cuts"]:
-        model["pipeline_cuts"] = list(pipeline["pipeline_cuts"])
-    run: dict[str, Any] = {
-        "name": "nxd-core",
-        "seed": _SEED,
-        "parallel_engine": {"name": "torch"},
-        "trainer": {"devices": world_size, "num_nodes": 1, "max_steps": 1 << 40, "gradient_clip_val": None},
-        "data": {
-            "name": "none",
-            "seq_length": tp,
-            "micro_batch_size": 1,
-            "global_batch_size": pipeline["num_microbatches"] * (world_size // (tp * stages)),
-        },
-        "distributed_strategy": {
-            "tensor_model_parallel_size": tp,
-            "pipeline_model_parallel_size": stages,
-            "virtual_pipeline_model_parallel_size": pipeline["virtual_pipeline_size"],
-            "sequence_parallel": nxd_config["sequence_parallel"],
-            "zero1": nxd_config["optimizer_config"]["zero_one_enabled"],
-        },
-        "model": model,
-        "precision": {"type": "fp32"},
-    }
-    if nxd_config["lora_config"] is not None and nxd_config["lora_config"].enable_lora:
-        run["adapter"] = nxd_config["lora_config"].section()
-    return run
 
 
 def config_of(nxd_config: Any, call: str) -> NxDConfig:

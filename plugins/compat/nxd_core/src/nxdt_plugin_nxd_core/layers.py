@@ -19,13 +19,6 @@ from torch import nn
 
 from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 
-__all__ = [
-    "ColumnParallelLinear",
-    "GQAQKVColumnParallelLinear",
-    "ParallelEmbedding",
-    "RowParallelLinear",
-]
-
 InitMethod = Callable[[torch.Tensor], Any]
 
 

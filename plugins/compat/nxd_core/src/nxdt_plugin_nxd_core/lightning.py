@@ -28,7 +28,7 @@ from nxdt_core.checkpoint import Manifest
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, check, refused
-from nxdt_plugin_nxd_core.calls import loss_in
+from nxdt_plugin_nxd_core.builder import loss_in
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
 from nxdt_plugin_nxd_core.model import initialize_parallel_model
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer

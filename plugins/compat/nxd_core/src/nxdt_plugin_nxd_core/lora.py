@@ -15,8 +15,6 @@ from nxdt_plugin_nxd_core.arguments import binds, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig
 from nxdt_plugin_nxd_core.module_plan import plan_of
 
-__all__ = ["LoRAModel", "LoraConfig"]
-
 _SEED = 1234
 
 

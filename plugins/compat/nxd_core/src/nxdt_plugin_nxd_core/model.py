@@ -18,17 +18,13 @@ from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
-from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, call_check, refused
-from nxdt_plugin_nxd_core.builder import ModuleBuilder
-from nxdt_plugin_nxd_core.calls import CallBatch, ModelLoss, scaled_gradients, split
+from nxdt_plugin_nxd_core.builder import CallBatch, ModelLoss, ModuleBuilder, scaled_gradients, split
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, ModulesDifferBetweenRanks, PipelineNeedsRunTrain
 from nxdt_plugin_nxd_core.module_plan import plan_of
-
-__all__ = ["NxDModel", "initialize_parallel_model", "own_parts"]
 
 _CALL = "initialize_parallel_model"
 _DTYPES: Mapping[torch.dtype, DType] = {
@@ -58,20 +54,45 @@ def initialize_parallel_model(
     """
     config = config_of(nxd_config, _CALL)
     call_check(model_fn)(*model_args, **model_kwargs)
-    module = _built(config, lambda: model_fn(*model_args, **model_kwargs))
+    # The module is built with the random numbers of rank 0.
+    ranks, init = config.engine.ranks, config["model_init_config"]
+    if ranks.world_size > 1:
+        state = ranks.broadcast_object(torch.get_rng_state().numpy().tobytes())
+        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    with torch.device("meta") if init["meta_device_init"] else nullcontext():
+        module: Any = model_fn(*model_args, **model_kwargs)
+    if not isinstance(module, nn.Module):
+        raise ModelFnReturnsNoModule(found=type(module).__name__)
+    if init["meta_device_init"]:
+        module.to_empty(device=HOST)
+        for part in module.modules():
+            if next(part.parameters(recurse=False), None) is not None:
+                init["param_init_fn"](part)
     plan, run = plan_of(module, config), config.session.config
-    _check_same(module, config.engine.ranks)
+    if ranks.world_size > 1:  # names, shapes and sums of values are the same everywhere
+        sums = {name: (tuple(v.shape), float(v.detach().double().sum())) for name, v in _values(module).items()}
+        first, *others = ranks.all_gather_object(sums)
+        for rank, other in enumerate(others, 1):
+            if other != first:
+                names = first.keys() ^ other.keys() or {name for name in first if first[name] != other[name]}
+                raise ModulesDifferBetweenRanks(rank=rank, difference=f"'{min(names)}' has other values, or is missing")
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
+        reason = "gives parameters of dtypes that cannot be trained together"
+        advice = "Give all parameters one dtype: torch.float32, torch.bfloat16 or torch.float64."
+        raise refused(_CALL, "model_fn", ", ".join(sorted(map(str, dtypes))), reason, advice)
+    dtype = _DTYPES[dtypes.pop()] if dtypes else "float32"
     adapters = build.adapters(run)
     parallel = config.engine.initialize_model(
         ModuleBuilder(None, module, plan, config.pipeline["output_loss_value_spec"]),
-        precision=_precision(module),
+        precision=PrecisionPolicy(name=dtype, parameters=dtype, gradients=dtype, optimizer_state=dtype),
         seed=run.run.seed,
         adapters=adapters,
         materialise=False,
     )
     parallel.load_state_dict(own_parts(parallel.state_dict(), _values(module)), strict=False)
     for adapter in adapters:
-        adapter.begin(parallel, run, config.engine.ranks)
+        adapter.begin(parallel, run, ranks)
     config.session.model = parallel
     model = NxDModel(parallel, config, module, plan)
     config.model, config.optimizers = model, ()
@@ -205,53 +226,6 @@ class NxDModel(nn.Module):
         value, reason = "a new dtype or device", "would change a model that is in its layout"
         advice = "Convert the module in model_fn; its dtype is that of the run, and the engine chooses the device."
         raise refused("NxDModel", "conversion", value, reason, advice)
-
-
-def _built(config: NxDConfig, make: Callable[[], Any]) -> nn.Module:
-    """The caller's module, built with the random numbers of rank 0."""
-    ranks = config.engine.ranks
-    if ranks.world_size > 1:
-        state = ranks.broadcast_object(torch.get_rng_state().numpy().tobytes())
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
-    init = config["model_init_config"]
-    with torch.device("meta") if init["meta_device_init"] else nullcontext():
-        module = make()
-    if not isinstance(module, nn.Module):
-        raise ModelFnReturnsNoModule(found=type(module).__name__)
-    if init["meta_device_init"]:
-        module.to_empty(device=HOST)
-        for part in module.modules():
-            if next(part.parameters(recurse=False), None) is not None:
-                init["param_init_fn"](part)
-    return module
-
-
-def _check_same(module: nn.Module, ranks: RankAgreement) -> None:
-    """Compare names, shapes and sums of values between ranks. Collective.
-
-    Raises:
-        ModulesDifferBetweenRanks: on every rank.
-    """
-    if ranks.world_size == 1:
-        return
-    own = {name: (tuple(value.shape), float(value.detach().double().sum())) for name, value in _values(module).items()}
-    first = None
-    for rank, found in enumerate(ranks.all_gather_object(own)):
-        first = found if first is None else first
-        if found != first:
-            names = first.keys() ^ found.keys() or {name for name in first if first[name] != found[name]}
-            raise ModulesDifferBetweenRanks(rank=rank, difference=f"'{min(names)}' has other values, or is missing")
-
-
-def _precision(module: nn.Module) -> PrecisionPolicy:
-    """Everything in the dtype of the parameters."""
-    found = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    if len(found) > 1 or not found <= _DTYPES.keys():
-        reason = "gives parameters of dtypes that cannot be trained together"
-        advice = "Give all parameters one dtype: torch.float32, torch.bfloat16 or torch.float64."
-        raise refused(_CALL, "model_fn", ", ".join(sorted(map(str, found))), reason, advice)
-    dtype = _DTYPES[found.pop()] if found else "float32"
-    return PrecisionPolicy(name=dtype, parameters=dtype, gradients=dtype, optimizer_state=dtype)
 
 
 def _values(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 
 from nxdt_core.models.updates import UpdatedEmbedding, UpdatedLinear
@@ -16,8 +18,6 @@ from nxdt_plugin_nxd_core.layers import (
     RowParallelLinear,
 )
 
-__all__ = ["plan_of"]
-
 _HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
 """Attributes of a ``config`` that say how wide hidden states are, as Hugging Face's models call them."""
 
@@ -30,27 +30,54 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         StageModuleMisplaced: parameters that belong to no stage of a pipeline.
         ArgumentMeansNothing: layers that ask for something else than the configuration.
     """
-    tp, stages = config["tensor_parallel_size"], config.stages
+    tp, stages, sequence_parallel = config["tensor_parallel_size"], config.stages, config["sequence_parallel"]
     recompute, layer_class = config["activation_checkpoint_config"], config.pipeline["transformer_layer_cls"]
     for path, part in module.named_modules():
         if max(tp, stages) > 1 and isinstance(part, UpdatedLinear | UpdatedEmbedding):
             advice = "Return the module itself from model_fn, and pass lora_config to neuronx_distributed_config."
             raise refused("LoRAModel", "module", repr(path), "has updates before it is sharded", advice)
-        if tp > 1:
-            _check_sequence_parallel(path, part, enabled=config["sequence_parallel"])
-    layers = _find_layers(module, layer_class)
+        if tp == 1:
+            continue
+        reason, wrong = "is set, and sequence parallelism is off", {"sequence_parallel_enabled": True}
+        advice = "Pass sequence_parallel=True to neuronx_distributed_config."
+        if sequence_parallel:
+            reason = "gives or takes all features of whole sequences, and sequence parallelism is on"
+            advice = "Pass gather_output=False to columns and input_is_parallel=True to rows."
+            is_layer = isinstance(part, nn.Linear | GQAQKVColumnParallelLinear)
+            wrong = {"gather_output": True, "input_is_parallel": False} if is_layer else {}
+        for argument, value in wrong.items():
+            if getattr(part, argument, None) is value:
+                raise refused(f"the layer '{path}'", argument, str(value), reason, advice)
+
+    # The list of layers: that of the class, or without one the longest list of one class.
+    lists: dict[str, int] = {}
+    for path, part in module.named_modules():
+        kinds = {type(each) for each in part.children()}
+        if not isinstance(part, nn.ModuleList | nn.ModuleDict) or any(path.startswith(f"{each}.") for each in lists):
+            continue
+        if len(kinds) == 1 if layer_class is None else kinds and all(issubclass(kind, layer_class) for kind in kinds):
+            lists[path] = len([*part.children()])
+    layers = max(lists, key=lists.__getitem__) if lists else None
     if layers is None and (stages > 1 or recompute == "full"):
         wanted = "A pipeline" if stages > 1 else "activation_checkpoint_config='full'"
-        kind = "modules of one class" if layer_class is None else layer_class.__name__
-        raise LayersNotFound(wanted=wanted, found=f"{type(module).__name__} has no ModuleList of {kind}")
-    styles = _tensor_styles(module)
-    fused = [path for path, part in module.named_modules() if isinstance(part, GQAQKVColumnParallelLinear)]
+        name = "modules of one class" if layer_class is None else layer_class.__name__
+        raise LayersNotFound(wanted=wanted, found=f"{type(module).__name__} has no ModuleList of {name}")
+
+    styles: dict[str, TensorStyle] = {}
+    for path, part in module.named_modules(remove_duplicate=False):
+        if isinstance(part, ColumnParallelLinear):
+            styles[path] = "column_whole" if part.gather_output else "column"
+        elif isinstance(part, RowParallelLinear):
+            styles[path] = "row" if part.input_is_parallel else "row_split"
+        elif isinstance(part, ParallelEmbedding):
+            styles[path] = "vocab_embedding"
+    fused = {path: part for path, part in module.named_modules() if isinstance(part, GQAQKVColumnParallelLinear)}
     blocks = [
         path
         for path, style in styles.items()
         if style != "vocab_embedding" and not any(path.startswith(f"{outer}.") for outer in fused)
     ]
-    if config["sequence_parallel"]:  # other tables look up this rank's part of the sequence
+    if sequence_parallel:  # other tables look up this rank's part of the sequence
         tables = [path for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
         styles = {**dict.fromkeys(tables, "replicate"), **styles}
     chosen = {}
@@ -61,7 +88,7 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
     return ParallelPlan(
         tensor=styles,
         tensor_blocks=(*blocks, *fused),
-        heads=_heads(module, styles, tp),
+        heads=_heads(fused, styles, tp),
         pipeline=None if stages == 1 or layers is None else _pipeline(module, layers, config.pipeline["hidden_size"]),
         recompute=chosen,
         recompute_layer="layers.*" if layers is None else f"{layers}.*",
@@ -69,33 +96,10 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
     )
 
 
-def _find_layers(module: nn.Module, layer_class: type[nn.Module] | None) -> str | None:
-    """Return the path of the list of layers: that of ``layer_class``, or without one the longest; None without any."""
-    lists: dict[str, int] = {}
-    for path, part in module.named_modules():
-        kinds = {type(each) for each in part.children()}
-        if not isinstance(part, nn.ModuleList | nn.ModuleDict) or any(path.startswith(f"{each}.") for each in lists):
-            continue
-        if len(kinds) == 1 if layer_class is None else kinds and all(issubclass(kind, layer_class) for kind in kinds):
-            lists[path] = len([*part.children()])
-    return max(lists, key=lists.__getitem__) if lists else None
-
-
-def _tensor_styles(module: nn.Module) -> dict[str, TensorStyle]:
-    styles: dict[str, TensorStyle] = {}
-    for path, part in module.named_modules(remove_duplicate=False):
-        if isinstance(part, ColumnParallelLinear):
-            styles[path] = "column_whole" if part.gather_output else "column"
-        elif isinstance(part, RowParallelLinear):
-            styles[path] = "row" if part.input_is_parallel else "row_split"
-        elif isinstance(part, ParallelEmbedding):
-            styles[path] = "vocab_embedding"
-    return styles
-
-
-def _heads(module: nn.Module, styles: dict[str, TensorStyle], tp: int) -> AttentionHeads | None:
+def _heads(
+    fused: Mapping[str, GQAQKVColumnParallelLinear], styles: Mapping[str, TensorStyle], tp: int
+) -> AttentionHeads | None:
     """The groups of ranks that hold copies of key and value features, as heads of one group a rank."""
-    fused = {path: part for path, part in module.named_modules() if isinstance(part, GQAQKVColumnParallelLinear)}
     multipliers = {part.kv_size_multiplier for part in fused.values()}
     if not multipliers - {1} or tp == 1:
         return None
@@ -117,7 +121,21 @@ def _heads(module: nn.Module, styles: dict[str, TensorStyle], tp: int) -> Attent
 
 
 def _pipeline(module: nn.Module, layers: str, hidden_size: int | None) -> PipelinePlan:
-    first, last = _around(module, layers)
+    # Modules with parameters that were registered before the layers run before them, and those behind after them.
+    first: list[str] = []
+    last: list[str] = []
+    parts = layers.split(".")
+    for depth, own in enumerate(parts):
+        outer = ".".join(parts[:depth])
+        parent, prefix = module.get_submodule(outer), f"{outer}." if outer else ""
+        for name, _ in parent.named_parameters(recurse=False):
+            raise StageModuleMisplaced(path=prefix + name, reason="is a parameter of the module around the layers")
+        behind = False
+        for name, child in parent.named_children():
+            if name == own:
+                behind = True
+            elif next(child.parameters(), None) is not None:
+                (last if behind else first).append(prefix + name)
     tables = [part for name in first for part in module.get_submodule(name).modules() if isinstance(part, nn.Embedding)]
     known = [getattr(getattr(module, "config", None), name, None) for name in _HIDDEN_SIZES]
     sizes = [size for size in (hidden_size, *known, *(table.embedding_dim for table in tables)) if type(size) is int]
@@ -125,41 +143,4 @@ def _pipeline(module: nn.Module, layers: str, hidden_size: int | None) -> Pipeli
         reason = "is needed: neither module.config nor an embedding says how wide hidden states are"
         advice = "Pass pipeline_config={'hidden_size': ...}, or set module.config.hidden_size."
         raise refused("neuronx_distributed_config", "pipeline_config['hidden_size']", "None", reason, advice)
-    return PipelinePlan(hidden_size=sizes[0], first=first, layers=layers, last=last)
-
-
-def _around(module: nn.Module, layers: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Paths of modules with parameters that were registered before the layers, and of those behind."""
-    first: list[str] = []
-    last: list[str] = []
-    parts = layers.split(".")
-    for depth, own in enumerate(parts):
-        outer = ".".join(parts[:depth])
-        parent = module.get_submodule(outer)
-        direct = [*(name for name, _ in parent.named_parameters(recurse=False))]
-        if direct:
-            path = f"{outer}.{direct[0]}" if outer else direct[0]
-            raise StageModuleMisplaced(path=path, reason="is a parameter of the module around the layers")
-        behind = False
-        for name, child in parent.named_children():
-            if name == own:
-                behind = True
-            elif next(child.parameters(), None) is not None:
-                (last if behind else first).append(f"{outer}.{name}" if outer else name)
-    return tuple(first), tuple(last)
-
-
-def _check_sequence_parallel(path: str, part: nn.Module, *, enabled: bool) -> None:
-    if enabled and isinstance(part, nn.Linear | GQAQKVColumnParallelLinear):
-        reason = "gives or takes all features of whole sequences, and sequence parallelism is on"
-        advice = "Pass gather_output=False to columns and input_is_parallel=True to rows."
-        wrong = {"gather_output": True, "input_is_parallel": False}
-    elif not enabled:
-        reason = "is set, and sequence parallelism is off"
-        advice = "Pass sequence_parallel=True to neuronx_distributed_config."
-        wrong = {"sequence_parallel_enabled": True}
-    else:
-        return
-    for argument, value in wrong.items():
-        if getattr(part, argument, None) is value:
-            raise refused(f"the layer '{path}'", argument, str(value), reason, advice)
+    return PipelinePlan(hidden_size=sizes[0], first=tuple(first), layers=layers, last=tuple(last))

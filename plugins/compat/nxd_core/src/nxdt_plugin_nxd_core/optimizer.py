@@ -16,8 +16,6 @@ from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
 from nxdt_plugin_nxd_core.tags import load_checkpoint, save_checkpoint
 
-__all__ = ["NeuronZero1Optimizer", "NxDOptimizer", "initialize_parallel_optimizer"]
-
 _CALL = "initialize_parallel_optimizer"
 _TAG = "optim"
 

@@ -37,8 +37,6 @@ from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear
 from nxdt_plugin_nxd_core.model import NxDModel, own_parts
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
 
-__all__ = ["load", "save"]
-
 _RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 _FILE = "checkpoint.pt"
 _SAVED = (torch.Tensor, Piece, bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
@@ -151,13 +149,20 @@ def load(
         found.update(content)
         if target is None:
             return
-        chosen = found if model_key is None else found.get(model_key)
+        chosen: Any = found if model_key is None else found.get(model_key)
         if not isinstance(chosen, dict):
             known = listing(sorted(map(str, found)), 8)
             advice = f"Pass model_key with one of: {known}; or None if the file holds the values alone."
             raise RankFilesDoNotFit(path=str(path), problem=f"has no dictionary '{model_key}'", advice=advice)
         if isinstance(target, NxDOptimizer):
-            chosen = _optimizer_state(target, chosen, path)
+            state, groups = chosen.get("state"), chosen.get("param_groups")
+            named = isinstance(state, dict) and all("/" in str(key) for key in state)
+            if not named or not isinstance(groups, list) or len(groups) != len(target.param_groups):
+                advice = (
+                    "Load the weights alone: state of NxD Core's own optimizers has another form, which is not read."
+                )
+                raise RankFilesDoNotFit(path=str(path), problem="has no state that this optimizer saved", advice=advice)
+            chosen = state
         other = next((name for name, value in chosen.items() if not isinstance(value, torch.Tensor)), None)
         if other is not None:
             reason = f"'{other}' is a {type(chosen[other]).__name__}, not a tensor"
@@ -167,7 +172,12 @@ def load(
         elif isinstance(target, NxDModel):
             values.update(_of_model(target, chosen, path, strict=strict, of_all_dp=master_dp_only))
         else:
-            values.update(_of_optimizer(target, chosen, of_all_dp=master_dp_only))
+            values.update(chosen)
+            parameters = target.nxd_config.model.parallel.state_dict()
+            for key, value in chosen.items() if master_dp_only else ():
+                parameter = parameters.get(key.rpartition("/")[0])
+                if parameter is not None and tuple(value.shape) == _box(parameter, True).shape:
+                    values[key] = value[piece_of(parameter).box.within(_box(parameter, True))]
 
     on_all_ranks(config.engine.ranks, read, where=str(source))
     if target is None:
@@ -279,14 +289,32 @@ def _box(tensor: torch.Tensor | Piece, of_all_dp: bool) -> Box:
 
 
 def _of_model(
-    model: NxDModel, values: Mapping[str, Any], path: Path, *, strict: bool, of_all_dp: bool
+    model: NxDModel, values: dict[str, Any], path: Path, *, strict: bool, of_all_dp: bool
 ) -> Mapping[str, torch.Tensor | Piece]:
     """Return this rank's part of a file's values.
 
     Raises:
         WeightsDoNotFit: names or shapes differ.
     """
-    own, values = model.parallel.state_dict(), _in_our_names(values, model, path, of_all_dp)
+    # The values of grouped-query attention get the names of the layers here; see :func:`_in_nxd_names`.
+    own, values = model.parallel.state_dict(), {str(key): value for key, value in values.items()}
+    for prefix, part in _fused(model):
+        for kind in ("weight", "bias"):
+            for letters in ("qkv", "q", "k", "v"):
+                name, held = f"{prefix}.{kind}_{letters}", [getattr(getattr(part, each), kind) for each in letters]
+                if name not in values or None in held:
+                    continue
+                if part.kv_size_multiplier > 1:
+                    problem = f"has '{name}', and NxD Core orders copies of keys and values otherwise"
+                    advice = "Convert it with NxD Core's checkpoint converter, and load the result with sharded=False."
+                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
+                value, rows = values.pop(name), [_box(each, of_all_dp).shape[0] for each in held]
+                if letters == "qkv" and len(value) != sum(rows):
+                    problem = f"has {len(value)} rows of '{prefix}', not {sum(rows)}"
+                    advice = "Give GQAQKVColumnParallelLinear the output_sizes of the save."
+                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
+                parts = value.split(rows) if letters == "qkv" else [value]
+                values |= {f"{prefix}.{letter}.{kind}": each for letter, each in zip(letters, parts, strict=True)}
     boxes = {name: _box(own[name], of_all_dp) for name in own.keys() & values.keys()}
     shapes = [
         f"{name}: {tuple(values[name].shape)} instead of {box.shape} on this rank"
@@ -298,16 +326,6 @@ def _of_model(
     if missing or extra or shapes:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
     return own_parts(own, {name: Piece(values[name], tuple(own[name].shape), box) for name, box in boxes.items()})
-
-
-def _of_optimizer(optimizer: NxDOptimizer, state: Mapping[str, Any], *, of_all_dp: bool) -> dict[str, torch.Tensor]:
-    parameters = optimizer.nxd_config.model.parallel.state_dict()
-    found = dict(state)
-    for key, value in state.items() if of_all_dp else ():
-        parameter = parameters.get(key.rpartition("/")[0])
-        if parameter is not None and tuple(value.shape) == _box(parameter, True).shape:
-            found[key] = value[piece_of(parameter).box.within(_box(parameter, True))]
-    return found
 
 
 def _fused(model: NxDModel) -> Iterator[tuple[str, GQAQKVColumnParallelLinear]]:
@@ -325,40 +343,3 @@ def _in_nxd_names(state: Any, config: NxDConfig) -> Any:
             if part.kv_size_multiplier == 1 and all(name in made for name in names):
                 made[f"{path}.{kind}_qkv"] = torch.cat([made.pop(name) for name in names])
     return made
-
-
-def _in_our_names(values: Mapping[str, Any], model: NxDModel, path: Path, of_all_dp: bool) -> dict[str, Any]:
-    """Return the values under the names of the layers here; see :func:`_in_nxd_names`."""
-    made = {str(key): value for key, value in values.items()}
-    for prefix, part in _fused(model):
-        for kind in ("weight", "bias"):
-            for letters in ("qkv", "q", "k", "v"):
-                name, held = f"{prefix}.{kind}_{letters}", [getattr(getattr(part, each), kind) for each in letters]
-                if name not in made or None in held:
-                    continue
-                if part.kv_size_multiplier > 1:
-                    problem = f"has '{name}', and NxD Core orders copies of keys and values otherwise"
-                    advice = "Convert it with NxD Core's checkpoint converter, and load the result with sharded=False."
-                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
-                value, rows = made.pop(name), [_box(each, of_all_dp).shape[0] for each in held]
-                if letters == "qkv" and len(value) != sum(rows):
-                    problem = f"has {len(value)} rows of '{prefix}', not {sum(rows)}"
-                    advice = "Give GQAQKVColumnParallelLinear the output_sizes of the save."
-                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
-                parts = value.split(rows) if letters == "qkv" else [value]
-                made |= {f"{prefix}.{letter}.{kind}": each for letter, each in zip(letters, parts, strict=True)}
-    return made
-
-
-def _optimizer_state(optimizer: NxDOptimizer, values: Mapping[str, Any], path: Path) -> Any:
-    """Return the tensors that an optimizer saved.
-
-    Raises:
-        RankFilesDoNotFit: another optimizer saved it, such as one of NxD Core.
-    """
-    state, groups = values.get("state"), values.get("param_groups")
-    named = isinstance(state, dict) and all("/" in str(key) for key in state)
-    if not named or not isinstance(groups, list) or len(groups) != len(optimizer.param_groups):
-        advice = "Load the weights alone: state of NxD Core's own optimizers has another form, which is not read."
-        raise RankFilesDoNotFit(path=str(path), problem="has no state that this optimizer saved", advice=advice)
-    return state

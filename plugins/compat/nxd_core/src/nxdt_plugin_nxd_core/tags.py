@@ -30,9 +30,6 @@ from nxdt_plugin_nxd_core.config import current_config
 from nxdt_plugin_nxd_core.errors import CheckpointTagMissing, NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
 
-__all__ = ["content_of", "finalize_checkpoint", "has_checkpoint", "load_checkpoint", "restore", "save_checkpoint"]
-
-
 _log = logging.getLogger(__name__)
 
 _MANIFEST = re.compile(r"(?:(.+)/)?step-(\d+)/manifest\.json")

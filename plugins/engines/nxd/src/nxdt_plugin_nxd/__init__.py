@@ -4,9 +4,8 @@ from nxdt_core.api import EngineComponent, hookimpl
 
 _CAPABILITIES = frozenset(
     {
-        *("dp", "zero1", "tp", "sp", "ep", "pp", "pp:1f1b", "vpp", "pp:interleaved"),
-        *("adapters", "recompute", "param_groups", "xla"),
-        *("dtype:bfloat16", "autocast", "master_weights", "gradient_dtype", "stochastic_rounding"),
+        *("dp", "tp", "pp", "ep"),
+        *("adapters", "recompute", "param_groups", "precision", "xla"),
     }
 )
 
@@ -21,6 +20,6 @@ def nxdt_engines() -> list[EngineComponent]:
             config="nxdt_plugin_nxd.config:NxdConfig",
             summary="neuronx-distributed and torch-xla, on Trainium with SDKs up to 2.31",
             capabilities=_CAPABILITIES,
-            rules="nxdt_plugin_nxd.layout.rules:find_impossible_layouts",
+            rules="nxdt_plugin_nxd.rules:find_impossible_layouts",
         )
     ]

@@ -56,7 +56,7 @@ class NxdEngine(ParallelEngine):
         load_library()
         if run.compiler_cache_url is not None and not computes_on_host():
             check_cache()
-        self._run = run
+        super().__init__(config)
         self.ranks = Ranks.from_environment()
         self._sizes = run.distributed_strategy.mesh_sizes(self.ranks.world_size)
         self._machine = Machine.of(platform(), run.trainer.devices)
@@ -84,14 +84,11 @@ class NxdEngine(ParallelEngine):
             return
         if self.ranks.world_size > 1 and not computes_on_host() and not dist.is_initialized():
             join_processes()  # the ranks then use an additional group of hosts to agree
-        self.ranks.start(HOST, timeout_s=self._run.distributed_strategy.timeout_s)
+        self.ranks.start(HOST, timeout_s=self.config.run.distributed_strategy.timeout_s)
         if not dist.is_initialized():  # the library asks for a group in a single process, too
             dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]
         self._running = True
         NxdEngine._started += 1
-        self._build_groups()
-
-    def _build_groups(self) -> None:
         from neuronx_distributed.parallel_layers import parallel_state
 
         if _LOCAL_RANKS not in os.environ:  # not every launcher sets it
@@ -104,14 +101,14 @@ class NxdEngine(ParallelEngine):
             skip_collective_init=computes_on_host() or self.ranks.world_size == 1,
             lnc_size=self._machine.lnc,
         )
-        found = {
+        placed = {
             "tp": parallel_state.get_tensor_model_parallel_rank(),
             "dp": parallel_state.get_data_parallel_rank(),
             "pp": parallel_state.get_pipeline_model_parallel_rank(),
             "ep": parallel_state.get_expert_model_parallel_rank(),
         }
-        if found != self.place.as_dict():
-            raise RanksPlacedOtherwise(rank=self.ranks.rank, library=found, run=self.place.as_dict())
+        if placed != self.place.as_dict():
+            raise RanksPlacedOtherwise(rank=self.ranks.rank, library=placed, run=self.place.as_dict())
 
     def initialize_model(
         self,
@@ -136,7 +133,7 @@ class NxdEngine(ParallelEngine):
         from nxdt_plugin_nxd.training.model import NxdModel
 
         fixed_shapes = not profile_of(self.device).host
-        stage = stages.lay_out(builder, self.place, self._run, precision, adapters, fixed_shapes=fixed_shapes)
+        stage = stages.lay_out(builder, self.place, self.config, precision, adapters, fixed_shapes=fixed_shapes)
         copies = max((shard.copies for shard in stage.shards.values()), default=1)
         if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
@@ -152,7 +149,7 @@ class NxdEngine(ParallelEngine):
             ranks=self.ranks,
             autocast=None if precision.autocast is None else getattr(torch, precision.autocast),
         )
-        sequence_parallel = self._run.distributed_strategy.sequence_parallel
+        sequence_parallel = self.config.run.distributed_strategy.sequence_parallel
         model = NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
         end_of_step(self.device)  # keeps weight initialization out of the first step's graph
         return model
@@ -167,9 +164,8 @@ class NxdEngine(ParallelEngine):
         """
         from nxdt_plugin_nxd.training.optimizer import NxdOptimizer
 
-        overrides = self._run.model.optim.param_groups
-        own = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        check_overrides(overrides, own, self.ranks)
+        overrides = self.config.run.model.optim.param_groups
+        check_overrides(overrides, [name for name, each in model.named_parameters() if each.requires_grad], self.ranks)
         groups = parameter_groups(
             model.named_parameters(),
             model.plan,

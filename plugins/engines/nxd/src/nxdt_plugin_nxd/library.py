@@ -6,8 +6,8 @@ import logging
 import os
 from importlib import import_module, util
 from importlib.metadata import PackageNotFoundError, version
+from traceback import walk_tb
 from types import ModuleType
-from typing import NoReturn
 
 from nxdt_plugin_nxd.errors import LibraryBroken, LibraryMissing, LibraryPlaceholder, VersionsDoNotFit
 
@@ -44,8 +44,21 @@ def load_library() -> ModuleType:
     """
     for package in _PACKAGES:
         if util.find_spec(package) is None:
-            _refuse_absent(package.replace("_", "-"))
-    _check_versions()
+            name = package.replace("_", "-")
+            try:
+                version(name)
+            except PackageNotFoundError:
+                raise LibraryMissing(package=name) from None
+            raise LibraryPlaceholder(package=name)  # PyPI's of the library has no module of its name
+    for name in _PAIRED_WITH_TORCH:
+        try:
+            torch, installed = version("torch"), version(name)
+        except PackageNotFoundError:
+            continue  # not installed from wheels; its own import says more
+        if torch.split(".")[0] != installed.split(".")[0]:
+            continue  # PyPI's placeholders count from 0
+        if torch.split(".")[:2] != installed.split(".")[:2]:
+            raise VersionsDoNotFit(torch=torch, package=name, version=installed)
     os.environ.setdefault("NXD_LOG_LEVEL", "warning")  # it lists every group of ranks otherwise
     handlers = list(logging.root.handlers)
     # torch-xla first: it looks for the Neuron runtime when it is imported.
@@ -59,39 +72,11 @@ def _imported(package: str) -> ModuleType:
         return import_module(package)
     except Exception as error:  # a placeholder may raise any exception
         if _PLACEHOLDER in str(error):
-            raise LibraryPlaceholder(package=_blamed(error) or package.replace("_", "-")) from error
+            # The top-level package whose import raised is that of the innermost frame with a module.
+            modules = [frame.f_globals.get("__name__", "") for frame, _ in walk_tb(error.__traceback__)]
+            blamed = next((name.partition(".")[0] for name in reversed(modules) if name), package)
+            raise LibraryPlaceholder(package=blamed.replace("_", "-")) from error
         if isinstance(error, ModuleNotFoundError) and error.name in {*_PACKAGES, "torch_neuronx", "libneuronxla"}:
             raise LibraryMissing(package=error.name.replace("_", "-")) from error
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise LibraryBroken(package=package.replace("_", "-"), reason=reason) from error
-
-
-def _refuse_absent(package: str) -> NoReturn:
-    """Refuse a package without an importable module; PyPI's placeholder of the library has none of its name."""
-    try:
-        version(package)
-    except PackageNotFoundError:
-        raise LibraryMissing(package=package) from None
-    raise LibraryPlaceholder(package=package)
-
-
-def _blamed(error: BaseException) -> str | None:
-    """The top-level package whose import raised: that of the innermost frame."""
-    trace, name = error.__traceback__, None
-    while trace is not None:
-        module = trace.tb_frame.f_globals.get("__name__", "")
-        name = module.partition(".")[0].replace("_", "-") if module else name
-        trace = trace.tb_next
-    return name
-
-
-def _check_versions() -> None:
-    for package in _PAIRED_WITH_TORCH:
-        try:
-            torch, found = version("torch"), version(package)
-        except PackageNotFoundError:
-            continue  # not installed from wheels; its own import says more
-        if torch.split(".")[0] != found.split(".")[0]:
-            continue  # PyPI's placeholders count from 0
-        if torch.split(".")[:2] != found.split(".")[:2]:
-            raise VersionsDoNotFit(torch=torch, package=package, version=found)

@@ -7,3 +7,4 @@ class TestNxd(EngineContract):
     """All tests are inherited."""
 
     engine = "nxd"
+    float64 = False

@@ -12,7 +12,7 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.data import RunData, TrainLoader
 
 if TYPE_CHECKING:
-    from nxdt_core.train.session import TrainSession
+    from nxdt_core.train import TrainSession
 
 
 class NxdtDataModule(pl.LightningDataModule):

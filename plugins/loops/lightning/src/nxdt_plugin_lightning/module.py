@@ -18,10 +18,9 @@ from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.run.callbacks.metrics import scalars
-from nxdt_core.train import build
+from nxdt_core.train import TrainSession, build
 from nxdt_core.train.data import UNNAMED, StepInput
 from nxdt_core.train.loop import ValidationMetrics
-from nxdt_core.train.session import TrainSession
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import StepResult
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurStrategy

@@ -26,8 +26,7 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.train import build
-from nxdt_core.train.session import start_engine
+from nxdt_core.train import build, start_engine
 from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, check_trainer, complete_variables
 from nxdt_plugin_lightning.module import NxdtModule
 

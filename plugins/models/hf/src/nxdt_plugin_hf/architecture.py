@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from nxdt_core.config.huggingface import architectures_of
-from nxdt_core.errors.base import NxdtError, one_of
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import one_of
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.models.huggingface import read_floats
 from nxdt_plugin_hf.attention import IMPLEMENTATION, register

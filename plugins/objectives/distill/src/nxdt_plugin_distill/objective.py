@@ -36,7 +36,7 @@ from nxdt_plugin_distill.on_policy import answered, is_drawn
 
 if TYPE_CHECKING:
     from nxdt_core.engine.loss import ChunkedHead
-    from nxdt_core.train.session import TrainSession
+    from nxdt_core.train import TrainSession
 
 _COMPARED = 4096
 """Ids of two tokenizers at most."""

@@ -10,12 +10,12 @@ import torch
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.train.continuation import Writer
-from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.generate import Sampling
 from nxdt_plugin_distill.config import DistillConfig
 from nxdt_plugin_distill.errors import NoPrompts, PromptTooLong
 
 if TYPE_CHECKING:
-    from nxdt_core.train.session import TrainSession
+    from nxdt_core.train import TrainSession
 
 
 def is_drawn(step: int, *, seed: int, share: float) -> bool:

@@ -25,7 +25,7 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train.continuation import Writer
-from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.generate import Sampling
 from nxdt_plugin_grpo.config import GrpoConfig
 from nxdt_plugin_grpo.errors import NoPrompts, PromptTooLong
 from nxdt_plugin_grpo.prompts import Prompt
@@ -33,7 +33,7 @@ from nxdt_plugin_grpo.rewards import Weighted, rewards_of, score
 from nxdt_plugin_grpo.rollout import Group, places
 
 if TYPE_CHECKING:
-    from nxdt_core.train.session import TrainSession
+    from nxdt_core.train import TrainSession
 
 _STD_EPSILON = 1e-4
 """Added to standard deviations, as in TRL."""

@@ -23,10 +23,12 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.engine.expert_dispatch import ExchangingDispatcher
-from nxdt_core.models.loss import row_weights, whole_vocabulary_cross_entropies
+from nxdt_core.models.loss import cross_entropies, log_partition
 from nxdt_core.models.moe.router import WholeMicroBatch
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, updated_linear
+from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.errors import VocabularyIsSharded
 from nxdt_plugin_nxd.layout.translation import Replacement, Translation
 from nxdt_plugin_nxd.library import computes_on_host
@@ -40,8 +42,17 @@ def apply_translation(module: nn.Module, translation: Translation, *, sequence_p
     """Put the library's layers into ``module``, on the meta device."""
     for each in translation.replacements:
         part = module.get_submodule(each.path)
-        module.set_submodule(each.path, _frozen_alike(_layer(part, each, sequence_parallel), part))
-    entry = _gathered if sequence_parallel else _copied
+        layer = _layer(part, each, sequence_parallel)
+        for leaf, parameter in part.named_parameters(recurse=False):
+            getattr(layer, leaf).requires_grad_(parameter.requires_grad)
+        module.set_submodule(each.path, layer)
+
+    def entry(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Enter a tensor block: with all parts of the sequence, or with gradients that are summed over its ranks."""
+        if sequence_parallel:
+            return gather_from_sequence_parallel_region(args[0], _SEQUENCE_DIM), *args[1:]
+        return copy_to_tensor_model_parallel_region(args[0]), *args[1:]
+
     for path in translation.blocks:
         # Prepended: a hook that belongs to the module itself, such as one of a caller, sees what enters the block.
         module.get_submodule(path).register_forward_pre_hook(entry, prepend=True)
@@ -50,11 +61,7 @@ def apply_translation(module: nn.Module, translation: Translation, *, sequence_p
     for path in translation.routers:
         copies = parallel_state.get_tensor_model_parallel_size()
         module.get_submodule(path).shards = WholeMicroBatch(copies=copies)  # type: ignore[assignment]
-    _cut_others(module, translation)
-
-
-def _cut_others(module: nn.Module, translation: Translation) -> None:
-    """Cut parameters of modules that are not replaced: experts, and what adapters added."""
+    # Parameters of modules that are not replaced: experts, and what adapters added.
     for name, shard in translation.shards.items():
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
@@ -88,22 +95,6 @@ def _layer(part: nn.Module, replacement: Replacement, sequence_parallel: bool) -
     if replacement.kind == "row":
         return RowLinear(part, sequence_parallel=sequence_parallel)
     return (VocabularyHead if replacement.kind == "vocabulary_head" else ColumnLinear)(part, replacement.copies)
-
-
-def _frozen_alike(layer: nn.Module, part: nn.Module) -> nn.Module:
-    for leaf, parameter in part.named_parameters(recurse=False):
-        getattr(layer, leaf).requires_grad_(parameter.requires_grad)
-    return layer
-
-
-def _copied(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Enter a tensor block: the gradients that its ranks find for the hidden states are summed."""
-    return copy_to_tensor_model_parallel_region(args[0]), *args[1:]
-
-
-def _gathered(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Enter a tensor block with the parts of the sequence of all ranks."""
-    return gather_from_sequence_parallel_region(args[0], _SEQUENCE_DIM), *args[1:]
 
 
 def _summed(partial: torch.Tensor, *, sequence_parallel: bool) -> torch.Tensor:
@@ -256,14 +247,15 @@ def sharded_cross_entropies(logits: torch.Tensor | ShardedLogits, labels: torch.
         VocabularyIsSharded: without labels, since the library has no log-sum-exp over ranks.
     """
     if not isinstance(logits, ShardedLogits):
-        return whole_vocabulary_cross_entropies(logits, labels)
+        whole = StepContext()  # without a loss of shards, as this is one
+        return log_partition(logits, whole) if labels is None else cross_entropies(logits, labels, whole)
     if labels is None:
         raise VocabularyIsSharded(attribute="log_partition")
     from neuronx_distributed.parallel_layers.loss_functions import parallel_cross_entropy
 
-    _, targets = row_weights(logits.local, labels, None)
+    targets = labels.masked_fill(labels == IGNORE_INDEX, 0)
     copy = logits.local.to(torch.promote_types(logits.local.dtype, torch.float32), copy=True)
-    losses: torch.Tensor = parallel_cross_entropy(copy, targets.view(labels.shape))
+    losses: torch.Tensor = parallel_cross_entropy(copy, targets)
     return losses
 
 

@@ -8,7 +8,7 @@ is on the meta device until :func:`materialise`.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -16,23 +16,23 @@ from neuronx_distributed.parallel_layers.layers import ParallelEmbedding
 from neuronx_distributed.parallel_layers.utils import set_tensor_model_parallel_attributes
 from torch import nn
 
-from nxdt_core.config.schema import RunConfig
-from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.engine.pipeline.split import cut_stage
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
-from nxdt_core.models.patterns import matches_any, matches_within
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.mesh import stages_of_rank
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.layout.layers import apply_translation
-from nxdt_plugin_nxd.layout.translation import MeshCoordinates, Shard, translate
+from nxdt_plugin_nxd.layout.translation import MeshCoordinates, Shard, is_within, paths_of, translate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +92,7 @@ class LocalParameter:
 def lay_out(
     builder: ModelBuilder,
     place: MeshCoordinates,
-    run: RunConfig,
+    config: ResolvedConfig,
     precision: PrecisionPolicy,
     adapters: Sequence[Adapter] = (),
     *,
@@ -103,7 +103,7 @@ def lay_out(
     Args:
         builder: of the model.
         place: of this rank.
-        run: the configuration.
+        config: of the run.
         precision: its dtypes.
         adapters: in the order in which they change the model.
         fixed_shapes: whether the device compiles a graph for each shape.
@@ -112,16 +112,24 @@ def lay_out(
         ShapesDependOnData: the shapes of ``fixed_shapes`` would change with the data.
         NxdtError: the model's plan, or the library, does not allow the layout.
     """
-    sizes = place.sizes
+    run, sizes = config.run, place.sizes
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
-    _check_refused(whole, plan, sizes)
-    if fixed_shapes:
-        _check_capacity(whole, plan)
+    for dimension, reason in plan.refused.items():
+        if (size := getattr(sizes, dimension)) > 1:
+            raise LayoutRefused(model=type(whole).__name__, dimension=dimension, size=size, reason=reason)
+    for path, router in whole.named_modules() if fixed_shapes else ():
+        # Experts get as many tokens as choose them.
+        if matches_any(plan.experts.routers, path) and getattr(router, "capacity_factor", 0) is None:
+            raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
     whole.to(torch.float32 if precision.master_weights else getattr(torch, precision.parameters))
     if sizes.ep > 1 and not plan.experts.modules:
         raise ModelWithoutExperts(ep=sizes.ep)
-    modules = tuple(_cut(whole, plan, place, run))
+    modules: tuple[nn.Module, ...] = (whole,)
+    if sizes.pp > 1:
+        numbers = stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule)
+        cuts = run.model.pipeline_cuts
+        modules = tuple(cut_stage(whole, plan, stage=stage, stages=sizes.stages, cuts=cuts) for stage in numbers)
     shards: dict[str, Shard] = {}
     partial: set[str] = set()
     sequence_parallel = run.distributed_strategy.sequence_parallel and sizes.tp > 1
@@ -132,7 +140,7 @@ def lay_out(
             apply_translation(module, translation, sequence_parallel=sequence_parallel)
             shards |= translation.shards
             partial |= translation.partial
-        place_dropouts(module, plan, place, sequence_parallel=sequence_parallel)
+        _place_dropouts(module, plan, place, sequence_parallel=sequence_parallel)
         apply_recompute(
             module,
             plan,
@@ -142,29 +150,6 @@ def lay_out(
     return Stage(
         modules=modules, plan=plan, rules=built.rules, added=built.added, shards=shards, partial=frozenset(partial)
     )
-
-
-def _cut(whole: nn.Module, plan: ParallelPlan, place: MeshCoordinates, run: RunConfig) -> Iterator[nn.Module]:
-    sizes, cuts = place.sizes, run.model.pipeline_cuts
-    if sizes.pp == 1:
-        yield whole
-        return
-    for stage in stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule):
-        yield cut_stage(whole, plan, stage=stage, stages=sizes.stages, cuts=cuts)
-
-
-def _check_capacity(whole: nn.Module, plan: ParallelPlan) -> None:
-    """Refuse routers that give their experts as many tokens as choose them."""
-    for path, router in whole.named_modules():
-        if matches_any(plan.experts.routers, path) and getattr(router, "capacity_factor", 0) is None:
-            raise ShapesDependOnData(path=path, experts=int(router.experts), top_k=int(router.top_k))
-
-
-def _check_refused(whole: nn.Module, plan: ParallelPlan, sizes: MeshSizes) -> None:
-    for dimension, reason in plan.refused.items():
-        if getattr(sizes, dimension) > 1:
-            size, model = getattr(sizes, dimension), type(whole).__name__
-            raise LayoutRefused(model=model, dimension=dimension, size=size, reason=reason)
 
 
 def materialise(stage: Stage, place: MeshCoordinates, device: torch.device, *, seed: int, base: bool = True) -> None:
@@ -198,59 +183,46 @@ def round_to(stage: Stage, dtype: torch.dtype) -> None:
 
 def parameters_of(stage: Stage, place: MeshCoordinates) -> dict[str, LocalParameter]:
     """Return this rank's parameters by global name; a tied one goes by its owner's name."""
-    return dict(_held(stage, place))
-
-
-def _held(stage: Stage, place: MeshCoordinates) -> Iterator[tuple[str, LocalParameter]]:
-    found = stage.named_parameters()
+    parameters, local = stage.named_parameters(), {}
     owner_of = {user: owner for owner, user in stage.plan.tied}
-    for path, parameter in found.items():
+    for path, parameter in parameters.items():
         name = owner_of.get(path, path)
-        if name != path and name in found:
+        if name != path and name in parameters:
             continue  # the same parameter as its owner, which is here
         shard = stage.shards.get(path)
-        first_copy = shard is None or place.tp % shard.copies == 0
-        held = LocalParameter(
+        local[name] = LocalParameter(
             parameter=parameter,
             shard=shard,
             partial=path in stage.partial,
-            counted=name == path and first_copy,
+            counted=name == path and (shard is None or place.tp % shard.copies == 0),
             place=place,
         )
-        yield name, held
+    return local
 
 
 _SALT_BITS = 62
 
 
-def place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinates, *, sequence_parallel: bool) -> None:
+def _place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinates, *, sequence_parallel: bool) -> None:
     """Fill the slots of the modules of a stage that draw masks (:mod:`nxdt_core.models.random.dropout`).
 
-    Args:
-        module: one pipeline stage, whose paths are those of the whole model; changed in place.
-        plan: names the tensor blocks.
-        place: of this process; in a single process there are no salts.
-        sequence_parallel: activations outside the tensor blocks are parts of the sequence.
+    Under ``sequence_parallel`` activations outside the tensor blocks are parts of the sequence. A single process has no
+    salts.
     """
+    blocks, tensor_part = paths_of(module, plan.tensor_blocks), (place.tp, place.sizes.tp)
     for path, part in module.named_modules():
         if not hasattr(part, "salt"):
             continue
-        inside = any(matches_within(block, path) for block in plan.tensor_blocks)
-        whole = bool(getattr(part, "whole", False))
+        inside, whole = is_within(path, blocks), bool(getattr(part, "whole", False))
         if isinstance(part, Dropout) and not part.dispatched:
-            part.part = _part(path, part, place, cut=inside and not whole)
+            part.part = MaskPart(
+                name=encoded_name(path),
+                sequence_parts=tensor_part,
+                features=part.features,
+                feature_parts=tensor_part if inside and not whole and part.features is None else (0, 1),
+            )
         if place.sizes.world_size > 1:
-            own = (sequence_parallel or inside) and not whole
-            name = "\0".join(map(str, (path, place.dp, 0, place.tp if own else "all")))
+            differs = (sequence_parallel or inside) and not whole
+            name = "\0".join(map(str, (path, place.dp, 0, place.tp if differs else "all")))
             digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
             part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
-
-
-def _part(path: str, dropout: Dropout, place: MeshCoordinates, *, cut: bool) -> MaskPart:
-    tensor_part = place.tp, place.sizes.tp
-    return MaskPart(
-        name=encoded_name(path),
-        sequence_parts=tensor_part,
-        features=dropout.features,
-        feature_parts=tensor_part if cut and dropout.features is None else (0, 1),
-    )

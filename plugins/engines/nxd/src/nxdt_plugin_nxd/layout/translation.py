@@ -8,7 +8,7 @@ sequence parallelism of all that every rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -109,51 +109,110 @@ def translate(
         PlanNotExpressible: the plan asks for something that the engine does not do.
         ShardDoesNotDivide, HeadsDoNotDivide, ExpertsDoNotDivide: sizes that the ranks cannot share in equal parts.
     """
-    dispatchers = tuple(_paths(module, plan.experts.dispatchers))
+    model = type(module).__name__
+
+    def shard(name: str, parameter: nn.Parameter, dim: int, copies: int = 1) -> Shard:
+        size, parts = parameter.shape[dim], tp // copies
+        if size % parts:
+            raise ShardDoesNotDivide(module=name, size=size, features=f"elements along dimension {dim}", tp=parts)
+        return Shard(shape=tuple(parameter.shape), dim=dim, parts=parts, copies=copies)
+
+    # Experts: whole ones over expert parallel ranks, and the matrices of each over tensor parallel ones.
+    experts: dict[str, Shard] = {}
+    for path in paths_of(module, plan.experts.modules):
+        for leaf, parameter in module.get_submodule(path).named_parameters():
+            name = f"{path}.{leaf}"
+            if len(parameter) % ep:
+                raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
+            part = Shard(shape=tuple(parameter.shape), dim=0, parts=1)
+            if tp > 1:
+                side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, name)), None)
+                if side is None:
+                    problem = f"experts.tensor does not say how '{name}' is sharded"
+                    raise PlanNotExpressible(model=model, problem=problem)
+                part = shard(name, parameter, _EXPERT_DIM[side])
+            experts[name] = replace(part, expert_parts=ep)
+    dispatchers = tuple(paths_of(module, plan.experts.dispatchers))
     if tp == 1:
-        experts = _expert_shards(module, plan, tp, ep)
         return Translation(
             replacements=(), blocks=(), shards=experts, partial=frozenset(), dispatchers=dispatchers, routers=()
         )
-    blocks = _paths(module, plan.tensor_blocks)
-    _check_blocks(module, blocks)
-    copies, styled = _copies(plan, tp), list(_styled(module, plan))
+
+    blocks = paths_of(module, plan.tensor_blocks)
+    for block in blocks:
+        if is_within(block, [other for other in blocks if other != block]):
+            problem = f"the tensor block '{block}' is inside of another one"
+            raise PlanNotExpressible(model=model, problem=problem)
+    copies = 1  # ranks that hold the same key and value heads
+    if plan.heads is not None:
+        query, kv = plan.heads.query_heads, plan.heads.kv_heads
+        if query % tp or (kv % tp and tp % kv):
+            raise HeadsDoNotDivide(query_heads=query, kv_heads=kv, tp=tp, reason="")
+        copies = max(1, tp // kv)
+
+    # Modules that are replaced. Of a row the bias is whole, of a table for positions everything; an update of an
+    # adapter is sharded along the layer's dimension.
+    styled: list[tuple[str, nn.Module, TensorStyle]] = []
+    for path, layer in module.named_modules(remove_duplicate=False):
+        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
+        if style is not None and not isinstance(layer, nn.Identity):
+            styled.append((path, layer, style))
     replacements: list[Replacement] = []
     shards: dict[str, Shard] = {}
-    for path, part, style in styled:
-        kind = _kind(path, part, style, sequence_parallel=sequence_parallel, model=type(module).__name__)
+    for path, layer, style in styled:
+        kind = _kind(path, layer, style, sequence_parallel=sequence_parallel, model=model)
         if kind is None:
             continue
         repeated = copies if plan.heads is not None and matches_any(plan.heads.key_value, path) else 1
         replacements.append(Replacement(path=path, kind=kind, copies=repeated))
-        shards |= {f"{path}.{leaf}": shard for leaf, shard in _shards(path, part, kind, tp, repeated)}
-        _check_place(module, path, part, blocks)
-    shards |= _expert_shards(module, plan, tp, ep)
-    if sequence_parallel:
-        _check_embeddings(module, blocks, {each.path for each in replacements})
+        dim, update = 1 if kind == "row" else 0, getattr(layer, "update", None)
+        if kind != "sequence_embedding":
+            for leaf, parameter in layer.named_parameters(recurse=False):
+                if dim < parameter.ndim:
+                    shards[f"{path}.{leaf}"] = shard(f"{path}.{leaf}", parameter, dim, repeated)
+            if isinstance(update, Update):
+                for leaf, parameter in update.named_parameters():
+                    if update.follows.get(leaf) == dim:
+                        name = f"{path}.update.{leaf}"
+                        shards[name] = shard(name, parameter, dim, repeated)
+        if not isinstance(layer, nn.Embedding) and not is_within(path, blocks):
+            problem = f"'{path}' is sharded, and no pattern of tensor_blocks is around it"
+            raise PlanNotExpressible(model=model, problem=problem)
+    shards |= experts
+    replaced = {each.path for each in replacements}
+    for path, layer in module.named_modules() if sequence_parallel else ():  # the sequence is divided at embeddings
+        if isinstance(layer, nn.Embedding) and not is_within(path, blocks) and path not in replaced:
+            problem = f"sequence parallelism needs a style for the embedding '{path}'"
+            raise PlanNotExpressible(model=model, problem=problem)
+
+    # Parameters that every rank holds: in a block before the sum over ranks, or seeing a part of the sequence.
     rows = [path for path, _, style in styled if style == "row"]
     whole = [path for path, _, style in styled if style == "replicate"]
+    partial = set()
+    for name, _ in module.named_parameters(remove_duplicate=False):
+        owner = name.rpartition(".")[0]
+        after_sum = owner in rows or is_within(owner, whole)
+        if name not in shards and (sequence_parallel or (is_within(owner, blocks) and not after_sum)):
+            partial.add(name)
     return Translation(
         replacements=tuple(replacements),
         blocks=tuple(blocks),
         shards=shards,
-        partial=frozenset(_partial(module, shards, blocks, rows, whole, sequence_parallel=sequence_parallel)),
+        partial=frozenset(partial),
         dispatchers=dispatchers,
-        routers=tuple(_paths(module, plan.experts.routers)),
+        routers=tuple(paths_of(module, plan.experts.routers)),
     )
 
 
-def _paths(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Paths of the modules of this stage that a pattern names; others are placeholders."""
+def paths_of(module: nn.Module, patterns: Sequence[str]) -> list[str]:
+    """Return the paths of the modules of this stage that a pattern names; others are placeholders."""
     named = module.named_modules()
     return [path for path, part in named if matches_any(patterns, path) and not isinstance(part, nn.Identity)]
 
 
-def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, nn.Module, TensorStyle]]:
-    for path, part in module.named_modules(remove_duplicate=False):
-        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
-        if style is not None and not isinstance(part, nn.Identity):
-            yield path, part, style
+def is_within(path: str, modules: Sequence[str]) -> bool:
+    """Return whether a path is one of ``modules`` or inside of one."""
+    return any(path == outer or path.startswith(f"{outer}.") for outer in modules)
 
 
 def _kind(path: str, part: nn.Module, style: TensorStyle, *, sequence_parallel: bool, model: str) -> Kind | None:
@@ -165,102 +224,6 @@ def _kind(path: str, part: nn.Module, style: TensorStyle, *, sequence_parallel: 
     if type(part) not in wanted:
         raise PlanNotExpressible(model=model, problem=f"'{path}' is {type(part).__name__}, not {wanted[0].__name__}")
     return _KINDS[style]
-
-
-def _copies(plan: ParallelPlan, tp: int) -> int:
-    """Ranks that hold the same key and value heads."""
-    if plan.heads is None:
-        return 1
-    query, kv = plan.heads.query_heads, plan.heads.kv_heads
-    if query % tp or (kv % tp and tp % kv):
-        raise HeadsDoNotDivide(query_heads=query, kv_heads=kv, tp=tp, reason="")
-    return max(1, tp // kv)
-
-
-def _shards(path: str, part: nn.Module, kind: Kind, tp: int, copies: int) -> Iterator[tuple[str, Shard]]:
-    """Parameters that are sharded: of a row not the bias, of a whole table none, of an update what follows."""
-    if kind == "sequence_embedding":
-        return
-    dim = 1 if kind == "row" else 0
-    for leaf, parameter in part.named_parameters(recurse=False):
-        if dim < parameter.ndim:
-            yield leaf, _shard(f"{path}.{leaf}", parameter, dim, tp, copies)
-    update = getattr(part, "update", None)
-    if isinstance(update, Update):
-        for leaf, parameter in update.named_parameters():
-            if update.follows.get(leaf) == dim:
-                yield f"update.{leaf}", _shard(f"{path}.update.{leaf}", parameter, dim, tp, copies)
-
-
-def _shard(name: str, parameter: nn.Parameter, dim: int, tp: int, copies: int = 1) -> Shard:
-    size, parts = parameter.shape[dim], tp // copies
-    if size % parts:
-        raise ShardDoesNotDivide(module=name, size=size, features=f"elements along dimension {dim}", tp=parts)
-    return Shard(shape=tuple(parameter.shape), dim=dim, parts=parts, copies=copies)
-
-
-def _expert_shards(module: nn.Module, plan: ParallelPlan, tp: int, ep: int) -> dict[str, Shard]:
-    found = {}
-    for path in _paths(module, plan.experts.modules):
-        for leaf, parameter in module.get_submodule(path).named_parameters():
-            name = f"{path}.{leaf}"
-            if len(parameter) % ep:
-                raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
-            found[name] = replace(_within_expert(module, plan, name, parameter, tp), expert_parts=ep)
-    return found
-
-
-def _within_expert(module: nn.Module, plan: ParallelPlan, name: str, parameter: nn.Parameter, tp: int) -> Shard:
-    """Return the division of each expert among tensor parallel ranks."""
-    if tp == 1:
-        return Shard(shape=tuple(parameter.shape), dim=0, parts=1)
-    side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, name)), None)
-    if side is None:
-        problem = f"experts.tensor does not say how '{name}' is sharded"
-        raise PlanNotExpressible(model=type(module).__name__, problem=problem)
-    return _shard(name, parameter, _EXPERT_DIM[side], tp)
-
-
-def _partial(
-    module: nn.Module,
-    shards: Mapping[str, Shard],
-    blocks: Sequence[str],
-    rows: Sequence[str],
-    whole: Sequence[str],
-    *,
-    sequence_parallel: bool,
-) -> Iterator[str]:
-    for name, _ in module.named_parameters(remove_duplicate=False):
-        owner = name.rpartition(".")[0]
-        after_sum = owner in rows or _within(owner, whole)
-        if name not in shards and (sequence_parallel or (_within(owner, blocks) and not after_sum)):
-            yield name
-
-
-def _within(path: str, modules: Sequence[str]) -> bool:
-    return any(path == outer or path.startswith(f"{outer}.") for outer in modules)
-
-
-def _check_blocks(module: nn.Module, blocks: Sequence[str]) -> None:
-    for block in blocks:
-        others = [other for other in blocks if other != block]
-        if _within(block, others):
-            problem = f"the tensor block '{block}' is inside of another one"
-            raise PlanNotExpressible(model=type(module).__name__, problem=problem)
-
-
-def _check_place(module: nn.Module, path: str, part: nn.Module, blocks: Sequence[str]) -> None:
-    if not isinstance(part, nn.Embedding) and not _within(path, blocks):
-        problem = f"'{path}' is sharded, and no pattern of tensor_blocks is around it"
-        raise PlanNotExpressible(model=type(module).__name__, problem=problem)
-
-
-def _check_embeddings(module: nn.Module, blocks: Sequence[str], replaced: set[str]) -> None:
-    """Sequence parallelism divides the sequence at the embeddings."""
-    for path, part in module.named_modules():
-        if isinstance(part, nn.Embedding) and not _within(path, blocks) and path not in replaced:
-            problem = f"sequence parallelism needs a style for the embedding '{path}'"
-            raise PlanNotExpressible(model=type(module).__name__, problem=problem)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

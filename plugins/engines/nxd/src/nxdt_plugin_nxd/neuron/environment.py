@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Mapping, MutableMapping
-from pathlib import Path
+from collections.abc import Mapping, MutableMapping
 from urllib.parse import urlsplit
 
 from nxdt_core.config import ResolvedConfig
@@ -112,22 +111,19 @@ def ahead_of(config: ResolvedConfig) -> CompileAhead:
         return CompileAhead(cache=address)
     if shutil.which(TOOL) is None:
         raise CompileToolMissing(tool=TOOL)
-    return CompileAhead(cache=address, tool=(TOOL,), result=_comparison(address))
-
-
-def _comparison(address: str) -> Callable[[], str]:
     folder = folder_of(address)
-    if folder is None:
-        return lambda: f"{TOOL} has named above which graphs were new"
-    before = _compiled(folder)
+
+    def graphs() -> frozenset[str]:
+        """Return those of a folder, by the names of theirs: ``neuronxcc-<version>/MODULE_<hash>/model.neff``."""
+        files = () if folder is None else folder.glob("*/MODULE_*/model.neff")
+        return frozenset(file.parent.name for file in files)
+
+    before = graphs()
 
     def result() -> str:
-        new = _compiled(folder) - before
+        if folder is None:
+            return f"{TOOL} has named above which graphs were new"
+        new = graphs() - before
         return "\n".join([f"graphs: {len(new)} new, {len(before)} in the cache before", *sorted(new)])
 
-    return result
-
-
-def _compiled(folder: Path) -> frozenset[str]:
-    """The graphs of a cache, by the names of their folders: ``neuronxcc-<version>/MODULE_<hash>/model.neff``."""
-    return frozenset(file.parent.name for file in folder.glob("*/MODULE_*/model.neff"))
+    return CompileAhead(cache=address, tool=(TOOL,), result=result)

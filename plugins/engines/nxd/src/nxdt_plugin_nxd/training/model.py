@@ -1,8 +1,15 @@
-"""A model on the library's layers: forward and backward over the micro-batches of one global batch."""
+"""A model on the library's layers: passes over the micro-batches of one global batch, and what the optimizer updates.
+
+That is this data parallel rank's part of parameters, or of their float32 masters. Under ZeRO-1 a rank updates its part
+of each parameter along the first dimension, and keeps the optimizer's state for that alone; afterwards the ranks gather
+the parts. A parameter that does not divide is updated by all of them. (The library's own ZeRO-1 accepts tensors on a
+device of torch-xla only, and its state has no place in the whole model.)
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,12 +24,13 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.engine.parameters import check_loadable
-from nxdt_core.models.loss import log_probs
-from nxdt_core.models.random.positions import rounding_key
-from nxdt_core.protocols.batch import Batch
+from nxdt_core.models.loss import cross_entropies
+from nxdt_core.models.random.positions import rounded_block
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelModel, StepLoss
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
@@ -31,14 +39,124 @@ from nxdt_plugin_nxd.layout.stages import LocalParameter, Stage, parameters_of, 
 from nxdt_plugin_nxd.layout.translation import MeshCoordinates
 from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.training.global_batch import ComputeContext, GlobalBatch
-from nxdt_plugin_nxd.training.parameters import (
-    GradientAccumulator,
-    StateSharding,
-    clear_gradient,
-    gradient_of,
-    trained_tensors,
-)
 from nxdt_plugin_nxd.training.pipeline import Pipeline
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainedTensor:
+    """A tensor that the optimizer updates."""
+
+    held: LocalParameter
+    tensor: nn.Parameter
+    """The parameter itself where nothing is divided and no master is kept."""
+    part: int
+    parts: int
+    group: dist.ProcessGroup | None
+    """Ranks that have the other parts."""
+
+    def box(self) -> Box:
+        """Return the place of its elements in the whole parameter."""
+        outer, size = self.held.box(), self.tensor.shape[0] if self.tensor.ndim else 0
+        if self.parts == 1:
+            return outer
+        offsets = (outer.offsets[0] + self.part * size, *outer.offsets[1:])
+        return Box(offsets, (size, *outer.shape[1:]))
+
+    def piece(self, value: torch.Tensor) -> torch.Tensor | Piece:
+        """Return a tensor of this one's shape as a checkpoint takes it."""
+        return self.held.piece(value) if self.parts == 1 else Piece(value, self.held.shape, self.box())
+
+    def placed(self, tensor_group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None) -> ParameterShard:
+        """Return the optimizer's record of where this parameter is."""
+        over = [tensor_group] if self.held.shard is not None else []
+        over += [expert_group] if self.held.distributed else []
+        over += [self.group] if self.parts > 1 else []
+        groups = tuple(group for group in over if group is not None)
+        return ParameterShard(shape=self.held.shape, box=self.box(), groups=groups, matrix=len(self.held.shape) >= 2)
+
+    def set_gradient(self, gradient: torch.Tensor | None) -> None:
+        """Assign this part of the parameter's gradient to the tensor."""
+        if self.tensor is not self.held.parameter and gradient is not None:
+            gradient = self._part_of(gradient).to(self.tensor.dtype)
+        self.tensor.grad = gradient
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Take over the parameter's values, after a load of those."""
+        if self.tensor is not self.held.parameter:
+            self.tensor.copy_(self._part_of(self.held.parameter))
+
+    @torch.no_grad()
+    def give(self, groups: object, rounding: tuple[int, str] | None = None) -> None:
+        """Hand the values of all parts to the parameter, after an update. Collective along ``groups``.
+
+        ``rounding`` is a seed and a name, by which they are rounded stochastically as by the torch engine.
+        """
+        if self.tensor is self.held.parameter:
+            return
+        value = self.tensor.detach()
+        if rounding is not None:
+            (seed, name), shape, offsets = rounding, self.held.shape, self.box().offsets
+            value = rounded_block(value, seed=seed, name=name, shape=shape, offsets=offsets)
+        value = value.to(self.held.parameter.dtype)
+        if self.parts > 1:
+            value = comm.all_gather(value, dim=0, groups=groups, pin_layout=False)
+        self.held.parameter.copy_(value)
+
+    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        return whole.detach().chunk(self.parts)[self.part] if self.parts > 1 else whole.detach()
+
+
+def trained_tensors(
+    parameters: Mapping[str, LocalParameter],
+    *,
+    master: torch.dtype | None,
+    sharing: Callable[[LocalParameter], tuple[int, int, dist.ProcessGroup | None]],
+) -> dict[str, TrainedTensor]:
+    """Return the tensor of each parameter that is trained, by global name.
+
+    Args:
+        parameters: of this rank, with the values that masters begin with.
+        master: dtype of masters; None keeps none.
+        sharing: returns this rank's part of the optimizer's state of a parameter, the number of parts, and the ranks
+            that share it.
+    """
+    trained = {}
+    for name, local in parameters.items():
+        parameter = local.parameter
+        if not parameter.requires_grad:
+            continue
+        part, parts, group = sharing(local)
+        if parts == 1 or parameter.ndim == 0 or parameter.shape[0] % parts:
+            part, parts = 0, 1
+        tensor = parameter
+        if parts > 1 or master is not None:
+            values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
+            tensor = nn.Parameter(values.to(master or parameter.dtype, copy=True))
+        trained[name] = TrainedTensor(held=local, tensor=tensor, part=part, parts=parts, group=group)
+    return trained
+
+
+def accumulate_gradients(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+    """Sum gradients over micro-batches in ``dtype``, after each backward; the sums are in the attribute ``main_grad``,
+    which the library knows, too."""
+
+    def add(parameter: nn.Parameter) -> None:
+        assert parameter.grad is not None
+        gradient, before = parameter.grad.to(dtype), parameter.main_grad  # type: ignore[attr-defined]
+        parameter.main_grad = gradient if before is None else before.add_(gradient)  # type: ignore[attr-defined]
+        parameter.grad = None
+
+    for parameter in parameters:
+        if parameter.requires_grad and parameter.dtype != dtype:
+            parameter.main_grad = None  # type: ignore[attr-defined]
+            parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
+
+
+def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
+    """Return the sum of a parameter's gradients."""
+    found: torch.Tensor | None = getattr(parameter, "main_grad", None)
+    return parameter.grad if found is None else found
 
 
 class NxdModel(ParallelModel):
@@ -68,7 +186,7 @@ class NxdModel(ParallelModel):
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
             round_to(stage, getattr(torch, precision.parameters))
-        GradientAccumulator([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
+        accumulate_gradients([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
         self._sequence_multiple = place.sizes.tp if sequence_parallel else 1
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
@@ -107,15 +225,15 @@ class NxdModel(ParallelModel):
         """Return the expert parallel ranks; None where there is one."""
         return parallel_state.get_expert_model_parallel_group() if self._place.sizes.ep > 1 else None
 
-    def _sharing(self, held: LocalParameter) -> StateSharding:
-        """Return which ranks share the optimizer's state of a parameter: data parallel ones that hold the same."""
-        place, group = self._place, self._around.data_group
+    def _sharing(self, local: LocalParameter) -> tuple[int, int, dist.ProcessGroup | None]:
+        """Return this rank's part of the optimizer's state of a parameter, the number of parts, and the data parallel
+        ranks that share it, which hold the same."""
+        place = self._place
         if not place.sizes.zero_stage:
-            return StateSharding()
-        if held.distributed:
-            group = parallel_state.get_expert_data_parallel_group()
-            return StateSharding(part=place.expert_dp, parts=place.sizes.efsdp, group=group)
-        return StateSharding(part=place.dp, parts=place.sizes.dp, group=group)
+            return 0, 1, None
+        if local.distributed:
+            return place.expert_dp, place.sizes.efsdp, parallel_state.get_expert_data_parallel_group()
+        return place.dp, place.sizes.dp, self._around.data_group
 
     @property
     def plan(self) -> ParallelPlan:
@@ -239,12 +357,8 @@ class NxdModel(ParallelModel):
             groups = parallel_state.get_data_parallel_group(as_list=as_list)
             experts = parallel_state.get_expert_data_parallel_group(as_list=as_list)
         for name, each in self.trained.items():
-            each.give(experts if each.held.distributed else groups, self._rounding_key(name))
-
-    def _rounding_key(self, name: str) -> torch.Tensor | None:
-        if not self._rounds_on_host:
-            return None
-        return torch.tensor(rounding_key(self._around.seed, f"rounding\0{self._step}\0{name}"), dtype=torch.int32)
+            rounding = (self._around.seed, f"rounding\0{self._step}\0{name}") if self._rounds_on_host else None
+            each.give(experts if each.held.distributed else groups, rounding)
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights, each element counted once."""
@@ -259,7 +373,14 @@ class NxdModel(ParallelModel):
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
         sums = {name: grad for name, held in self.held.items() if (grad := gradient_of(held.parameter)) is not None}
-        self._sum_over_tensor_ranks(sums)
+        as_list = not computes_on_host()
+        partials = [grad for name, grad in sums.items() if self.held[name].partial]
+        if partials:
+            comm.all_reduce("sum", partials, groups=parallel_state.get_tensor_model_parallel_group(as_list=as_list))
+        shards = {name: self.held[name].shard for name in sums}
+        copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
+        if copies:
+            comm.all_reduce("sum", copies, groups=parallel_state.get_kv_shared_group(as_list=as_list))
         if self._tied_group is not None:
             for name in self._tied:
                 dist.all_reduce(sums[name], group=self._tied_group)
@@ -282,19 +403,11 @@ class NxdModel(ParallelModel):
     def clear_gradients(self) -> None:
         """Drop all gradients."""
         for held in self.held.values():
-            clear_gradient(held.parameter)
+            held.parameter.grad = None
+            if hasattr(held.parameter, "main_grad"):
+                held.parameter.main_grad = None
         for trained in self.trained.values():
             trained.tensor.grad = None
-
-    def _sum_over_tensor_ranks(self, sums: Mapping[str, torch.Tensor]) -> None:
-        as_list = not computes_on_host()
-        partials = [grad for name, grad in sums.items() if self.held[name].partial]
-        if partials:
-            comm.all_reduce("sum", partials, groups=parallel_state.get_tensor_model_parallel_group(as_list=as_list))
-        shards = {name: self.held[name].shard for name in sums}
-        copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
-        if copies:
-            comm.all_reduce("sum", copies, groups=parallel_state.get_kv_shared_group(as_list=as_list))
 
 
 class _LabelLogProbs(Objective):
@@ -304,7 +417,8 @@ class _LabelLogProbs(Objective):
         self.kept: list[torch.Tensor] = []
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        self.kept.append(log_probs(logits, batch.labels, step))
+        losses = cross_entropies(logits, batch.labels, step)
+        self.kept.append(losses.neg().masked_fill(batch.labels == IGNORE_INDEX, 0))
         return ObjectiveOutput(loss_sum=self.kept[-1].sum() * 0, weight=self.weight(batch))
 
 

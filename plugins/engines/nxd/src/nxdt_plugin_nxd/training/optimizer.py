@@ -27,12 +27,26 @@ class NxdOptimizer(ParallelOptimizer):
     """See :class:`nxdt_core.protocols.parallel_model.ParallelOptimizer`."""
 
     def __init__(self, model: NxdModel, build: Build, groups: Sequence[ParameterGroup], *, lr: float) -> None:
-        """``lr`` is the peak that a rank without anything to train reports."""
+        """``lr`` is the peak that a rank without anything to train reports.
+
+        Raises:
+            OptimizerNeedsWholeParameters: the optimizer takes parts for wholes, or copies for parts.
+        """
         self._model = model
         self._trained = {name: model.trained[name] for group in groups for name in group["names"]}
-        placed = [self._placed(group) for group in groups]
+        over = model.tensor_group, model.expert_group
+        placed: list[ParameterGroup] = []
+        for group in groups:
+            trained = [self._trained[name] for name in group["names"]]
+            shards = [each.placed(*over) for each in trained]
+            placed.append({**group, "params": [each.tensor for each in trained], "shards": shards})
         self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
-        self._check_whole()
+        # Some optimizers take parts for wholes, and others copies for parts.
+        cut = [name for name, each in self._trained.items() if each.parts > 1 or each.held.shard is not None]
+        copied = [name for name in cut if (shard := self._trained[name].held.shard) is not None and shard.copies > 1]
+        refused = cut if isinstance(self.inner, _OF_THE_WHOLE) else copied
+        if refused and not isinstance(self.inner, _BY_ELEMENT):
+            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=refused)
         self._peaks = [float(group["lr"]) for group in self.inner.param_groups]
         tensors = {name: each.tensor for name, each in self._trained.items()}
         waits = not profile_of(model.device).never_waits
@@ -40,27 +54,6 @@ class NxdOptimizer(ParallelOptimizer):
         self._rejected: torch.Tensor | None = None
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite."""
-
-    def _placed(self, group: ParameterGroup) -> ParameterGroup:
-        trained = [self._trained[name] for name in group["names"]]
-        tensor_group, expert_group = self._model.tensor_group, self._model.expert_group
-        return {
-            **group,
-            "params": [each.tensor for each in trained],
-            "shards": [each.placed(tensor_group, expert_group) for each in trained],
-        }
-
-    def _check_whole(self) -> None:
-        """Refuse optimizers that take parts for wholes, or copies for parts.
-
-        Raises:
-            OptimizerNeedsWholeParameters: it does.
-        """
-        cut = [name for name, each in self._trained.items() if each.parts > 1 or each.held.shard is not None]
-        copied = [name for name in cut if (shard := self._trained[name].held.shard) is not None and shard.copies > 1]
-        refused = cut if isinstance(self.inner, _OF_THE_WHOLE) else copied
-        if refused and not isinstance(self.inner, _BY_ELEMENT):
-            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=refused)
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming update."""
@@ -119,11 +112,10 @@ class NxdOptimizer(ParallelOptimizer):
         by_name: dict[str, dict[str, torch.Tensor]] = {}
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
-            held = elements(value)
+            loaded, tensor = elements(value), self._trained[name].tensor
             # Counters of steps stay on the host: on a lazy device each would be read back at every step.
-            tensor = self._trained[name].tensor
-            copied = held.to(held.device if held.ndim == 0 else tensor.device, copy=True)
-            by_name.setdefault(name, {})[leaf] = copied
+            device = loaded.device if loaded.ndim == 0 else tensor.device
+            by_name.setdefault(name, {})[leaf] = loaded.to(device, copy=True)
         for name, leaves in by_name.items():
             tensor = self._trained[name].tensor
             self.inner.state[tensor].update(packed_state(self.inner, tensor, leaves))

@@ -10,7 +10,7 @@ the weights.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,12 +43,6 @@ class OptimizerState:
     step: float | None
 
 
-@dataclass(slots=True)
-class _Rank:
-    families: dict[str, dict[str, LazyTensor]] = field(default_factory=dict)
-    step: float | None = None
-
-
 def read_optimizer(layout: NeuronxLayout, weights: Stages) -> OptimizerState | None:
     """Return the optimizer's state for ``weights``, or None for a model that NxD's converter wrote.
 
@@ -67,69 +61,72 @@ def read_optimizer(layout: NeuronxLayout, weights: Stages) -> OptimizerState | N
     if not layout.optimizer_dp:
         return None
     ranks = [[_rank(layout, tp, pp, weights[pp][tp]) for tp in range(layout.tp)] for pp in range(layout.pp)]
-    every = [rank for stage in ranks for rank in stage]
-    names = set(every[0].families)
-    if any(set(rank.families) != names for rank in every):
+    first, step = ranks[0][0]
+    if any(kinds.keys() != first.keys() for stage in ranks for kinds, _ in stage):
         raise Unmergeable("the ranks hold different kinds of state")
-    families = {name: [[rank.families[name] for rank in stage] for stage in ranks] for name in sorted(names)}
-    return OptimizerState(families, every[0].step)
+    return OptimizerState(
+        {kind: [[rank[0][kind] for rank in stage] for stage in ranks] for kind in sorted(first)}, step
+    )
 
 
-def _rank(layout: NeuronxLayout, tp: int, pp: int, weights: Mapping[str, LazyTensor]) -> _Rank:
+def _rank(
+    layout: NeuronxLayout, tp: int, pp: int, weights: Mapping[str, LazyTensor]
+) -> tuple[dict[str, dict[str, LazyTensor]], float | None]:
+    """Return the families of a tensor-parallel rank's state, and the step."""
     paths = [layout.optimizer_file(dp, tp, pp) for dp in range(layout.optimizer_dp)]
     missing = [path.name for path in paths if not path.is_file()]
     if missing:
         raise Unmergeable(f"optim/{missing[0]} is missing")
     files = [RankFile(path) for path in paths]
-    first = files[0].content
     shards = [(file, _table(file.content.get("base_state") or file.content.get("state"))) for file in files]
-    names = _names(first, list(parameters_of(weights)))
-    rank = _Rank()
+
+    # The parameter of each number.
+    parameters, groups = list(parameters_of(weights)), files[0].content.get("param_groups")
+    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+        raise Unmergeable("it has no param_groups")
+    sizes = [len(each.get("params", ())) for each in groups]
+    orders = [parameters] if len(sizes) == 1 and sizes[0] == len(parameters) else []
+    for parts in _WITHOUT_DECAY:
+        exempt = [name for name in parameters if any(part in name for part in parts)]
+        decayed = [name for name in parameters if not any(part in name for part in parts)]
+        orders += [decayed + exempt] if sizes == [len(decayed), len(exempt)] else []
+    if not orders:
+        raise Unmergeable(f"its groups have {sizes} parameters, and which these are of {len(parameters)} is not known")
+    names = orders[0]
+
+    families: dict[str, dict[str, LazyTensor]] = {}
+    step: float | None = None
     for number, name in enumerate(names):
         own = _table(shards[0][1].get(number))  # none of a parameter that has had no gradient
         for kind in own:
             states = [(file, _table(state.get(number))) for file, state in shards]
-            parts = [(file, state[kind]) for file, state in states if kind in state]
+            shares = [(file, state[kind]) for file, state in states if kind in state]
             if kind == "step":
-                rank.step = _number(*parts[0])
+                file, value = shares[0]
+                step = float(file.leaf("step", value).read()) if file.is_tensor(value) else float(str(value))
             elif files[0].is_tensor(own[kind]):
-                _put(rank, str(kind), name, parts, weights[name], len(files))
+                families.setdefault(str(kind), {})[name] = _whole(str(kind), name, shares, weights[name], len(files))
     masters = [(file, _table(file.content.get("sharded_master_weights"))) for file in files]
-    for number, name in enumerate(names if any(shares for _, shares in masters) else ()):
-        parts = [(file, shares[number]) for file, shares in masters if number in shares]
-        _put(rank, MASTER, name, parts, weights[name], len(files))
-        _compare(files[0].leaf(name, parts[0][1]), weights[name])
-    incomplete = [kind for kind, leaves in rank.families.items() if len(leaves) != len(names)]
+    for number, name in enumerate(names if any(table for _, table in masters) else ()):
+        shares, weight = [(file, table[number]) for file, table in masters if number in table], weights[name]
+        families.setdefault(MASTER, {})[name] = _whole(MASTER, name, shares, weight, len(files))
+        if weight.stored and weight.shape:  # the beginning of the first share is that of the parameter
+            share, whole = files[0].leaf(name, shares[0][1]).read().flatten()[:_COMPARED], weight.read().flatten()
+            if not torch.allclose(share.float(), whole[: len(share)].float(), rtol=_ROUNDING, atol=1e-30):
+                raise Unmergeable(f"its master weights of '{name}' are not those of the model")
+    incomplete = [kind for kind, leaves in families.items() if len(leaves) != len(names)]
     if incomplete:
         raise Unmergeable(f"some parameters have no {incomplete[0]}")
-    if not rank.families:
+    if not families:
         raise Unmergeable("it holds no state of parameters")
-    return rank
-
-
-def _names(content: Mapping[str, Any], parameters: list[str]) -> list[str]:
-    """The parameter of each number."""
-    groups = content.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
-        raise Unmergeable("it has no param_groups")
-    sizes = [len(each.get("params", ())) for each in groups]
-    if len(sizes) == 1 and sizes[0] == len(parameters):
-        return parameters
-    for parts in _WITHOUT_DECAY:
-        exempt = [name for name in parameters if any(part in name for part in parts)]
-        decayed = [name for name in parameters if not any(part in name for part in parts)]
-        if sizes == [len(decayed), len(exempt)]:
-            return decayed + exempt
-    raise Unmergeable(f"its groups have {sizes} parameters, and which these are of {len(parameters)} is not known")
+    return families, step
 
 
 def _table(value: object) -> Mapping[Any, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _put(
-    rank: _Rank, kind: str, name: str, parts: Sequence[tuple[RankFile, Any]], weight: LazyTensor, files: int
-) -> None:
+def _whole(kind: str, name: str, parts: Sequence[tuple[RankFile, Any]], weight: LazyTensor, files: int) -> LazyTensor:
     leaves = [file.leaf(name, value) for file, value in parts]
     rows = sum(leaf.shape[0] if leaf.shape else 1 for leaf in leaves)
     wanted = weight.shape[0] if weight.shape else 1
@@ -141,17 +138,4 @@ def _put(
             f"the shares {shapes} of the {kind} of '{name}' do not make up {weight.shape}{defect * (rows < wanted)}"
         )
     whole = concatenated(leaves, 0) if leaves[0].shape else leaves[0]
-    exact = replace(whole.rows(0, wanted, name), shape=weight.shape) if whole.shape else whole
-    rank.families.setdefault(kind, {})[name] = exact
-
-
-def _number(file: RankFile, value: object) -> float:
-    return float(file.leaf("step", value).read()) if file.is_tensor(value) else float(str(value))
-
-
-def _compare(master: LazyTensor, weight: LazyTensor) -> None:
-    """See that the beginning of the first share of master weights is that of the parameter that it is taken for."""
-    if weight.stored and weight.shape:
-        share, whole = master.read().flatten()[:_COMPARED], weight.read().flatten()
-        if not torch.allclose(share.float(), whole[: len(share)].float(), rtol=_ROUNDING, atol=1e-30):
-            raise Unmergeable(f"its master weights of '{weight.name}' are not those of the model")
+    return replace(whole.rows(0, wanted, name), shape=weight.shape) if whole.shape else whole

@@ -89,13 +89,11 @@ def unstacked(name: str, leaf: LazyTensor, first: int = 0) -> dict[str, LazyTens
     count, inner, outer = leaf.shape
     stem = f"{match[1].replace(f'{MEGATRON}encoder', 'model')}.block_sparse_moe.experts"
     names = [f"{stem}.{first + at}.{match[2]}.weight" for at in range(count)]
-    return {
-        each: replace(leaf.changed(partial(_expert, at), (outer, inner)), name=each) for at, each in enumerate(names)
-    }
 
+    def matrix(at: int) -> LazyTensor:
+        return leaf.changed(lambda stack: stack[at].t(), (outer, inner))
 
-def _expert(at: int, stack: torch.Tensor) -> torch.Tensor:
-    return stack[at].t()
+    return {each: replace(matrix(at), name=each) for at, each in enumerate(names)}
 
 
 def hf_name(name: str) -> str:
@@ -162,45 +160,40 @@ def adapted(
         rank.keys() == first.keys() and all(torch.equal(leaf.read(), rank[name].read()) for name, leaf in first.items())
         for rank in stage[1:]
     ):
-        stage = [
-            {name: _share(name, leaf, at, len(stage)) for name, leaf in rank.items()} for at, rank in enumerate(stage)
-        ]
-    return [_adapted(rank, scaling, alone=alone) for rank in stage]
-
-
-def _share(name: str, leaf: LazyTensor, at: int, ranks: int) -> LazyTensor:
-    """The part of a rank of a matrix of an adapter."""
-    row = name.partition(".lora_")[0].endswith(("o_proj", "down_proj"))
-    if len(leaf.shape) != 2 or row != (".lora_A." in name):
-        return leaf
-    rows, columns = (size // ranks for size in leaf.shape)
-    if not row:
-        return leaf.rows(at * rows, rows, name)
-    return leaf.changed(lambda tensor: tensor[:, at * columns : (at + 1) * columns], (leaf.shape[0], columns))
-
-
-def _adapted(rank: Mapping[str, LazyTensor], scaling: float | None, *, alone: bool) -> dict[str, LazyTensor]:
-    found, used = {}, set()
-    for name, leaf in rank.items():
-        path, base, kind = name.partition(".lora_B." if alone else ".base_layer.")
-        a, b = f"{path}.lora_A.weight", f"{path}.lora_B.{kind}"
-        if base and a in rank and b in rank:
-            used |= {a, b}
-            under = _zeros(rank[a], rank[b], f"{path}.{kind}") if alone else leaf
-            found[f"{path}.{kind}"] = _updated(under, rank[a], rank[b], scaling)
-        else:
-            found[f"{path}.{kind}" if base else name] = leaf
-    left = next((leaf for name, leaf in found.items() if ".lora_" in name and name not in used), None)
-    if left is not None:
-        raise left.misfit(
-            "it is of an adapter, and the weights of its layer are not there or not those of a projection"
-        )
-    return {name: leaf for name, leaf in found.items() if name not in used}
-
-
-def _zeros(a: LazyTensor, b: LazyTensor, name: str) -> LazyTensor:
-    shape = (*b.shape[:1], *a.shape[1:])
-    return replace(b, name=name, shape=shape, read=lambda: torch.zeros(shape, dtype=b.dtype))
+        parts: list[dict[str, LazyTensor]] = []
+        for at, rank in enumerate(stage):
+            parts.append(dict(rank))
+            for name, leaf in rank.items():
+                row = name.partition(".lora_")[0].endswith(("o_proj", "down_proj"))
+                if len(leaf.shape) == 2 and row == (".lora_A." in name):
+                    rows, columns = (size // len(stage) for size in leaf.shape)
+                    columns_of_rank = partial(torch.narrow, dim=1, start=at * columns, length=columns)
+                    part = leaf.changed(columns_of_rank, (leaf.shape[0], columns))
+                    parts[-1][name] = part if row else leaf.rows(at * rows, rows, name)
+        stage = parts
+    results = []
+    for rank in stage:
+        found, used = {}, set()
+        for name, leaf in rank.items():
+            path, base, kind = name.partition(".lora_B." if alone else ".base_layer.")
+            a, b = f"{path}.lora_A.weight", f"{path}.lora_B.{kind}"
+            if base and a in rank and b in rank:
+                used |= {a, b}
+                under = leaf
+                if alone:
+                    shape, dtype = (*rank[b].shape[:1], *rank[a].shape[1:]), rank[b].dtype
+                    zeros = partial(torch.zeros, shape, dtype=dtype)
+                    under = replace(rank[b], name=f"{path}.{kind}", shape=shape, read=zeros)
+                found[f"{path}.{kind}"] = _updated(under, rank[a], rank[b], scaling)
+            else:
+                found[f"{path}.{kind}" if base else name] = leaf
+        left = next((leaf for name, leaf in found.items() if ".lora_" in name and name not in used), None)
+        if left is not None:
+            raise left.misfit(
+                "it is of an adapter, and the weights of its layer are not there or not those of a projection"
+            )
+        results.append({name: leaf for name, leaf in found.items() if name not in used})
+    return results
 
 
 def _updated(leaf: LazyTensor, a: LazyTensor, b: LazyTensor, scaling: float | None) -> LazyTensor:

@@ -24,7 +24,6 @@ from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
-from nxdt_core.protocols.plan import AttentionHeads
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
 from nxdt_plugin_migrate.checkpoint.merge import Merger
 from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
@@ -74,7 +73,11 @@ class NeuronxCheckpoint(CheckpointReader):
 
     def __init__(self, path: Path) -> None:
         self._layout = find_layout(path)
-        self._step = _recorded_step(path)
+        # The number of steps done is in user_content.pt or in the directory's name.
+        content, named = path / "user_content.pt", _STEP.search(path.name)
+        recorded = read_pt(content) if content.is_file() else {}
+        step = recorded.get("global_step") if isinstance(recorded, dict) else None
+        self._step = step if type(step) is int and step >= 0 else int(named[1]) if named else None
         self.step = self._step or 0
         samples = _SAMPLES.search(path.name)
         self.consumed_samples = int(samples[1]) if samples else 0
@@ -100,7 +103,14 @@ class NeuronxCheckpoint(CheckpointReader):
         gpt = megatron and "embedding.tokens" in builder.plan().tensor
         wanted = sources(builder, GPT_KEYS) if gpt else sources(builder)
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
-        self._check_order(weights, heads)
+        # A model of Megatron's that trains has the rows of a head adjacent. NxD's converter writes those of all queries
+        # of a rank first, which is the same only where a rank has one head.
+        fused = any(name.endswith(_FUSED) for stage in weights for rank in stage for name in rank)
+        if fused and not self._layout.of_run and heads.kv_heads > self._layout.tp:
+            reason = "nothing shows whether a run of 'model_source: megatron' or NxD's converter wrote it, and these "
+            reason += "differ in the order of heads; copy the run's markers 'checkpoint' and 'done' next to model/, or "
+            reason += "import the Hugging Face model that was converted"
+            raise NeuronxUnreadable(path=path, reason=reason)
         self._check_ranks(weights, shapes)
         optimizer = self._optimizer(weights, weights_only)
         merger = Merger(heads, shapes, path)
@@ -113,7 +123,15 @@ class NeuronxCheckpoint(CheckpointReader):
             found.clear()
         if self._alone:
             return self._over_base(builder, wanted, model)
-        self._check_names(wanted, model, builder.hf_ignored)
+        names = {name for source in wanted for name in source.hf_names}
+        missing = sorted(names - model.keys())
+        extra = sorted(name for name in model.keys() - names if not matches_any(builder.hf_ignored, name))
+        if missing or extra:
+            where = model[extra[0]].where if extra else path
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], directory=where)
+        absent = next((name for name in sorted(names) if not model[name].stored), None)
+        if absent is not None:
+            raise model[absent].misfit("its tensor is in no file")
         listing: dict[TensorKey, ShardInfo] = {}
         for source in wanted:
             listing["model", source.name] = self._offer(("model", source.name), source, model)
@@ -189,23 +207,15 @@ class NeuronxCheckpoint(CheckpointReader):
                 listing[place] = _held(dtype, source.shape)
         return listing
 
-    def _check_order(self, weights: Stages, heads: AttentionHeads) -> None:
-        """See that the order of the rows of Megatron's fused projections is known.
-
-        A model that trains has those of a head adjacent. NxD's converter writes those of all queries of a rank first,
-        which is the same only where a rank has one head.
-        """
-        fused = any(name.endswith(_FUSED) for stage in weights for rank in stage for name in rank)
-        if fused and not self._layout.of_run and heads.kv_heads > self._layout.tp:
-            reason = "nothing shows whether a run of 'model_source: megatron' or NxD's converter wrote it, and these "
-            reason += "differ in the order of heads; copy the run's markers 'checkpoint' and 'done' next to model/, or "
-            reason += "import the Hugging Face model that was converted"
-            raise NeuronxUnreadable(path=str(self._layout.directory), reason=reason)
-
     def _check_ranks(self, weights: Stages, wanted: Mapping[str, tuple[int, ...]]) -> None:
         """See that the files are those of all ranks, as the model's sizes show where they agree."""
         layout, first, last = self._layout, renamed(weights[0][0], wanted), renamed(weights[-1][0], wanted)
-        counts = {_ranks_of(first, wanted, names) for names in (_DOWN, (_OUTPUT,))} - {0}
+        counts = set()  # ranks that share the columns of a matrix, where the sizes show it
+        for names in (_DOWN, (_OUTPUT,)):
+            whole = next((shape[1] for name, shape in wanted.items() if name.endswith(names)), 0)
+            own = next((leaf.shape[1] for name, leaf in first.items() if name.endswith(names) and leaf.shape[1:]), 0)
+            counts |= {whole // own} if own and whole % own == 0 else set()
+        counts -= {0}
         tp = counts.pop() if len(counts) == 1 else layout.tp
         ends = "model.norm.weight" in wanted and "model.norm.weight" not in last and not self._alone
         pp = layout.pp + (ends or (self._alone and _highest(_LAYER, last) < _highest(_LAYER, wanted)))
@@ -228,17 +238,6 @@ class NeuronxCheckpoint(CheckpointReader):
         if state is not None and self._step is None and not weights_only:
             raise NeuronxStepUnknown(path=path)
         return state
-
-    def _check_names(self, wanted: Sequence[Source], model: Mapping[str, LazyTensor], ignored: tuple[str, ...]) -> None:
-        names = {name for source in wanted for name in source.hf_names}
-        missing = sorted(names - model.keys())
-        extra = sorted(name for name in model.keys() - names if not matches_any(ignored, name))
-        if missing or extra:
-            where = model[extra[0]].where if extra else str(self._layout.directory)
-            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], directory=where)
-        absent = next((name for name in sorted(names) if not model[name].stored), None)
-        if absent is not None:
-            raise model[absent].misfit("its tensor is in no file")
 
     def _offer(self, place: TensorKey, source: Source, leaves: Mapping[str, LazyTensor]) -> ShardInfo:
         """Remember how to read the parameter at ``place``."""
@@ -268,13 +267,6 @@ def _updated(
     return weight + source.read(lambda name: leaves[name].read() if name in leaves else torch.zeros(shapes[name]))
 
 
-def _ranks_of(rank: Mapping[str, LazyTensor], wanted: Mapping[str, tuple[int, ...]], names: tuple[str, ...]) -> int:
-    """Return how many ranks share the columns of the matrices of these names; 0 if the sizes do not show it."""
-    whole = next((shape[1] for name, shape in wanted.items() if name.endswith(names)), 0)
-    own = next((leaf.shape[1] for name, leaf in rank.items() if name.endswith(names) and leaf.shape[1:]), 0)
-    return 0 if not own or whole % own else whole // own
-
-
 def _highest(number: re.Pattern[str], names: Iterable[str]) -> int:
     """Return one more than the highest number of a layer or an expert in ``names``; 0 without one."""
     return max((1 + int(found[1]) for found in map(number.search, names) if found), default=0)
@@ -282,14 +274,3 @@ def _highest(number: re.Pattern[str], names: Iterable[str]) -> int:
 
 def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> ShardInfo:
     return ShardInfo(dtype=str(dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
-
-
-def _recorded_step(path: Path) -> int | None:
-    """Return the number of steps done, as user_content.pt or the directory's name has it; None if neither does."""
-    content = path / "user_content.pt"
-    recorded = read_pt(content) if content.is_file() else {}
-    step = recorded.get("global_step") if isinstance(recorded, dict) else None
-    named = _STEP.search(path.name)
-    if type(step) is int and step >= 0:
-        return step
-    return int(named[1]) if named else None

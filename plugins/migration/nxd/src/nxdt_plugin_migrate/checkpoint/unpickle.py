@@ -163,18 +163,22 @@ class RankFile:
             )
         if not isinstance(value, TensorReference):
             raise self._damaged(f"'{name}' is a {type(value).__name__} instead of a tensor")
-        return self._referred(name, value.tid)
-
-    def _referred(self, name: str, number: object) -> LazyTensor:
+        number = value.tid
         if type(number) is not int or number < 0:
             raise self._damaged(f"'{name}' refers to the tensor {number!r}")
         path = self.path.with_name(f"{self.path.name}.tensors") / f"tensor_{number}.pt"
-        told = self._info.get(number)
-        if told is None:
-            value = _tensor(path)
-            dtype, shape = value.dtype, tuple(value.shape)
-        else:
-            dtype, shape = self._told(name, told)
+        entry = self._info.get(number)
+        if entry is None:
+            tensor = _tensor(path)
+            entry = {"dtype": tensor.dtype, "shape": tuple(tensor.shape)}
+        dtype, shape = (entry.get("dtype"), entry.get("shape")) if isinstance(entry, dict) else (None, None)
+        if (
+            not isinstance(dtype, torch.dtype)
+            or not isinstance(shape, tuple)
+            or not all(type(size) is int and size >= 0 for size in shape)
+        ):
+            raise self._damaged(f"its table of tensors (.info.pt) has no dtype and shape of '{name}'")
+        shape = tuple(shape)
         stored = path.is_file()
         if stored and math.prod(shape) * dtype.itemsize > path.stat().st_size:
             raise NeuronxFileDamaged(path=str(path), reason=f"it is too small for the shape {shape}")
@@ -195,16 +199,6 @@ class RankFile:
         if not isinstance(info, dict):
             raise NeuronxFileDamaged(path=str(path), reason="it is not a table of tensors")
         return info
-
-    def _told(self, name: str, told: object) -> tuple[torch.dtype, tuple[int, ...]]:
-        dtype, shape = (told.get("dtype"), told.get("shape")) if isinstance(told, dict) else (None, None)
-        if (
-            not isinstance(dtype, torch.dtype)
-            or not isinstance(shape, tuple)
-            or not all(type(size) is int and size >= 0 for size in shape)
-        ):
-            raise self._damaged(f"its table of tensors (.info.pt) has no dtype and shape of '{name}'")
-        return dtype, tuple(shape)
 
     def _damaged(self, reason: str) -> NxdtError:
         return NeuronxFileDamaged(path=str(self.path), reason=reason)

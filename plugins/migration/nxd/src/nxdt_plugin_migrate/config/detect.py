@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 from nxdt_core.config.tree import Tree
@@ -47,39 +46,25 @@ def framework_of(tree: Tree) -> tuple[str, str]:
     return "", ""
 
 
-def _anywhere(name: str) -> Callable[[Tree], str]:
-    def found(tree: Tree) -> str:
-        return name if any(name in path for path, _ in tree.leaves()) else ""
-
-    return found
-
-
-def _all(*paths: str) -> Callable[[Tree], str]:
-    def found(tree: Tree) -> str:
-        return " and ".join(paths) if all(path in tree for path in paths) else ""
-
-    return found
-
-
-_FOREIGN: tuple[tuple[str, Callable[[Tree], str]], ...] = (
-    ("torchtune", _anywhere("_component_")),
-    ("NeMo 2 or another program that Hydra instantiates", _anywhere("_target_")),
-    ("LLaMA-Factory", _all("model_name_or_path", "finetuning_type")),
-    ("LLaMA-Factory", _all("model_name_or_path", "stage")),
-    ("axolotl", _all("base_model", "datasets")),
-    ("axolotl", _all("base_model", "sequence_len")),
-    ("Hugging Face's TrainingArguments", _all("per_device_train_batch_size")),
-    ("Hugging Face's TrainingArguments", _all("output_dir", "num_train_epochs")),
-    ("Accelerate", _all("compute_environment")),
-    ("DeepSpeed", _all("train_micro_batch_size_per_gpu")),
-    ("DeepSpeed", _all("zero_optimization")),
-    ("LLM Foundry", _all("max_duration", "train_loader")),
-    ("torchtitan", _all("training", "parallelism")),
-    ("LitGPT", _all("train.micro_batch_size", "checkpoint_dir")),
-    ("LitGPT", _all("train.micro_batch_size", "model_name")),
-    ("Megatron-LM", _all("tensor-model-parallel-size")),
+_FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("torchtune", ("*_component_",)),
+    ("NeMo 2 or another program that Hydra instantiates", ("*_target_",)),
+    ("LLaMA-Factory", ("model_name_or_path", "finetuning_type")),
+    ("LLaMA-Factory", ("model_name_or_path", "stage")),
+    ("axolotl", ("base_model", "datasets")),
+    ("axolotl", ("base_model", "sequence_len")),
+    ("Hugging Face's TrainingArguments", ("per_device_train_batch_size",)),
+    ("Hugging Face's TrainingArguments", ("output_dir", "num_train_epochs")),
+    ("Accelerate", ("compute_environment",)),
+    ("DeepSpeed", ("train_micro_batch_size_per_gpu",)),
+    ("DeepSpeed", ("zero_optimization",)),
+    ("LLM Foundry", ("max_duration", "train_loader")),
+    ("torchtitan", ("training", "parallelism")),
+    ("LitGPT", ("train.micro_batch_size", "checkpoint_dir")),
+    ("LitGPT", ("train.micro_batch_size", "model_name")),
+    ("Megatron-LM", ("tensor-model-parallel-size",)),
 )
-"""Framework → the keys that show it, or nothing."""
+"""Framework → keys that show it together; ``*`` is in front of a name that shows it anywhere."""
 
 _BY_HAND = "Take the nearest of 'nxdt recipes list' and carry the settings over by hand."
 
@@ -90,9 +75,11 @@ def refuse_others(tree: Tree, wanted: str, source: Path) -> None:
     Raises:
         MigrationRefused: it shows that it is of one.
     """
-    for name, shows in _FOREIGN:
-        if keys := shows(tree):
-            raise _refused(source, wanted, f"{keys} is of {name}", _BY_HAND)
+    written = [path for path, _ in tree.leaves()]
+    for name, keys in _FOREIGN:
+        if all(any(key[1:] in path for path in written) if key[0] == "*" else key in tree for key in keys):
+            shown = " and ".join(key.removeprefix("*") for key in keys)
+            raise _refused(source, wanted, f"{shown} is of {name}", _BY_HAND)
 
 
 def require(tree: Tree, wanted: str, source: Path) -> None:

@@ -64,15 +64,13 @@ def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
             _collect(value, join(path, str(key.value)), text, values)
     elif path and isinstance(node, (yaml.ScalarNode, yaml.SequenceNode)):
         own = text[node.start_mark.index : node.end_mark.index]
-        if _stands_alone(node, own):
+        # The text means the same elsewhere unless it is a block, or contains an anchor or an alias.
+        if isinstance(node, yaml.SequenceNode):
+            alone = bool(node.flow_style) and not set("&*\n") & set(own)
+        else:
+            alone = node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")
+        if alone:
             values[path] = own
-
-
-def _stands_alone(node: Any, own: str) -> bool:
-    """Return whether the node's text means the same elsewhere: it is not a block and contains no anchor or alias."""
-    if isinstance(node, yaml.SequenceNode):
-        return bool(node.flow_style) and not set("&*\n") & set(own)
-    return node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,23 +140,19 @@ class Document:
                 self.moved[other.source] = new
                 self.drop(new, "ignored", f"it is the setting {new}, for which the command line counts")
             elif other is not None:
-                self._collide(old, new)
+                same = setting.value == other.value
+                if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
+                    other.text = setting.text
+                there = "the command line" if other.override else f"line {other.line}"
+                why = f"{there} says the same" if same else f"it is the setting {new}, for which {there} counts"
+                self.moved[setting.source] = new
+                self.drop(old, "unneeded" if same else "ignored", why)
                 continue
             setting.verdict = "renamed"
             if reason:
                 setting.reasons.append(reason)
             self.moved[setting.source] = new
             self.settings = {new if key == old else key: each for key, each in self.settings.items()}
-
-    def _collide(self, old: str, new: str) -> None:
-        mine, other = self.settings[old], self.settings[new]
-        same = mine.value == other.value
-        if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
-            other.text = mine.text
-        there = "the command line" if other.override else f"line {other.line}"
-        why = f"{there} says the same" if same else f"it is the setting {new}, for which {there} counts"
-        self.moved[mine.source] = new
-        self.drop(old, "unneeded" if same else "ignored", why)
 
     def change(self, path: str, value: Any, reason: str) -> None:
         """Give a key another value."""

@@ -68,35 +68,23 @@ def drop_dead_keys(document: Document, kernel: Kernel) -> None:
         elif path in GONE:
             document.drop(path, "unneeded", GONE[path])
         elif path in NEUTRAL:
-            _drop_neutral(document, path)
-
-
-def _drop_neutral(document: Document, path: str) -> None:
-    neutral, reason = NEUTRAL[path]
-    value = document.value(path)
-    if value is None or any(type(value) is type(each) and value == each for each in neutral):
-        document.drop(path, "off", reason or "it asks for nothing, and no selected component reads it")
-    elif reason:
-        document.drop(path, "unsupported" if document.asks(path) else "off", reason)
+            (neutral, reason), value = NEUTRAL[path], document.value(path)
+            if value is None or any(type(value) is type(each) and value == each for each in neutral):
+                document.drop(path, "off", reason or "it asks for nothing, and no selected component reads it")
+            elif reason:
+                document.drop(path, "unsupported" if document.asks(path) else "off", reason)
 
 
 def _declared(path: str, document: Document, kernel: Kernel) -> bool:
-    """Return whether the core or the selected component reads the key."""
+    """Return whether the core or the selected component reads the key; one that cannot be had reads none."""
     section, _, name = path.rpartition(".")
-    cls = section_class(section, document, kernel)
-    return path in core_keys() or (cls is not None and name in keys_of(cls))
-
-
-def section_class(section: str, document: Document, kernel: Kernel) -> type | None:
-    """Return the dataclass of the component that a section selects; None where it declares none or cannot be had."""
     slot = next((slot for slot in SLOTS if slot.section == section), None)
-    if slot is None:
-        return None
+    if path in core_keys() or slot is None:
+        return path in core_keys()
     default = "huggingface" if slot.key == "data.tokenizer.library" else core_keys()[slot.key].default
-    name = document.value(slot.key, default)
-    if not isinstance(name, str):
-        return None
+    component = document.value(slot.key, default)
     try:
-        return kernel.registry.get(slot.kind, name).load_config()
+        cls = kernel.registry.get(slot.kind, component).load_config() if isinstance(component, str) else None
     except NxdtError:
-        return None
+        return False
+    return cls is not None and name in keys_of(cls)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Callable, Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,8 @@ from typing import Any
 from nxdt_core.config.load import check
 from nxdt_core.config.schema import RunConfig
 from nxdt_core.config.section import section_paths
-from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_source
-from nxdt_core.config.tree import Tree, parse_yaml
+from nxdt_core.config.sources import COMMAND_LINE, read_source
+from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey, WrongValue
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig, Verdict
@@ -52,54 +53,22 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
     while True:
         tree, _ = parse_yaml(render(document, (), ()), "")
         problems = check(tree.data, extra, kernel=kernel)
-        refused = [each for each in problems if _can_go(each) and document.has(each.key)]
+        refused = [
+            each
+            for each in problems
+            if isinstance(each, UnknownKey)
+            and document.has(each.key)
+            and (each.key not in NEUTRAL or NEUTRAL[each.key][1])  # else it is of an architecture
+        ]
         if not refused:
             return problems
         for problem in refused:
-            verdict, reason = _judgement(problem, framework)
-            if verdict == "unsupported" and not document.asks(problem.key):
-                verdict = "off"
-            document.drop(problem.key, verdict, reason)
-
-
-def _can_go(problem: ConfigProblem) -> bool:
-    architecture = problem.key in NEUTRAL and not NEUTRAL[problem.key][1]
-    return isinstance(problem, UnknownKey) and not architecture
-
-
-def _judgement(problem: ConfigProblem, framework: str) -> tuple[Verdict, str]:
-    assert isinstance(problem, UnknownKey)
-    near = f"; the nearest is {problem.candidates[0]}" if problem.candidates else ""
-    if framework == "nxdt":
-        return "ignored", f"{FRAMEWORKS[framework]} has no such key either{near}"
-    return "unsupported", f"nxdt has no such key{near}"
-
-
-def unset_paths(document: Document, directory: Path) -> Iterator[tuple[str, str]]:
-    """Yield (key, reason) for what must be set before training: missing values, and paths that do not exist.
-
-    ``directory`` is the directory of the new file; its relative paths start there.
-    """
-    for path, setting in document.settings.items():
-        if setting.value == TO_SET:
-            yield path, "; ".join(setting.reasons) or "it has no value yet"
-    for section in _PATHS:
-        for path in document.below(section):
-            value = document.value(path)
-            for text in value if isinstance(value, list) else [value]:
-                if isinstance(text, str) and text != TO_SET and _is_path(path, text) and _is_missing(text, directory):
-                    yield path, f"there is no {text} here"
-
-
-def _is_path(key: str, text: str) -> bool:
-    """Return whether a value names a file on this machine; a tokenizer may also be named by the id of a hub."""
-    return "://" not in text and (not key.endswith("tokenizer.type") or text.startswith(("/", ".", "~", "$")))
-
-
-def _is_missing(text: str, directory: Path) -> bool:
-    """Return whether a path does not exist; a prefix exists if some file begins with it."""
-    path = directory / expand_home(text)
-    return not path.exists() and not any(path.parent.glob(f"{glob.escape(path.name)}*"))
+            near = f"; the nearest is {problem.candidates[0]}" if problem.candidates else ""
+            if framework == "nxdt":
+                document.drop(problem.key, "ignored", f"{FRAMEWORKS[framework]} has no such key either{near}")
+            else:
+                verdict: Verdict = "unsupported" if document.asks(problem.key) else "off"
+                document.drop(problem.key, verdict, f"nxdt has no such key{near}")
 
 
 _T5_TUNING = ("src_file_name", "max_src_seq_length", "task_name")
@@ -117,26 +86,6 @@ _OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 """Model → keys, any one of which shows it; ``and`` joins such as must be there together. The order matters: files of
 RETRO, Mamba and Griffin have keys of BERT, too."""
-
-
-def require_decoder(tree: Tree, source: Path, kernel: Kernel) -> None:
-    """See that the model of a file of NeMo or neuronx-nemo-megatron can be meant by a decoder.
-
-    Raises:
-        NoDecoder: it is another kind of model, which would be trained as what it is not.
-    """
-    for name, marks in _OTHERS:
-        for mark in marks:
-            keys = [_found(tree, key) for key in mark.split(" and ")]
-            if all(keys):
-                models = sorted(found.record.name for found in kernel.registry.all("model"))
-                raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
-
-
-def _found(tree: Tree, key: str) -> str:
-    """Path of the key: sections of data and tokenizers are below ``model`` in most files."""
-    places = (key,) if key.startswith("model.") else (f"model.{key}", key)
-    return next((place for place in places if tree.get(place) is not None), "")
 
 
 _READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
@@ -167,52 +116,60 @@ def migrate(
     if read.problems:
         raise ConfigError(source=str(source), problems=read.problems)
     refuse_others(read.tree, framework, source)
-    if framework != "nxdt":
-        require_decoder(read.tree, source, kernel)
+    for name, marks in () if framework == "nxdt" else _OTHERS:
+        for mark in marks:
+            # Sections of data and tokenizers are below ``model`` in most files.
+            places = [(key,) if key.startswith("model.") else (f"model.{key}", key) for key in mark.split(" and ")]
+            keys = [next((each for each in place if read.tree.get(each) is not None), "") for place in places]
+            if all(keys):
+                models = sorted(component.record.name for component in kernel.registry.all("model"))
+                raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
     require(read.tree, framework, source)
     for key, value in (overrides or {}).items():
         if (key in read.tree and not isinstance(read.tree.get(key), dict)) or has_key(framework, key):
             line = read.tree.origin(key).line if key in read.tree else 0
             read.tree.set(key, value, replace(COMMAND_LINE, line=line))
-    if wrong := tuple(_no_sections(read.tree)):
-        raise ConfigError(source=str(source), problems=wrong)
+    wrong = [path for path in _SECTIONS if not isinstance(read.tree.get(path), (dict, type(None)))]
+    if wrong:
+        problems = [
+            WrongValue(**read.tree.origin(path).at(path), found=read.tree.describe(path), allowed="a mapping")
+            for path in wrong
+        ]
+        raise ConfigError(source=str(source), problems=tuple(problems))
     document = read_document(read.tree, read_comments(source.read_text(encoding="utf-8-sig")), overrides or ())
     for path in _SECTIONS:
         if path in document.settings:
             document.drop(path, "unneeded", "it is empty")
     _READERS[framework](document, kernel)
-    problems = drop_unsupported(document, framework, kernel, target.parent)
-    to_set = tuple(dict.fromkeys(unset_paths(document, target.parent)))
+    refused = drop_unsupported(document, framework, kernel, target.parent)
+
+    # What must be set before training: missing values, and paths that do not exist.
+    to_set = {
+        (path, "; ".join(setting.reasons) or "it has no value yet"): None
+        for path, setting in document.settings.items()
+        if setting.value == TO_SET
+    }
+    for path in [path for section in _PATHS for path in document.below(section)]:
+        value = document.value(path)
+        for text in value if isinstance(value, list) else [value]:
+            # A tokenizer may also be named by the id of a hub.
+            hub = path.endswith("tokenizer.type") and not str(text).startswith(("/", ".", "~", "$"))
+            if not isinstance(text, str) or text == TO_SET or "://" in text or hub:
+                continue
+            file = target.parent / os.path.expanduser(text)  # raises nothing for an unknown user
+            if not file.exists() and not any(file.parent.glob(f"{glob.escape(file.name)}*")):  # some are prefixes
+                to_set[path, f"there is no {text} here"] = None
+
+    lost = [row for row in document.report() if row.verdict == "unsupported"]
+    lines = [f"  {row.key}: {row.value}  (line {row.line}: {row.reason})" for row in lost]
+    head = f"From {source.name} of {FRAMEWORKS[framework]}, by nxdt config migrate."
+    known = {path for path, _ in to_set}
     return MigratedConfig(
         source=source,
         target=target,
         program=FRAMEWORKS[framework],
-        text=render(document, _head(source, framework), _tail(document)),
+        text=render(document, (head,), ("Not carried over:", *lines) if lines else ()),
         keys=tuple(document.report()),
-        to_set=to_set,
-        remaining=tuple(_remaining(problems, {key for key, _ in to_set})),
+        to_set=tuple(to_set),
+        remaining=tuple((each.key, f"{each.what()} {each.do()}".strip()) for each in refused if each.key not in known),
     )
-
-
-def _no_sections(tree: Tree) -> Iterator[ConfigProblem]:
-    """Sections that are something else."""
-    for path in _SECTIONS:
-        if not isinstance(tree.get(path), (dict, type(None))):
-            yield WrongValue(**tree.origin(path).at(path), found=tree.describe(path), allowed="a mapping")
-
-
-def _remaining(problems: tuple[ConfigProblem, ...], known: set[str]) -> list[tuple[str, str]]:
-    return [
-        (problem.key, f"{problem.what()} {problem.do()}".strip()) for problem in problems if problem.key not in known
-    ]
-
-
-def _head(source: Path, framework: str) -> tuple[str, ...]:
-    return (f"From {source.name} of {FRAMEWORKS[framework]}, by nxdt config migrate.",)
-
-
-def _tail(document: Document) -> tuple[str, ...]:
-    """Return comments that list what was lost, for the reader of the YAML."""
-    lost = [row for row in document.report() if row.verdict == "unsupported"]
-    lines = [f"  {row.key}: {row.value}  (line {row.line}: {row.reason})" for row in lost]
-    return ("Not carried over:", *lines) if lines else ()

@@ -38,12 +38,21 @@ def name_model(document: Document) -> None:
         mixtral = "mixtral" in str(document.value("name", "")).lower()
         reason = "the run's name contains it" if mixtral else "model_source: hf"
         document.put("model.name", "mixtral" if mixtral else "llama", reason)
-        _drop_kept_values(document)
+        for key in ("num_layers", "hidden_size", "rope_theta"):
+            if document.value(f"model.{key}") == -1:
+                document.drop(f"model.{key}", "unneeded", "-1 leaves it to model.model_config")
         return
     wanted, reason = _megatron(document)
     document.put("model.name", wanted, reason)
     if wanted != "gpt":
-        _take_as_llama_shaped(document, wanted)
+        for key in _LLAMA_SHAPED:
+            document.drop(f"model.{key}", "unneeded", f"every {wanted} is so")
+        if wanted == "llama":
+            document.drop("model.sliding_window_size", "off", "null says that it is not set")
+        for old, new in LLAMA_NAMES.items():
+            document.move(old, new)
+        if document.value("model.head_dim", 0) is None:
+            document.drop("model.head_dim", "off", "null says that it is not set")
     if document.value("data.tokenizer.type") in _GPT2:
         document.put(_VOCABULARY, 50257, "GPT-2's number of ids")
     else:
@@ -62,21 +71,3 @@ def _megatron(document: Document) -> tuple[str, str]:
         if any(document.value(path) is not None for path in document.below(section)):
             return name, f"{section} is given, and all else is what a {name} has"
     return "llama", "the architecture is a Llama's"
-
-
-def _take_as_llama_shaped(document: Document, name: str) -> None:
-    for key in _LLAMA_SHAPED:
-        document.drop(f"model.{key}", "unneeded", f"every {name} is so")
-    if name == "llama":
-        document.drop("model.sliding_window_size", "off", "null says that it is not set")
-    for old, new in LLAMA_NAMES.items():
-        document.move(old, new)
-    if document.value("model.head_dim", 0) is None:
-        document.drop("model.head_dim", "off", "null says that it is not set")
-
-
-def _drop_kept_values(document: Document) -> None:
-    """``-1`` leaves a value to ``config.json``."""
-    for key in ("num_layers", "hidden_size", "rope_theta"):
-        if document.value(f"model.{key}") == -1:
-            document.drop(f"model.{key}", "unneeded", "-1 leaves it to model.model_config")

@@ -49,7 +49,28 @@ def take_peft(document: Document) -> None:
     if scheme not in (None, "none", "lora"):
         document.drop(_PEFT, "unsupported", f"it asks for {scheme}; the only adapter here is LoRA (adapter.name: lora)")
     if scheme == "lora":
-        _take_lora(document)
+        document.drop(f"{_PEFT}.peft_scheme", "renamed", "adapter.name: lora")
+        document.put("adapter.name", "lora", "peft_scheme: lora")
+        for old, new in _RENAMED.items():
+            document.move(f"{_LORA}.{old}", f"adapter.{new}")
+        rank = document.value("adapter.lora_rank")
+        if rank is not None:
+            document.put(
+                _ALPHA, rank, "alpha is adapter_dim there unless the file says otherwise: updates are not scaled"
+            )
+        document.put("adapter.lora_dropout", 0.0, "the default there")
+        there, here = f"{_LORA}.target_modules", "adapter.target_modules"
+        names: Any = document.value(there)
+        if isinstance(names, list):
+            ours = [one for name in names for one in _MODULES.get(str(name), (str(name),))]
+            document.move(there, here)
+            document.change(here, list(dict.fromkeys(ours)), "the names that these layers have here")
+        else:
+            document.put(here, ["qkv_proj"], "the projection of queries, keys and values is the default there")
+        for name, (reason, neutral) in _NEUTRAL.items():
+            path = f"{_LORA}.{name}"
+            document.drop(path, "unneeded" if document.value(path) in neutral else "unsupported", reason)
+        document.drop(f"{_LORA}.norm_type", "unneeded", "LoRA has no norm")
         if document.value(_SAVED) is not None:
             document.drop(_SAVED, "unsupported", "set adapter.load_lora_from_ckpt: true and adapter.lora_save_dir")
     for path in (_SAVED, *(f"{_PEFT}.{path.split('.')[2]}" for path in document.below(_PEFT) if path.count(".") > 1)):
@@ -57,33 +78,6 @@ def take_peft(document: Document) -> None:
             path, "off", f"peft_scheme is {scheme or 'null'}" if path != _SAVED else "null: nothing is loaded"
         )
     document.drop(_PEFT, "off", "it is empty")
-
-
-def _take_lora(document: Document) -> None:
-    document.drop(f"{_PEFT}.peft_scheme", "renamed", "adapter.name: lora")
-    document.put("adapter.name", "lora", "peft_scheme: lora")
-    for old, new in _RENAMED.items():
-        document.move(f"{_LORA}.{old}", f"adapter.{new}")
-    rank = document.value("adapter.lora_rank")
-    if rank is not None:
-        document.put(_ALPHA, rank, "alpha is adapter_dim there unless the file says otherwise: updates are not scaled")
-    document.put("adapter.lora_dropout", 0.0, "the default there")
-    _target_modules(document)
-    for name, (reason, neutral) in _NEUTRAL.items():
-        path = f"{_LORA}.{name}"
-        document.drop(path, "unneeded" if document.value(path) in neutral else "unsupported", reason)
-    document.drop(f"{_LORA}.norm_type", "unneeded", "LoRA has no norm")
-
-
-def _target_modules(document: Document) -> None:
-    there, here = f"{_LORA}.target_modules", "adapter.target_modules"
-    names: Any = document.value(there)
-    if not isinstance(names, list):
-        document.put(here, ["qkv_proj"], "the projection of queries, keys and values is the default there")
-        return
-    ours = [one for name in names for one in _MODULES.get(str(name), (str(name),))]
-    document.move(there, here)
-    document.change(here, list(dict.fromkeys(ours)), "the names that these layers have here")
 
 
 _PRECISION = "precision.type"
@@ -94,40 +88,22 @@ _ACTIVATION = "model.activation"
 
 def from_nemo(document: Document, kernel: Kernel) -> None:
     """Turn a document of NeMo's keys into one of this schema."""
-    _nemo_precision(document)
-    _nemo_saving(document)
-    _to_nxdt(document, kernel)
+    # Lightning's precision and Megatron's O2 switch together.
+    precision = str(document.value("trainer.precision", "32"))
+    masters = document.value("model.megatron_amp_O2") or "distributed" in str(document.value(_OPTIMIZER))
+    if precision in ("32", "32-true"):
+        chosen, reason = "fp32", "float32"
+    elif precision in ("bf16", "bf16-mixed"):
+        chosen = "mixed_precision" if masters else "autocast"
+        reason = "bfloat16 with float32 masters" if masters else "float32 weights, bfloat16 in matrix products"
+    elif precision == "bf16-true":
+        chosen, reason = "bf16SR", "bfloat16 weights without masters; rounded stochastically, so that updates count"
+    else:
+        chosen = "mixed_precision" if masters else "autocast"
+        reason = "float16 and its loss scale are not offered; bfloat16 needs no scale"
+    _set_precision(document, chosen, f"trainer.precision {precision}: {reason}")
 
-
-def from_nnm(document: Document, kernel: Kernel) -> None:
-    """Turn a document of neuronx-nemo-megatron's keys into one of this schema."""
-    for path, target in NNM_MOVED.items():
-        document.move(path, target)
-    _nnm_precision(document)
-    _to_nxdt(document, kernel)
-
-
-def _to_nxdt(document: Document, kernel: Kernel) -> None:
-    document.put("model_source", "megatron", "its models are Megatron's")
-    for path, target in MOVED.items():
-        document.move(path, target)
-    _experts(document)
-    take_peft(document)
-    _fine_tuning(document)
-    _optimizer(document)
-    _architecture(document)
-    for path, (reason, neutral) in LOST.items():
-        asks = [key for key in document.below(path) if document.value(key) not in neutral]
-        document.drop(path, "unsupported" if asks else "off", reason)
-    for path, reason in LOSES_NOTHING.items():
-        document.drop(path, "unneeded", reason)
-    if document.value("trainer.max_epochs") not in (None, -1) and document.value("trainer.max_steps"):
-        document.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
-    take_nxdt_keys(document, kernel)
-
-
-def _nemo_saving(document: Document) -> None:
-    """Save after each validation, as NeMo does where the file gives no interval."""
+    # NeMo saves after each validation where the file gives no interval.
     steps = document.value("trainer.val_check_interval")
     intervals = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
     given = any(document.value(f"{_SAVING}.{name}") is not None for name in intervals)
@@ -135,18 +111,37 @@ def _nemo_saving(document: Document) -> None:
         document.put(
             "checkpoint.every_n_train_steps", steps, "NeMo saves after each validation unless the file says when"
         )
+    _to_nxdt(document, kernel)
 
 
-def _experts(document: Document) -> None:
-    """Write what NeMo does where a key of experts is missing; NxD Training does something else."""
+def from_nnm(document: Document, kernel: Kernel) -> None:
+    """Turn a document of neuronx-nemo-megatron's keys into one of this schema."""
+    for path, target in NNM_MOVED.items():
+        document.move(path, target)
+    # The keys of precision that the file has; the environment of the launch script said the rest.
+    masters = document.value("model.zero_use_master_weight") or document.value("model.megatron_amp_O2")
+    if masters or document.value("model.zero_use_fp32_grad_accum"):
+        chosen, reason = "mixed_precision", "float32 masters and sums of gradients"
+    else:
+        chosen, reason = "fp32", "where the launch script set XLA_USE_BF16, the run was bf16SR: write that"
+    for key in ("zero_use_master_weight", "zero_use_fp32_grad_accum"):
+        document.drop(f"model.{key}", "renamed", _PRECISION)
+    _set_precision(document, chosen, reason)
+    _to_nxdt(document, kernel)
+
+
+def _to_nxdt(document: Document, kernel: Kernel) -> None:
+    document.put("model_source", "megatron", "its models are Megatron's")
+    for path, target in MOVED.items():
+        document.move(path, target)
+    # What NeMo does where a key of experts is missing; NxD Training does something else.
     if document.has("model.moe.num_experts"):
         document.put("model.moe.capacity_factor", None, "NeMo drops no tokens where the file gives no capacity")
         document.put("model.moe.router_aux_loss_coef", 0.0, "the default there")
         document.put("model.moe.output_router_logits", True, "NeMo adds the loss of the router, times its coefficient")
+    take_peft(document)
 
-
-def _fine_tuning(document: Document) -> None:
-    """Drop the data sets that only fine-tuning reads, and say so where the file asks for it."""
+    # Data sets that only fine-tuning reads.
     asks = document.value("data.fine_tuning") or (
         document.has("data.train_ds") and not document.has("data.data_prefix")
     )
@@ -155,9 +150,6 @@ def _fine_tuning(document: Document) -> None:
             document.drop(f"data.{name}", "unsupported", "set data.name: sft-chat and its train_files and val_files")
         else:
             document.drop(f"data.{name}", "off", "only data.fine_tuning: true reads it")
-
-
-def _optimizer(document: Document) -> None:
     name = document.value(_OPTIMIZER)
     if name in ("fused_adam", "megatron_fused_adam"):
         document.change(_OPTIMIZER, "adamw", "NeMo's fused Adam decays as AdamW; here torch's fused one is taken")
@@ -165,8 +157,6 @@ def _optimizer(document: Document) -> None:
         document.change(_OPTIMIZER, "adamw", "its shards over data parallel ranks are distributed_strategy.zero1")
         document.put("distributed_strategy.zero1", True, f"{name} shards the optimizer's state")
 
-
-def _architecture(document: Document) -> None:
     activation = str(document.value(_ACTIVATION, ""))
     if activation.startswith("fast-"):
         document.change(_ACTIVATION, activation.removeprefix("fast-"), "the same function; fast- names a fused kernel")
@@ -183,34 +173,14 @@ def _architecture(document: Document) -> None:
         for key in ("method", "num_layers"):
             document.drop(f"model.activations_checkpoint_{key}", "unneeded", "nothing is recomputed")
 
-
-def _nemo_precision(document: Document) -> None:
-    """Lightning's precision and Megatron's O2 switch together."""
-    precision = str(document.value("trainer.precision", "32"))
-    masters = document.value("model.megatron_amp_O2") or "distributed" in str(document.value(_OPTIMIZER))
-    if precision in ("32", "32-true"):
-        chosen, reason = "fp32", "float32"
-    elif precision in ("bf16", "bf16-mixed"):
-        chosen = "mixed_precision" if masters else "autocast"
-        reason = "bfloat16 with float32 masters" if masters else "float32 weights, bfloat16 in matrix products"
-    elif precision == "bf16-true":
-        chosen, reason = "bf16SR", "bfloat16 weights without masters; rounded stochastically, so that updates count"
-    else:
-        chosen = "mixed_precision" if masters else "autocast"
-        reason = "float16 and its loss scale are not offered; bfloat16 needs no scale"
-    _set_precision(document, chosen, f"trainer.precision {precision}: {reason}")
-
-
-def _nnm_precision(document: Document) -> None:
-    """Migrate the keys of precision that the file has; the environment of the launch script said the rest."""
-    masters = document.value("model.zero_use_master_weight") or document.value("model.megatron_amp_O2")
-    if masters or document.value("model.zero_use_fp32_grad_accum"):
-        chosen, reason = "mixed_precision", "float32 masters and sums of gradients"
-    else:
-        chosen, reason = "fp32", "where the launch script set XLA_USE_BF16, the run was bf16SR: write that"
-    for key in ("zero_use_master_weight", "zero_use_fp32_grad_accum"):
-        document.drop(f"model.{key}", "renamed", _PRECISION)
-    _set_precision(document, chosen, reason)
+    for path, (reason, neutral) in LOST.items():
+        asks = [key for key in document.below(path) if document.value(key) not in neutral]
+        document.drop(path, "unsupported" if asks else "off", reason)
+    for path, reason in LOSES_NOTHING.items():
+        document.drop(path, "unneeded", reason)
+    if document.value("trainer.max_epochs") not in (None, -1) and document.value("trainer.max_steps"):
+        document.drop("trainer.max_epochs", "unneeded", "trainer.max_steps ends the run, as it does there")
+    take_nxdt_keys(document, kernel)
 
 
 def _set_precision(document: Document, chosen: str, reason: str) -> None:

@@ -32,7 +32,14 @@ _SCHEDULE_END = f"{_SCHEDULE}.max_steps"
 
 def from_nxdt(document: Document, kernel: Kernel) -> None:
     """Turn a document of a file of NxD Training into one of this schema."""
-    _find_searched(document)
+    # Keys that only NxD Training's search through the whole file finds.
+    for path in list(document.settings):
+        parts = path.split(".")
+        at = next((place for place, part in enumerate(parts[:-1]) if part in _PARTS), None)
+        if at is not None and path in document.settings and ".".join(parts[:at]) != _STRATEGY:
+            _search_finds(document, path, ".".join([_STRATEGY, *parts[at:]]))
+        elif parts[-1] in SEARCHED and path in document.settings and path != SEARCHED[parts[-1]]:
+            _search_finds(document, path, SEARCHED[parts[-1]])
     take_nxdt_keys(document, kernel)
 
 
@@ -41,35 +48,16 @@ def take_nxdt_keys(document: Document, kernel: Kernel) -> None:
     for path, setting in list(document.settings.items()):
         if setting.value == "None":
             document.change(path, None, "YAML reads None as text; null is meant")
-    _leave_out_ignored(document)
-    _take_unread_values(document)
-    _name_data(document)
     _leave_out_unread(document)
     name_model(document)
-    _order(document)
-    _tokenizer(document)
-    _precision(document)
-    _lengths(document)
-    _intervals(document)
+    _take_values(document)
     _schedule(document)
     _recompute(document, kernel)
-    _experts(document)
     _pipeline(document)
     rename_keys(document)
     drop_dead_keys(document, kernel)
     _defaults(document)
     document.drop("model_source", "unneeded", "model.name and data.name say it")
-
-
-def _find_searched(document: Document) -> None:
-    """Move keys that only NxD Training's search through the whole file finds."""
-    for path in list(document.settings):
-        parts = path.split(".")
-        at = next((place for place, part in enumerate(parts[:-1]) if part in _PARTS), None)
-        if at is not None and path in document.settings and ".".join(parts[:at]) != _STRATEGY:
-            _search_finds(document, path, ".".join([_STRATEGY, *parts[at:]]))
-        elif parts[-1] in SEARCHED and path in document.settings and path != SEARCHED[parts[-1]]:
-            _search_finds(document, path, SEARCHED[parts[-1]])
 
 
 def _search_finds(document: Document, path: str, target: str) -> None:
@@ -81,15 +69,15 @@ def _search_finds(document: Document, path: str, target: str) -> None:
     document.move(path, target, "NxD Training finds it by searching the whole file for its name")
 
 
-def _leave_out_ignored(document: Document) -> None:
+def _leave_out_unread(document: Document) -> None:
+    """Name the data, and leave out keys that NxD Training does not read with this data module and model."""
     for path, reason in IGNORED.items():
         asks = any(document.value(key) not in (None, False) for key in document.below(path))
         document.drop(path, "ignored" if asks else "unneeded", reason)
     if document.value(_SCHEDULE_END) not in (None, document.value("trainer.max_steps")):
         document.drop(_SCHEDULE_END, "ignored", "NxD Training always ends the curve at trainer.max_steps")
 
-
-def _take_unread_values(document: Document) -> None:
+    # Keys that stay, although their value has another effect there.
     for path, reason in UNREAD_VALUE.items():
         if path in document.settings:
             document.remark(path, reason)
@@ -107,9 +95,7 @@ def _take_unread_values(document: Document) -> None:
                 "NxD Training reads it the wrong way round for Hugging Face models; false is what it did",
             )
 
-
-def _name_data(document: Document) -> None:
-    """The dataloader, by what NxD Training's script looks at."""
+    # The data module that NxD Training's script takes.
     intended = document.value("data.use_sft_style_data_module") and document.has("data.train_dir")
     if document.has(_STRATEGY):
         parts = {path.split(".")[1] for path in document.below(_STRATEGY) if "." in path}
@@ -123,9 +109,7 @@ def _name_data(document: Document) -> None:
     document.drop("data.use_sft_style_data_module", "renamed" if intended else "unneeded", "data.name says it")
     document.put("data.name", name, reason)
 
-
-def _leave_out_unread(document: Document) -> None:
-    """Keys of another data module or another kind of model than the one that runs."""
+    # Keys of another data module or another kind of model than the one that runs.
     known = set(nxdt_keys())
     data, source = str(document.value("data.name")), str(document.value("model_source", "hf"))
     everywhere = {"name", "global_batch_size", "micro_batch_size", "tokenizer"}
@@ -142,61 +126,15 @@ def _leave_out_unread(document: Document) -> None:
             document.drop(f"precision.{key}", "ignored", "only the precision 'manual' reads it")
 
 
-_SWITCHES = ("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en")
+def _take_values(document: Document) -> None:
+    """Give values that mean something else there what they mean here."""
+    # The kind of NxD Training's sampler.
+    sampler = document.value(_SAMPLER)
+    if sampler in ("single", "cyclic"):
+        document.drop(_SAMPLER, "renamed", f"data.shuffle: {str(sampler == 'cyclic').lower()}")
+        order = "in their order" if sampler == "single" else "in another random order each pass"
+        document.put("data.shuffle", sampler == "cyclic", f"dataloader_type: {sampler} takes the samples {order}")
 
-
-def _sections_of(document: Document, section: str) -> list[str]:
-    return list(dict.fromkeys(path.split(".")[1] for path in document.below(section) if "." in path))
-
-
-def _precision(document: Document) -> None:
-    if document.value(_PRECISION) == "mixed_precision_SR":
-        document.change(_PRECISION, "mixed_precisionSR", "the spelling of its documentation")
-    document.put(_PRECISION, "mixed_precision", "NxD Training's default; here it is fp32")
-    if "32" in str(document.value("trainer.precision", "")):
-        document.drop("trainer.precision", "unneeded", "precision.type decides")
-
-
-def _lengths(document: Document) -> None:
-    """One length of sequences; as shipped, fine-tuning examples have two that differ."""
-    batch, model = document.value(_LENGTH), document.value(_ENCODER_LENGTH)
-    if batch is not None and model is not None and batch != model:
-        document.moved[document.settings[_ENCODER_LENGTH].source] = _LENGTH
-        why = f"batches have {_LENGTH} ({batch}) tokens; NxD Training stops where the two differ"
-        document.drop(_ENCODER_LENGTH, "ignored", why)
-
-
-def _intervals(document: Document) -> None:
-    """Counts that mean something else there than the same number here."""
-    if isinstance(document.value("trainer.val_check_interval"), float):
-        document.drop("trainer.val_check_interval", "unsupported", "validation is counted in optimizer steps here")
-    if document.value(_SAVE_INTERVAL) == 0:
-        document.drop(_SAVE_INTERVAL, "unneeded", "0 counts no steps")
-
-
-def _schedule(document: Document) -> None:
-    """More constant steps than the run has: NeMo's cosine then falls to its end in the step behind the warm-up."""
-    constant, warmup = f"{_SCHEDULE}.constant_steps", document.value(f"{_SCHEDULE}.warmup_steps") or 0
-    count, end = document.value(constant), document.value(_SCHEDULE_END) or document.value("trainer.max_steps")
-    if not all(isinstance(number, int) for number in (count, warmup, end)) or not count or warmup + count <= end:
-        return
-    there = "the rate falls to min_lr right behind the warm-up, as it did there"
-    reason = (
-        f"with warm-up it is more than the {end} steps of the run, so that {there}; 0 spreads the fall over the run"
-    )
-    document.change(constant, max(0, end - warmup - 1), reason)
-
-
-def _order(document: Document) -> None:
-    """Set ``data.shuffle`` to what the kind of NxD Training's sampler stands for."""
-    kind = document.value(_SAMPLER)
-    if kind in ("single", "cyclic"):
-        document.drop(_SAMPLER, "renamed", f"data.shuffle: {str(kind == 'cyclic').lower()}")
-        order = "in their order" if kind == "single" else "in another random order each pass"
-        document.put("data.shuffle", kind == "cyclic", f"dataloader_type: {kind} takes the samples {order}")
-
-
-def _tokenizer(document: Document) -> None:
     section = "data.tokenizer"
     for path in document.below(section):
         if document.value(path) is None:
@@ -212,6 +150,49 @@ def _tokenizer(document: Document) -> None:
             document.change(kind, "gpt2", "no files are named, so that GPT-2's own are fetched")
     if document.value(f"{section}.use_fast") is False:
         document.drop(f"{section}.use_fast", "unneeded", "tokenizers here are the fast ones, with the same ids")
+
+    if document.value(_PRECISION) == "mixed_precision_SR":
+        document.change(_PRECISION, "mixed_precisionSR", "the spelling of its documentation")
+    document.put(_PRECISION, "mixed_precision", "NxD Training's default; here it is fp32")
+    if "32" in str(document.value("trainer.precision", "")):
+        document.drop("trainer.precision", "unneeded", "precision.type decides")
+
+    # One length of sequences; as shipped, fine-tuning examples have two that differ.
+    batch, model = document.value(_LENGTH), document.value(_ENCODER_LENGTH)
+    if batch is not None and model is not None and batch != model:
+        document.moved[document.settings[_ENCODER_LENGTH].source] = _LENGTH
+        why = f"batches have {_LENGTH} ({batch}) tokens; NxD Training stops where the two differ"
+        document.drop(_ENCODER_LENGTH, "ignored", why)
+
+    # Counts that mean something else there than the same number here.
+    if isinstance(document.value("trainer.val_check_interval"), float):
+        document.drop("trainer.val_check_interval", "unsupported", "validation is counted in optimizer steps here")
+    if document.value(_SAVE_INTERVAL) == 0:
+        document.drop(_SAVE_INTERVAL, "unneeded", "0 counts no steps")
+
+    factor: Any = document.value("model.moe.capacity_factor")
+    if document.value("model.moe.dropless") and isinstance(factor, (int, float)) and factor > 0:
+        document.change("model.moe.capacity_factor", 0.0, "NxD Training sets it to 0 where dropless is true")
+
+
+_SWITCHES = ("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en")
+
+
+def _sections_of(document: Document, section: str) -> list[str]:
+    return list(dict.fromkeys(path.split(".")[1] for path in document.below(section) if "." in path))
+
+
+def _schedule(document: Document) -> None:
+    """More constant steps than the run has: NeMo's cosine then falls to its end in the step behind the warm-up."""
+    constant, warmup = f"{_SCHEDULE}.constant_steps", document.value(f"{_SCHEDULE}.warmup_steps") or 0
+    count, end = document.value(constant), document.value(_SCHEDULE_END) or document.value("trainer.max_steps")
+    if not all(isinstance(number, int) for number in (count, warmup, end)) or not count or warmup + count <= end:
+        return
+    there = "the rate falls to min_lr right behind the warm-up, as it did there"
+    reason = (
+        f"with warm-up it is more than the {end} steps of the run, so that {there}; 0 spreads the fall over the run"
+    )
+    document.change(constant, max(0, end - warmup - 1), reason)
 
 
 def _recompute(document: Document, kernel: Kernel) -> None:
@@ -239,12 +220,6 @@ def _recompute(document: Document, kernel: Kernel) -> None:
     else:
         document.drop(_RECOMPUTE, "ignored", f"NxD Training ignores names that a {model} does not have")
         document.change(_GRANULARITY, None, f"none of the names in {_RECOMPUTE} is of this model")
-
-
-def _experts(document: Document) -> None:
-    factor: Any = document.value("model.moe.capacity_factor")
-    if document.value("model.moe.dropless") and isinstance(factor, (int, float)) and factor > 0:
-        document.change("model.moe.capacity_factor", 0.0, "NxD Training sets it to 0 where dropless is true")
 
 
 def _pipeline(document: Document) -> None:
@@ -281,7 +256,15 @@ def _defaults(document: Document) -> None:
         for path, value in DEFAULTS.get(str(document.value("model.name")), {}).items():
             document.put(path, value, "the default there; here it is another")
     if document.value("model.name") == "mixtral" and document.value("model_source") == "megatron":
-        _missing_of_experts(document)
+        moe = "model.moe"
+        experts: Any = document.value(f"{moe}.num_experts") or 1
+        chosen: Any = document.value(f"{moe}.top_k") or 1
+        document.put(f"{moe}.top_k", 1, "the default there; here it is 2")
+        if isinstance(experts, int) and isinstance(chosen, int):
+            document.put(f"{moe}.capacity_factor", experts / chosen, "the default there: num_experts / top_k")
+            document.put(f"{moe}.normalize_top_k_affinities", chosen > 1, "the default there: true with top_k above 1")
+        document.put(f"{moe}.router_aux_loss_coef", 0.0, "the default there; here it is 0.02")
+        document.put(f"{moe}.output_router_logits", False, "the default there; here the loss of the router is added")
     if document.value("trainer.val_check_interval") and document.value("trainer.limit_val_batches") != 0:
         document.put("checkpoint.monitor", "val_loss", "the default there; here the newest checkpoints are kept")
     if document.value("checkpoint.monitor") not in (None, "step"):
@@ -296,15 +279,3 @@ def _defaults(document: Document) -> None:
         document.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
     if document.value("data.name") == "hf-data":
         document.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")
-
-
-def _missing_of_experts(document: Document) -> None:
-    moe = "model.moe"
-    experts: Any = document.value(f"{moe}.num_experts") or 1
-    chosen: Any = document.value(f"{moe}.top_k") or 1
-    document.put(f"{moe}.top_k", 1, "the default there; here it is 2")
-    if isinstance(experts, int) and isinstance(chosen, int):
-        document.put(f"{moe}.capacity_factor", experts / chosen, "the default there: num_experts / top_k")
-        document.put(f"{moe}.normalize_top_k_affinities", chosen > 1, "the default there: true with top_k above 1")
-    document.put(f"{moe}.router_aux_loss_coef", 0.0, "the default there; here it is 0.02")
-    document.put(f"{moe}.output_router_logits", False, "the default there; here the loss of the router is added")

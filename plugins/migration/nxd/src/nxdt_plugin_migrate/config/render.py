@@ -69,7 +69,9 @@ def _text(setting: Setting, path: str, document: Document) -> str:
 
     def pointed(match: re.Match[str]) -> str:
         nonlocal lost
-        target = _absolute(setting.source, match[1], match[2])
+        # One dot is the section that contains the interpolation.
+        around = setting.source.split(".")[: -len(match[1])] if match[1] else []
+        target = ".".join([*around, match[2]])
         now = document.moved.get(target, target)
         lost = lost or not document.has(now)
         neighbours = now.rpartition(".")[0] == path.rpartition(".")[0]
@@ -77,14 +79,6 @@ def _text(setting: Setting, path: str, document: Document) -> str:
 
     text = _REFERENCE.sub(pointed, setting.text)
     return dump(setting.value) if lost else text
-
-
-def _absolute(source: str, dots: str, name: str) -> str:
-    """The key path that an interpolation at ``source`` means: one dot is the section that contains it."""
-    if not dots:
-        return name
-    around = source.split(".")[: -len(dots)]
-    return ".".join([*around, name])
 
 
 def dump(value: object) -> str:
