@@ -41,8 +41,8 @@ def test_a_plain_text_is_one_document(tmp_path):
 
 
 def test_texts_in_jsonl_are_read_by_three_plugins(tmp_path):
-    preprocess = pytest.importorskip("nxdt_plugin_megatron_data.preprocess.records")
-    tokenizers = pytest.importorskip("nxdt_plugin_megatron_data.preprocess.tokenizers")
+    preprocess = pytest.importorskip("nxdt_plugin_megatron_data.encoding")
+    tokenizers = pytest.importorskip("nxdt_plugin_megatron_data.encoding")
     (line,), (other,) = RECORDS["JSONL of texts"], RECORDS["Megatron files"]
     file = tmp_path / "a.jsonl"
     file.write_text(line)

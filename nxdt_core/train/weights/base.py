@@ -52,12 +52,13 @@ _digests: WeakKeyDictionary[ParallelModel, str] = WeakKeyDictionary()
 
 
 def trained_parameters(model: ParallelModel) -> frozenset[str]:
-    """Return the names of this rank's parameters that are not frozen."""
-    return frozenset(name for name, parameter in model.named_parameters() if parameter.requires_grad)
+    """Return the names of the parameters outside the frozen base: this rank's that train, and those that adapters
+    added, frozen or not."""
+    return model.added | {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
 def without_base(model: ParallelModel, weights: Mapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
-    """Return those of ``weights`` that train."""
+    """Return those of ``weights`` that train or that adapters added."""
     trained = trained_parameters(model)
     return {name: weight for name, weight in weights.items() if name in trained}
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from nxdt_plugin_lora.merging import merge_lora
+from nxdt_plugin_lora.saved_run import merge_lora
 
 from nxdt_core import checkpoint
 from nxdt_core.train import TrainSession, build
@@ -53,8 +53,11 @@ def _lora(*targets, **more):
 KINDS = {
     "linear": (_LLAMA, _lora()),
     "nf4": (_WIDE, _lora(base_dtype="nf4")),
+    "nf4-odd": ({**_LLAMA, "hidden_size": 48, "ffn_hidden_size": 72}, _lora(base_dtype="nf4")),
     "nf4-dora": (_WIDE, _lora(base_dtype="nf4", use_dora=True)),
     "int8": (_WIDE, _lora(base_dtype="int8")),
+    "pissa": (_LLAMA, _lora(init_lora_weights="pissa", rank_pattern={"down_proj": 8, "layers.0.mlp.up_proj": 2})),
+    "pissa-dora": (_LLAMA, _lora("q_proj", "o_proj", init_lora_weights="pissa", use_dora=True)),
     "vocabulary": (_LLAMA, _lora("embed_tokens", "lm_head", "q_proj")),
     "tied": ({**_LLAMA, "share_embeddings_and_output_weights": True}, _lora("embed_tokens", "lm_head", "down_proj")),
     "last-layer": (_LLAMA, _lora("layers.3.*")),

@@ -25,10 +25,16 @@ CASES = {
     "linear-recomputed": ("linear", Layout(dp=2, zero=3, recompute="full")),
     "linear-dp2-tp2-pp2": ("linear", Layout(dp=2, tp=2, sp=True, pp=2, zero=3)),
     **{f"nf4-zero{zero}": ("nf4", Layout(dp=2, zero=zero)) for zero in (0, 1, 2)},
+    "nf4-odd-zero1": ("nf4-odd", Layout(dp=2)),
     "nf4-pp2": ("nf4", PP2),
     "nf4-recomputed": ("nf4", Layout(dp=2, recompute="full")),
     "nf4-dora-zero1": ("nf4-dora", Layout(dp=2)),
     "int8-zero1": ("int8", Layout(dp=2)),
+    "pissa-tp2-sp": ("pissa", TP2_SP),
+    "pissa-zero1": ("pissa", Layout(dp=2)),
+    "pissa-zero3": ("pissa", Layout(dp=2, tp=2, zero=3)),
+    "pissa-pp2": ("pissa", PP2),
+    "pissa-dora-tp2": ("pissa-dora", TP2),
     "vocabulary-tp2": ("vocabulary", TP2),
     "vocabulary-tp2-sp": ("vocabulary", TP2_SP),
     "vocabulary-tp2-zero3": ("vocabulary", Layout(dp=2, tp=2, zero=3)),
@@ -71,7 +77,7 @@ def needs_library(kind):
 def pytest_generate_tests(metafunc):
     if "case" in metafunc.fixturenames:
         metafunc.parametrize(
-            "case", sampled(metafunc.config, CASES, SAMPLE, default=("linear-tp2-sp", "vocabulary-tp2-zero3"))
+            "case", sampled(metafunc.config, CASES, SAMPLE, default=("pissa-tp2-sp", "vocabulary-tp2-zero3"))
         )
 
 
@@ -94,7 +100,8 @@ def test_a_layout_trains_as_one_process_does(ranks, alone, steps, case):
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        ("nf4", TP2_SP),
+        slow("nf4", TP2_SP),
+        ("nf4-odd", TP2_SP),
         slow("nf4", Layout(dp=2, tp=2)),
         slow("nf4-dora", TP2),
         slow("int8", TP2_SP),

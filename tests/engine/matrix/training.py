@@ -118,6 +118,8 @@ def train(
     engine.start()
     before = live_bytes()
     model = initialize_parallel_model(config, engine)
+    for each in build.adapters(config):
+        each.begin(model, config, engine.ranks)
     optimizer = initialize_parallel_optimizer(config, engine, model)
     place = engine.rank_info
     batches = share(global_batch(packed=layout.packed, count=layout.micro_batches), place.dp_rank, place.dp_size)

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from nxdt_plugin_lora.adaptation import tables_of
 from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.peft_names import PeftTensor, peft_tensors
-from nxdt_plugin_lora.targets import tables_of
+from nxdt_plugin_lora.peft_files import PeftTensor, base_of, peft_tensors
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.hf.directory import save_hf
@@ -40,6 +40,7 @@ MODELS: Mapping[str, Mapping[str, Any]] = {
         "share_embeddings_and_output_weights": True,
     },
     "wide": {**_SIZES, "name": "llama", "num_kv_heads": 2, "hidden_size": 64, "ffn_hidden_size": 128},
+    "odd": {**_SIZES, "name": "llama", "num_kv_heads": 2, "hidden_size": 48, "ffn_hidden_size": 104},
     "planned": {**_SIZES, "name": "llama", "num_kv_heads": 2, "hidden_size": 256, "ffn_hidden_size": 512},
     "gpt2": {**_SIZES, "name": "gpt", "ffn_hidden_size": 64, "activation": "gelu_tanh", "hidden_dropout": 0.0},
     "mixtral": {**_SIZES, "name": "mixtral", "num_kv_heads": 2, "ffn_hidden_size": 48, "moe": {"num_experts": 4}},
@@ -78,6 +79,11 @@ class Run:
     def trained(self) -> dict[str, torch.nn.Parameter]:
         """What trains, by name."""
         return {name: p for name, p in self.model.named_parameters() if p.requires_grad}
+
+    @property
+    def saved(self) -> dict[str, torch.nn.Parameter]:
+        """What trains and what it starts from, by name."""
+        return {name: p for name, p in self.model.named_parameters() if p.requires_grad or base_of(name)}
 
     @property
     def peft_tensors(self) -> dict[str, PeftTensor]:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 
 import pytest
+from nxdt_plugin_lora.adaptation import tables_of
 from nxdt_plugin_lora.adapter import LoraAdapter
 from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.merging import merged_weight
-from nxdt_plugin_lora.peft_names import base_of
-from nxdt_plugin_lora.targets import tables_of
+from nxdt_plugin_lora.peft_files import base_of
+from nxdt_plugin_lora.saved_run import merged_weight
 from nxdt_testing.adapter_contract import AdapterContract
 
 
@@ -36,7 +36,9 @@ class TestLora(AdapterContract):
                     updates[leaf.base][leaf.kind] = weights[name]
             tables = tables_of(builder)
             return {
-                name: merged_weight(weight, updates[name], section, table=name in tables) if name in updates else weight
+                name: merged_weight(weight, updates[name], section.scaling_of(""), table=name in tables)
+                if name in updates
+                else weight
                 for name, weight in weights.items()
                 if base_of(name) is None
             }

@@ -13,8 +13,8 @@ import torch
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers
-from nxdt_plugin_lora.merging import write_options
 from nxdt_plugin_lora.peft_files import write_peft
+from nxdt_plugin_lora.saved_run import write_options
 from nxdt_plugin_s3.config import S3StorageConfig
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
@@ -66,6 +66,9 @@ RUN = {
     "checkpoint": {"every_n_train_steps": 2, "resume_if_exists": True, "resume_ignore_no_checkpoint": True},
     "adapter": {"name": "lora", "lora_rank": 2, "save_lora_base": False},
 }
+
+
+PISSA = ("adapter.init_lora_weights=pissa", "adapter.rank_pattern={q_proj: 3}", "adapter.lora_dropout=0.2")
 
 
 @pytest.fixture(scope="module")
@@ -131,8 +134,13 @@ def test_an_adapter_s_checkpoint_holds_what_trains_and_nothing_else(run):
 
 @pytest.mark.parametrize(
     "more",
-    [slow(()), slow(("adapter.save_lora_base=true",)), ("adapter.use_dora=true", "adapter.modules_to_save=[lm_head]")],
-    ids=["alone", "with-base", "dora"],
+    [
+        slow(()),
+        slow(("adapter.save_lora_base=true",)),
+        slow(("adapter.use_dora=true", "adapter.modules_to_save=[lm_head]")),
+        ("adapter.use_dora=true", *PISSA),
+    ],
+    ids=["alone", "with-base", "dora", "pissa-dora"],
 )
 def test_a_run_that_goes_on_ends_where_one_without_a_break_ends(run, more):
     whole = weights_of(run("whole", *more) / "checkpoints")
@@ -214,7 +222,17 @@ def test_an_adapter_of_another_base_is_refused(run):
         run("other", *load_it, "seed=77")
 
 
-@pytest.mark.parametrize("key", [slow("lora_alpha=64"), "lora_rank=4", "use_rslora=true", slow("use_dora=true")])
+@pytest.mark.parametrize(
+    "key",
+    [
+        slow("lora_alpha=64"),
+        "lora_rank=4",
+        "use_rslora=true",
+        slow("use_dora=true"),
+        "rank_pattern={q_proj: 3}",
+        "init_lora_weights=pissa",
+    ],
+)
 def test_a_run_does_not_go_on_under_options_that_give_its_adapter_another_meaning(run, key):
     run("tuned", "trainer.max_steps=2")
     with raises(AdapterDiffers, match="NXDT-L005") as raised:
@@ -231,9 +249,15 @@ def test_a_run_does_not_start_from_an_adapter_s_weights_under_another_scale(run)
     run("same", *over)
 
 
-def test_a_run_starts_from_a_saved_adapter(run):
-    first = run("first", "trainer.max_steps=2") / "checkpoints"
-    more = ("adapter.load_lora_from_ckpt=true", f"adapter.lora_save_dir={first}", "adapter.lora_load_tag=step-00000002")
+@pytest.mark.parametrize("adapter", [slow(()), PISSA], ids=["plain", "pissa"])
+def test_a_run_starts_from_a_saved_adapter(run, adapter):
+    first = run("first", "trainer.max_steps=2", *adapter) / "checkpoints"
+    more = (
+        *adapter,
+        "adapter.load_lora_from_ckpt=true",
+        f"adapter.lora_save_dir={first}",
+        "adapter.lora_load_tag=step-00000002",
+    )
     second = run("second", *more, "model.optim.lr=0.0", "trainer.max_steps=1", "checkpoint.every_n_train_steps=1")
     kept, found = weights_of(first), weights_of(second / "checkpoints")
     assert all(torch.equal(kept[name], found[name]) for name in kept)
@@ -244,8 +268,9 @@ def test_a_run_starts_from_a_saved_adapter(run):
     [
         slow(("adapter.target_modules=[all-linear,embed_tokens,lm_head]",)),
         ("adapter.use_dora=true", "adapter.lora_bias=all"),
+        PISSA,
     ],
-    ids=["everywhere", "dora"],
+    ids=["everywhere", "dora", "pissa"],
 )
 def test_a_merged_model_says_what_the_run_says(run, command, tmp_path, more):
     kept = run("tuned", *more) / "checkpoints"
@@ -259,6 +284,10 @@ def test_a_merged_model_says_what_the_run_says(run, command, tmp_path, more):
     status, _, complaint = command("checkpoint", "merge-lora", kept, tmp_path / "merged")
     assert status == 2
     assert "NXDT-S07" in complaint
+    if more == PISSA:  # what it starts from is a part of the adapter for peft
+        assert command("checkpoint", "export-lora", kept, tmp_path / "adapter")[0] == 0
+        options = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
+        assert [options[key] for key in ("r", "lora_alpha", "rank_pattern")] == [4, 64.0, {"q_proj": 6}]
 
 
 def test_a_run_merges_its_last_step_and_writes_its_options_where_asked_to(run):

@@ -30,8 +30,8 @@ def test_defaults_and_the_examples_of_the_seeds_are_fine():
 
 
 def test_scaling_is_by_the_rank_or_by_its_root():
-    assert LoraConfig(lora_rank=16, lora_alpha=32).scaling == 2
-    assert LoraConfig(lora_rank=16, lora_alpha=32, use_rslora=True).scaling == 8
+    assert LoraConfig(lora_rank=16, lora_alpha=32).scaling_of("up_proj") == 2
+    assert LoraConfig(lora_rank=16, lora_alpha=32, use_rslora=True).scaling_of("up_proj") == 8
 
 
 @pytest.mark.parametrize(

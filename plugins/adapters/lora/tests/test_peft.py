@@ -11,9 +11,8 @@ import pytest
 import torch
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers, MergeUnties, NoPeftForm
-from nxdt_plugin_lora.merging import merge_lora
-from nxdt_plugin_lora.peft_export import describe
-from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, shortened, write_peft
+from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS, describe, section_for, shortened, write_peft
+from nxdt_plugin_lora.saved_run import merge_lora
 from nxdt_testing.errors import raises
 
 from nxdt_core import checkpoint
@@ -27,7 +26,7 @@ from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
 from nxdt_core.train.weights.base import base_digest
 from nxdt_core.train.weights.found import find_weights
-from tests.sampling import slow_except
+from tests.sampling import slow, slow_except
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")
 create_loraplus_optimizer = pytest.importorskip("peft.optimizers").create_loraplus_optimizer
@@ -37,6 +36,14 @@ KINDS = {
     "linear": ("llama", {}),
     "some": ("llama", {"target_modules": ["q_proj", "layers.1.mlp"], "use_rslora": True, "lora_alpha": 5}),
     "dora": ("llama", {"use_dora": True}),
+    "patterns": (
+        "llama",
+        {
+            "rank_pattern": {"layers.1.attention.q_proj": 3, "q_proj": 8, "down_proj": 2},
+            "alpha_pattern": {"0.mlp.up_proj": 5, "v_proj": 64},
+            "use_rslora": True,
+        },
+    ),
     "vocabulary": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"]}),
     "vocabulary-dora": ("llama", {"target_modules": ["embed_tokens", "lm_head", "v_proj"], "use_dora": True}),
     "whole": ("llama", {"target_modules": ["o_proj"], "modules_to_save": ["lm_head", "mlp_norm"]}),
@@ -52,7 +59,14 @@ KINDS = {
     "hf": ("hf", {}),
     "tied-whole": ("tied", {"target_modules": ["q_proj"], "modules_to_save": ["lm_head"]}),
     "hf-all": ("hf-mixture", {}),
-    "hf-dense": ("hf-mixture", {"target_modules": ["layers.1.mlp.gate_proj", "o_proj"], "lora_dropout": 0.05}),
+    "hf-dense": (
+        "hf-mixture",
+        {
+            "target_modules": ["layers.1.mlp.gate_proj", "o_proj"],
+            "rank_pattern": {"gate_proj": 2, "o_proj": 3},
+            "lora_dropout": 0.05,
+        },
+    ),
     "hf-dense-alone": ("hf-mixture", {"target_modules": ["layers.1.mlp"]}),
     "hf-shared": ("hf-shared", {}),
     "hf-sinks": ("hf-sinks", {"target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]}),
@@ -64,7 +78,7 @@ UNTIED = ("tied", "tied-dora", "fused")
 
 
 KEPT = {
-    *("linear", "dora", "vocabulary-dora", "whole-mixed", "tied", "fused"),
+    *("dora", "patterns", "vocabulary-dora", "whole-mixed", "tied", "fused"),
     *("some-biases", "experts", "hf-shared"),
 }
 """Each model and each option once; the others repeat them in other combinations."""
@@ -93,11 +107,10 @@ def opened(run, base, tmp_path_factory):
 
 def written(run, directory):
     """The adapter of ``run`` as peft keeps it."""
-    shapes = {name: tuple(p.shape) for name, p in run.trained.items()}
+    saved, digest = run.saved, base_digest(run.model, run.engine.ranks)
+    shapes = {name: tuple(p.shape) for name, p in saved.items()}
     config, tensors = describe(run.builder, run.lora, shapes, base=None)
-    trained = run.trained
-    digest = base_digest(run.model, run.engine.ranks)
-    write_peft(directory, config, tensors, lambda names: [trained[name].detach() for name in names], base=digest)
+    write_peft(directory, config, tensors, lambda names: [saved[name].detach() for name in names], base=digest)
     return directory
 
 
@@ -240,6 +253,14 @@ def test_dropout_drops_what_an_update_is_given_and_nothing_else(start, ids):
         ({"r": 8}, "lora_rank is 8 there and 4 here"),
         ({"lora_alpha": 1}, "lora_alpha is 1 there and 32.0 here"),
         ({"use_dora": True}, "use_dora is True there"),
+        (
+            {"rank_pattern": {"0.self_attn.q_proj": 2}},
+            "of 'layers.0.attention.q_proj' are 2 and 32.0 there and 4 and 32",
+        ),
+        (
+            {"alpha_pattern": {r"^model\.layers\.1\.self_attn\.q_proj": 2}},
+            "of 'layers.1.attention.q_proj' are 4 and 2 there",
+        ),
     ],
 )
 def test_an_adapter_of_other_options_is_refused(start, queries, change, said):
@@ -250,8 +271,8 @@ def test_an_adapter_of_other_options_is_refused(start, queries, change, said):
 
 
 UNREAD = {
-    "rank_pattern": {"q_proj": 2},
-    "alpha_pattern": {"q_proj": 2},
+    "rank_pattern": {r"layers\.\d+\.q_proj": 2},
+    "alpha_pattern": {"[qk]_proj": 2},
     "lora_bias": True,
     "layer_replication": [[0, 2], [1, 2]],
     "target_parameters": ["mlp.experts.gate_up_proj"],
@@ -265,7 +286,7 @@ UNREAD = {
     "use_qalora": True,
     "velora_config": {"num_groups": 8},
 }
-STARTS = ["pissa", "pissa_niter_4", "olora", "corda", "lora_ga", "loftq", "mica"]
+STARTS = ["pissa_niter_4", "olora", "corda", "lora_ga", "loftq", "mica"]
 
 
 QUERIES = {"target_modules": ["q_proj"]}
@@ -298,9 +319,32 @@ def test_an_adapter_that_computes_what_is_not_implemented_is_refused(start, quer
     with raises(AdapterDiffers, match="NXDT-L005") as raised:
         start("llama", load)
     assert key in raised.value.what()
-    assert "merge_and_unload" in raised.value.do()
-    converts = value in ("pissa", "pissa_niter_4", "olora", "corda", "lora_ga")
+    assert ("merge_and_unload" in raised.value.do()) is not key.endswith("_pattern")
+    converts = value in ("pissa_niter_4", "olora", "corda", "lora_ga")
     assert ("path_initial_model_for_weight_conversion" in raised.value.do()) is converts
+
+
+@pytest.mark.parametrize(
+    ("pattern", "matches"),
+    [
+        ("q_proj", ["layers.0", "layers.1"]),
+        (r".*\.q_proj", ["layers.0", "layers.1"]),
+        (r"(.*\.)?1\.self_attn\.q_proj$", ["layers.1"]),
+        ("^model.layers.0.self_attn.q_proj", ["layers.0"]),
+        ("^q_proj", []),
+        ("proj", []),
+    ],
+)
+def test_patterns_of_peft_mean_the_modules_that_they_mean_there(queries, start, pattern, matches):
+    directory, _ = queries
+    modules = {f"layers.{layer}": f"model.layers.{layer}.self_attn.q_proj" for layer in (0, 1)}
+    assert [
+        layer for layer, module in modules.items() if peft.utils.other.get_pattern_key([pattern], module) == pattern
+    ] == matches
+    changed(directory, alpha_pattern={pattern: 3})
+    section = section_for(directory, start("llama", {}).builder)
+    expected = {"q_proj": 3} if len(matches) == 2 else {f"{layer}.attention.q_proj": 3 for layer in matches}
+    assert section["alpha_pattern"] == expected
 
 
 def test_every_variant_that_peft_has_is_known():
@@ -325,6 +369,11 @@ def test_norms_that_count_rows_which_fill_the_vocabulary_up_have_no_form_in_peft
         ("hf-sinks", {"target_modules": ["experts", "q_proj"]}, "keeps all experts in one tensor"),
         ("hf-sinks", {"modules_to_save": ["mlp.experts"]}, "no experts whole"),
         ("hf-sinks", {"modules_to_save": ["sinks"]}, "there it is part of one"),
+        (
+            "mixtral",
+            {"target_modules": ["experts"], "rank_pattern": {"experts.up_proj": 2}},
+            "lora_rank and lora_alpha",
+        ),
         ("mixtral", {"target_modules": ["experts.up_proj"]}, "gate_proj and up_proj of an expert as one"),
         ("hf-mixture", {"target_modules": ["layers.1.mlp.up_proj"], "use_dora": True}, "takes a layer of that name"),
         ("tied", {"target_modules": ["q_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}, "has an update"),
@@ -370,6 +419,70 @@ def test_an_adapter_that_trained_the_head_apart_from_the_embedding_is_refused(st
     assert "merge_and_unload" in raised.value.do()
 
 
+PISSA = {
+    "plain": {"target_modules": ["all-linear"]},
+    "patterns": {
+        "target_modules": ["attention", "down_proj"],
+        "rank_pattern": {"q_proj": 8, "0.mlp.down_proj": 2},
+        "alpha_pattern": {"v_proj": 3},
+    },
+    "rslora": {"target_modules": ["qkv_proj", "up_proj"], "use_rslora": True, "lora_alpha": 6},
+    "dora": {"target_modules": ["q_proj", "o_proj"], "use_dora": True},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "model"), [("plain", "llama"), ("patterns", "llama"), ("rslora", "gpt2"), slow("dora", "hf")]
+)
+def test_pissa_trains_as_peft_and_is_exchanged_with_it(start, tmp_path, ids, kind, model):
+    options = {"init_lora_weights": "pissa", **PISSA[kind]}
+    run = start(model, options)
+    base = run.save_base(tmp_path / "base")
+
+    def unchanged():
+        return transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+    own, _ = describe(run.builder, run.lora, {name: tuple(p.shape) for name, p in run.saved.items()}, base=None)
+    section = {key: own[key] for key in ("target_modules", "fan_in_fan_out", "use_rslora", "use_dora")}
+    halves = {key: {name: value / 2 for name, value in own[key].items()} for key in ("rank_pattern", "alpha_pattern")}
+    ranks = {name: int(rank) for name, rank in halves["rank_pattern"].items()}
+    section |= {"rank_pattern": ranks, "alpha_pattern": halves["alpha_pattern"], "r": run.lora.lora_rank}
+    theirs = peft.get_peft_model(
+        unchanged(), peft.LoraConfig(**section, lora_alpha=run.lora.lora_alpha, init_lora_weights="pissa")
+    ).train()
+    theirs.peft_config["default"].init_lora_weights = True
+    theirs.save_pretrained(tmp_path / "initial")
+    theirs.peft_config["default"].init_lora_weights = "pissa"
+
+    def losses(logits, parameters):
+        optimizer = torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+        for _ in range(5):
+            loss = torch.nn.functional.cross_entropy(logits(ids)[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            yield loss.item()
+
+    rows = unchanged().config.vocab_size
+    found = [*losses(lambda ids: run.module(ids)[..., :rows], run.trained.values())]
+    trained = [p for p in theirs.parameters() if p.requires_grad]
+    assert found == pytest.approx([*losses(lambda ids: theirs(ids).logits, trained)], abs=1e-5)
+    assert found[-1] < found[0] - 0.05
+    expected = logits_of(run, ids, rows)
+    assert not torch.allclose(unchanged()(ids).logits, expected, atol=1e-2)
+    exported = peft.PeftModel.from_pretrained(unchanged(), written(run, tmp_path / "ours")).eval()
+    within = 1e-5 * float(expected.abs().max())
+    torch.testing.assert_close(exported(ids).logits, expected, rtol=0, atol=within)
+    theirs.save_pretrained(tmp_path / "theirs")
+    loading = {"load_lora_from_ckpt": True, "lora_save_dir": str(tmp_path / "theirs")}
+    loaded = start(model, {**options, **loading})
+    torch.testing.assert_close(logits_of(loaded, ids, rows), theirs.eval()(ids).logits, rtol=0, atol=within)
+    with raises(AdapterDiffers, match="init_lora_weights is pissa there and default here"):
+        start(model, {**options, "init_lora_weights": "default", **loading})
+    opened = find_weights(str(tmp_path / "theirs"), base=str(base)).run.selected("adapter").config
+    assert opened.init_lora_weights == "pissa"
+
+
 @pytest.mark.parametrize("init", ["pissa", "olora"])
 def test_what_peft_converts_loads_as_the_refusal_says(start, tmp_path, ids, init):
     run = start("llama", {"target_modules": ["q_proj"]})
@@ -412,6 +525,7 @@ def test_an_adapter_of_another_base_is_refused(start, queries):
     [
         (CONFIG, b'{"peft_type": "IA3"}', "peft_type is 'IA3'"),
         (CONFIG, b"{", "adapter_config.json"),
+        (CONFIG, b'{"peft_type": "LORA", "rank_pattern": {"q_proj": [2]}}', "not numbers by name"),
         (WEIGHTS, b"not safetensors", "adapter_model.safetensors"),
         (WEIGHTS, b"version https://git-lfs.github.com/spec/v1", "git lfs pull"),
         (WEIGHTS, None, "adapter_model.safetensors"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 from itertools import accumulate
 
 import pytest
 import torch
-from nxdt_plugin_lora.peft_export import describe
-from nxdt_plugin_lora.peft_files import write_peft
+from nxdt_plugin_lora.peft_files import describe, write_peft
 from nxdt_testing.errors import raises
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
@@ -66,10 +66,11 @@ def coded(run):
     return {name: p for name, p in run.module.named_parameters() if isinstance(p, QuantisedWeight)}
 
 
-@pytest.mark.parametrize("precision", ["fp32", "autocast"])
-def test_nf4_trains_as_peft_over_bitsandbytes(start, ids, tmp_path, precision):
-    run = start("wide", {"base_dtype": "nf4"}, precision)
-    base = start("wide", {}, precision).save_base(tmp_path / "base")
+@pytest.mark.parametrize(("model", "precision"), [("wide", "fp32"), ("wide", "autocast"), ("odd", "fp32")])
+def test_nf4_trains_as_peft_over_bitsandbytes(start, ids, tmp_path, model, precision):
+    """``odd``: rows of 48 and 104 elements, which share blocks of 64."""
+    run = start(model, {"base_dtype": "nf4"}, precision)
+    base = start(model, {}, precision).save_base(tmp_path / "base")
     computes = torch.bfloat16 if precision == "autocast" else torch.float32
     four_bits = transformers.BitsAndBytesConfig(
         load_in_4bit=True,
@@ -82,7 +83,12 @@ def test_nf4_trains_as_peft_over_bitsandbytes(start, ids, tmp_path, precision):
     assert len(layers) == len(coded(run)) == 14
     mine = {tuple(weight.dequantised().flatten().tolist()) for weight in coded(run).values()}
     for layer in layers:
-        whole = library.functional.dequantize_4bit(layer.weight.data, layer.weight.quant_state).to(computes)
+        state = copy.copy(layer.weight.quant_state)
+        state.shape = torch.Size([1, state.shape.numel()])
+        whole = library.functional.dequantize_4bit(layer.weight.data, state).to(computes)
+        if layer.in_features % 64:  # whose blocks its product for CPUs reads as if each row began one
+            values = whole.view(layer.weight.quant_state.shape)
+            layer.forward = lambda hidden, values=values: functional.linear(hidden, values)
         assert tuple(whole.flatten().tolist()) in mine
     kept = [(layer.weight, layer.weight.quant_state) for layer in layers]
     theirs_bytes = sum(w.nbytes + s.absmax.nbytes + s.offset.nbytes + s.state2.absmax.nbytes for w, s in kept)
@@ -102,7 +108,9 @@ def test_nf4_trains_as_peft_over_bitsandbytes(start, ids, tmp_path, precision):
     losses = losses_of(ours, run.trained.values(), ids)
     assert losses[-1] < 0.5 * losses[0]
     if precision == "fp32":  # steps of AdamW enlarge what bfloat16 rounds
-        assert losses == pytest.approx(losses_of(of_peft, trained.values(), ids), abs=1e-5)
+        compared = STEPS if model == "wide" else 10  # later losses are small and jump
+        expected = losses_of(of_peft, trained.values(), ids)[:compared]
+        assert losses[:compared] == pytest.approx(expected, abs=1e-5)
 
 
 def saved_by(run, ids):
@@ -160,6 +168,8 @@ def test_weights_that_have_no_codes_are_named(start):
     name = "'layers.0.attention.q_proj'"
     with raises(BaseNotQuantised, match="the adapter freezes no weight of a linear layer"):
         start("wide", {"base_dtype": "nf4", "enable_lora": False})
+    with raises(BaseNotQuantised, match="pissa decomposes the weights themselves"):
+        start("wide", {"base_dtype": "nf4", "init_lora_weights": "pissa"})
     run = start("llama", {})
     with raises(BaseNotQuantised, match=f"{name} has float64 weights"):
         quantise_frozen(run.module.double(), run.model.plan, "int8")

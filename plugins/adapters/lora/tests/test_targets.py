@@ -54,13 +54,16 @@ def test_all_linear_leaves_embedding_and_head_alone(start):
         ("target_modules", ["self_attn.*"], "NXDT-L001"),
         ("target_modules", ["attention_norm"], "matches no layer"),
         ("modules_to_save", ["lm_heat"], "'lm_head'"),
+        ("rank_pattern", {"q_porj": 8}, "'q_proj'"),
+        ("alpha_pattern", {"*.q_proj": 8}, "matches no layer with an update"),
+        ("rank_pattern", {"lm_head": 8}, "NXDT-L001"),
     ],
 )
 def test_a_name_that_means_nothing_is_told_with_the_nearest(start, key, names, near):
     with raises(TargetNotFound) as raised:
         start("llama", {key: names})
     assert near in str(raised.value)
-    assert names[-1] in raised.value.what()
+    assert [*names][-1] in raised.value.what()
 
 
 @pytest.mark.parametrize(("whole", "left"), [("mlp", LINEAR[:4]), ("layers.1", LINEAR), ("attention", LINEAR[4:])])
@@ -88,6 +91,30 @@ def test_a_layer_is_not_updated_and_trained_whole(start, targets, whole, named):
     assert "modules_to_save" in raised.value.what()
 
 
+def test_the_first_pattern_that_is_the_end_of_a_path_counts(start):
+    ranks = {"1.attention.q_proj": 2, "q_proj": 3, "proj": 9, "layers.0.mlp.up_proj": 5}
+    with raises(TargetNotFound, match="'proj' matches no layer"):
+        start("llama", {"rank_pattern": ranks})
+    del ranks["proj"]
+    run = start("llama", {"rank_pattern": ranks, "alpha_pattern": {"k_proj": 8, "up_proj": 10}, "lora_alpha": 12})
+    updates = {path: part for path, part in run.module.named_modules() if hasattr(part, "scaling")}
+    assert {path: (part.lora_B.shape[1], part.scaling) for path, part in updates.items() if "_proj" in path} == {
+        f"layers.{layer}.{path}.update": {
+            "attention.q_proj": ((3, 4.0), (2, 6.0))[layer],
+            "attention.k_proj": (4, 2.0),
+            "mlp.up_proj": ((5, 2.0), (4, 2.5))[layer],
+        }.get(path, (4, 3.0))
+        for layer in (0, 1)
+        for path in LINEAR
+    }
+
+
+@pytest.mark.parametrize("targets", [["embed_tokens"], ["experts"]])
+def test_pissa_is_for_linear_layers(start, targets):
+    with raises(LayerNotAdaptable, match="init_lora_weights: pissa is for linear layers\\."):
+        start("mixtral", {"target_modules": targets, "init_lora_weights": "pissa"})
+
+
 @pytest.mark.parametrize("model", ["mixtral", "hf-mixture"])
 def test_dora_is_refused_of_experts(start, model):
     with raises(LayerNotAdaptable, match="NXDT-L002"):
@@ -113,7 +140,7 @@ def test_an_update_changes_nothing_at_the_start(start):
         ("llama", {"use_dora": True}),
         ("llama", {"use_dora": True, "target_modules": ["embed_tokens", "lm_head"]}),
         ("mixtral", {"target_modules": ["all-linear"], "init_lora_weights": "gaussian"}),
-        ("gpt2", {}),
+        ("gpt2", {"init_lora_weights": "pissa"}),
     ]:
         with_update, without = start(model, adapter), start(model, {"enable_lora": False})
         assert without.model.added == frozenset()

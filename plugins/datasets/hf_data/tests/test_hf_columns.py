@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from nxdt_plugin_hf_data.columns import Chunks
+from nxdt_plugin_hf_data.rows import Chunks
 
 
 def test_every_slice_is_that_of_one_array():

@@ -158,7 +158,7 @@ def test_tokens_of_texts_are_kept_for_the_next_run_of_the_same_data(loader, save
 def test_tokens_are_not_those_of_a_text_that_was_changed(loader, saved, tmp_path, verses, contents, monkeypatch):
     """The change keeps the length, and is outside the blocks that stand for a large file."""
     monkeypatch.setattr("nxdt_core.data.cache._BLOCK_BYTES", 1)
-    for place in ("nxdt_core.data.cache", "nxdt_plugin_hf_data.directories"):
+    for place in ("nxdt_core.data.cache", "nxdt_plugin_hf_data.formats"):
         monkeypatch.setattr(f"{place}.SAMPLED_FROM_BYTES", 0)
     old = saved(tmp_path / "old", text=["x" * 2000, *verses])
     new = saved(tmp_path / "new", text=["x" * 999 + "yy" + "x" * 999, *verses])

@@ -12,7 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import nxdt_plugin_megatron_data.preprocess.run as preprocess_run
+import nxdt_plugin_megatron_data.preprocess as preprocess_run
 import pytest
 
 

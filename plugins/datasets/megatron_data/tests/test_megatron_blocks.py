@@ -7,9 +7,9 @@ import gzip
 import numpy as np
 import pytest
 import zstandard
-from nxdt_plugin_megatron_data.preprocess import progress
-from nxdt_plugin_megatron_data.preprocess.progress import Place, read_blocks
-from nxdt_plugin_megatron_data.preprocess.records import RecordEncoder, TokenizationOptions
+from nxdt_plugin_megatron_data import preprocess as progress
+from nxdt_plugin_megatron_data.encoding import RecordEncoder, TokenizationOptions
+from nxdt_plugin_megatron_data.preprocess import Place, read_blocks
 from nxdt_testing.errors import raises
 
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
@@ -126,6 +126,6 @@ def test_records_without_text_are_told_with_their_line(record, reason):
     encoder = RecordEncoder(ByteTokenizer(), TokenizationOptions(text_key="text", separator=None, append_eod=False))
     good = b'{"text": "a\\u2028b"}'
     found = encoder.encode(b"\n".join([good, b"  ", record, good, b'{"text": ""}', b""]), json_lines=True)
-    assert [fault.line for fault in found.faults] == [2]
-    assert reason in found.faults[0].reason
+    assert [fault[0] for fault in found.faults] == [2]
+    assert reason in found.faults[0][1]
     assert (found.records, found.empty, found.lengths.tolist()) == (4, 1, [5, 5])

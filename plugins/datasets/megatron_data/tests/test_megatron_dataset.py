@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from nxdt_plugin_megatron_data.config import MegatronDataConfig
+from nxdt_plugin_megatron_data.config import MegatronDataConfig, short_names
 from nxdt_plugin_megatron_data.errors import (
     EmptySplit,
     EndOfDocumentUnknown,
@@ -17,7 +17,6 @@ from nxdt_plugin_megatron_data.errors import (
 )
 from nxdt_plugin_megatron_data.indexed_files import Provenance, provenance_path
 from nxdt_plugin_megatron_data.loader import MegatronData
-from nxdt_plugin_megatron_data.prefixes import short_names
 from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
 

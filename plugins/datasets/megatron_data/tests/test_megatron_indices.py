@@ -13,10 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.dataset import IndexedDataset, SampleSettings
+from nxdt_plugin_megatron_data.config import read_shares, split_bounds
+from nxdt_plugin_megatron_data.dataset import (
+    IndexedDataset,
+    Indices,
+    SampleSettings,
+    are_indices,
+    build_indices,
+    cached_indices,
+    count_samples,
+)
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
-from nxdt_plugin_megatron_data.indices import Indices, are_indices, build_indices, cached_indices, count_samples
-from nxdt_plugin_megatron_data.prefixes import read_shares, split_bounds
 
 from tests import processes
 
@@ -103,8 +110,8 @@ BUILD = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from nxdt_plugin_megatron_data.indices import cached_indices
-from nxdt_plugin_megatron_data.indices import build_indices
+from nxdt_plugin_megatron_data.dataset import cached_indices
+from nxdt_plugin_megatron_data.dataset import build_indices
 def build():
     with open(sys.argv[2], "a") as log:
         log.write("built\\n")

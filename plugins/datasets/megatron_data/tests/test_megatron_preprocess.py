@@ -19,8 +19,8 @@ import time
 from pathlib import Path
 
 import numpy as np
-import nxdt_plugin_megatron_data.preprocess.command as preprocess_command
-import nxdt_plugin_megatron_data.preprocess.run as preprocess_run
+import nxdt_plugin_megatron_data.commands as preprocess_command
+import nxdt_plugin_megatron_data.preprocess as preprocess_run
 import pytest
 import zstandard
 from click.testing import CliRunner

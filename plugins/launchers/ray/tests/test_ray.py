@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 from nxdt_plugin_ray.config import RayOptions
-from nxdt_plugin_ray.launcher import RayLauncher
+from nxdt_plugin_ray.driver import RayLauncher
 from nxdt_testing.launcher_contract import LauncherContract
 
 from nxdt_core.protocols.launcher import Launcher

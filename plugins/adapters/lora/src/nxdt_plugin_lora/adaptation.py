@@ -1,4 +1,4 @@
-"""Low-rank updates of linear layers, embeddings and experts, and how a model gets them and is frozen.
+"""Low-rank updates of linear layers, embeddings and experts, which layers get them, and how the model is frozen.
 
 Runs train such a model (:mod:`nxdt_plugin_lora.adapter`); a reader of their checkpoints builds it again
 (:mod:`nxdt_plugin_lora.saved_run`).
@@ -6,21 +6,25 @@ Runs train such a model (:mod:`nxdt_plugin_lora.adapter`); a reader of their che
 
 from __future__ import annotations
 
+import difflib
+import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional
 
 from nxdt_core.models.moe.experts import RowGroups, SwiGLUExperts, grouped_linear
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
-from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.errors import LayerNotAdaptable
-from nxdt_plugin_lora.targets import chosen_modules, chosen_targets
+from nxdt_plugin_lora.config import ALL_LINEAR, LoraConfig, ends_in
+from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSavedWhole
 
 
 class LowRankUpdate(Update):
@@ -31,17 +35,31 @@ class LowRankUpdate(Update):
     grows = "lora_B"
     """Name of the parameter that starts at zero."""
 
-    def __init__(self, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float, residual: bool = False
+    ) -> None:
+        """``residual``: subtract the product of frozen initial values, ``lora_A0`` and ``lora_B0``, from the weight."""
         super().__init__()
         self.lora_A = nn.Parameter(torch.empty(rank, inputs))
         self.lora_B = nn.Parameter(torch.empty(outputs, rank))
-        self.scaling = scaling
+        self.scaling, self.residual = scaling, residual
         self.dropout = Dropout(dropout)
+        if residual:
+            self.lora_A0 = nn.Parameter(torch.empty(rank, inputs), requires_grad=False)
+            self.lora_B0 = nn.Parameter(torch.empty(outputs, rank), requires_grad=False)
+            self.follows = {**self.follows, "lora_A0": 1, "lora_B0": 0}
 
     def forward(self, hidden: torch.Tensor, product: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``hidden`` [..., in] and ``product`` [..., out] to the latter's shape."""
         narrow = functional.linear(self.dropout(hidden), self.local(self.lora_A))  # [..., rank]
-        return _plus_scaled(product, narrow, self.local(self.lora_B), self.scaling)
+        return _plus_scaled(self.of_residual(hidden, product), narrow, self.local(self.lora_B), self.scaling)
+
+    def of_residual(self, hidden: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
+        """Return the product of ``hidden`` and the residual, where ``product`` is that of the whole weight."""
+        if not self.residual:
+            return product
+        narrow = functional.linear(hidden, self.local(self.lora_A0))
+        return _plus_scaled(product, narrow, self.local(self.lora_B0), -self.scaling)
 
 
 class DoraUpdate(LowRankUpdate):
@@ -54,20 +72,23 @@ class DoraUpdate(LowRankUpdate):
     follows: Mapping[str, int] = {**LowRankUpdate.follows, "lora_magnitude": 0}
     reads_weight = True
 
-    def __init__(self, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
-        super().__init__(inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
+    def __init__(self, inputs: int, outputs: int, **options: Any) -> None:
+        super().__init__(inputs, outputs, **options)
         self.lora_magnitude = nn.Parameter(torch.empty(outputs))
 
     def forward(self, hidden: torch.Tensor, product: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Return the base's product with the update. Under dropout the frozen product keeps its inputs whole, and what
         is trained of it does not, as in peft."""
         down, up = self.local(self.lora_A), self.local(self.lora_B)
-        factor = self.local(self.lora_magnitude) / self._norms(weight, down, up)
-        dropped = self.dropout(hidden)
+        whole = (down, up)
+        if self.residual:
+            whole = torch.cat([down, self.local(self.lora_A0)]), torch.cat([up, -self.local(self.lora_B0)], 1)
+        factor = self.local(self.lora_magnitude) / self._norms(weight, *whole)
+        product, dropped = self.of_residual(hidden, product), self.dropout(hidden)
         narrow = functional.linear(dropped, down)
         if dropped is hidden:
             return factor * _plus_scaled(product, narrow, up, self.scaling)
-        turned = (factor - 1) * functional.linear(dropped, weight)
+        turned = (factor - 1) * self.of_residual(dropped, functional.linear(dropped, weight))
         return product + turned + factor * self.scaling * functional.linear(narrow, up)
 
     @torch.no_grad()
@@ -185,16 +206,25 @@ def adapt(module: nn.Module, plan: ParallelPlan, config: LoraConfig) -> Adapted:
     """
     whole = chosen_modules(module, config.modules_to_save)
     targets = chosen_targets(module, plan, config.target_modules, whole)
+    for key in ("rank_pattern", "alpha_pattern"):
+        for name in getattr(config, key):
+            if not any(ends_in(path, name) for path in targets):
+                kind, nearest = "layer with an update", _nearest(name, [*targets])
+                raise TargetNotFound(key=key, name=name, kind=kind, candidates=nearest)
     module.requires_grad_(False)
-    updates = _Updates(config)
+    rules: list[InitRule] = []
     for path, layer in targets.items():
-        updates.add(module, path, layer)
+        _add_update(module, path, layer, config, rules)
     for path in whole:
         module.get_submodule(path).requires_grad_(True)
-    _free_biases(module, targets, config)
+    if config.biases != "none":
+        for path, part in module.named_modules():
+            bias = getattr(part, "bias", None)
+            if isinstance(bias, nn.Parameter) and (config.biases == "all" or path in targets):
+                bias.requires_grad_(True)
     exempt = (*plan.no_weight_decay, "*.lora_magnitude")
     changed = replace(plan, no_weight_decay=exempt, lr_scales=_scales(module, config.loraplus_lr_ratio))
-    return Adapted(plan=changed, rules=updates.rules, targets=tuple(targets))
+    return Adapted(plan=changed, rules=rules, targets=tuple(targets))
 
 
 def _scales(module: nn.Module, ratio: float) -> dict[str, float]:
@@ -210,67 +240,154 @@ def _scales(module: nn.Module, ratio: float) -> dict[str, float]:
     }
 
 
-def _free_biases(module: nn.Module, targets: Iterable[str], config: LoraConfig) -> None:
-    if config.biases == "none":
-        return
-    paths = set(targets)
-    for path, part in module.named_modules():
-        bias = getattr(part, "bias", None)
-        if isinstance(bias, nn.Parameter) and (config.biases == "all" or path in paths):
-            bias.requires_grad_(True)
-
-
-class _Updates:
-    """Adds updates to layers and collects the rules by which they start."""
-
-    def __init__(self, config: LoraConfig) -> None:
-        self._config = config
-        self.rules: list[InitRule] = []
-
-    def add(self, module: nn.Module, path: str, layer: nn.Module) -> None:
-        """Give the layer at ``path`` its update."""
-        config = self._config
-        rank, scaling, dropout = config.lora_rank, config.scaling, config.lora_dropout
-        if isinstance(layer, nn.Linear):
-            make = DoraUpdate if config.use_dora else LowRankUpdate
-            inputs, outputs = layer.in_features, layer.out_features
-            update = make(inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
-            module.set_submodule(path, UpdatedLinear(layer, update))
-            self._add_rules(f"{path}.update", grows=update.grows, other=self._drawn("lora_A", inputs))
-            return
-        if isinstance(layer, nn.Embedding):
-            make_table = DoraEmbeddingUpdate if config.use_dora else EmbeddingUpdate
-            table = make_table(layer.num_embeddings, layer.embedding_dim, rank=rank, scaling=scaling)
-            module.set_submodule(path, UpdatedEmbedding(layer, table))
-            other = InitRule(pattern="lora_B", distribution="normal", std=1.0)
-            self._add_rules(f"{path}.update", grows=table.grows, other=other)
-            return
+def _add_update(module: nn.Module, path: str, layer: nn.Module, config: LoraConfig, rules: list[InitRule]) -> None:
+    """Give the layer at ``path`` its update, and add the rules by which that starts to ``rules``; equal layers share
+    them."""
+    options: dict[str, Any] = {"rank": config.rank_of(path), "scaling": config.scaling_of(path)}
+    dropout, residual = config.lora_dropout, config.init_lora_weights == "pissa"
+    owner, _, matrix = path.rpartition(".")
+    update: LowRankUpdate | EmbeddingUpdate | ExpertsUpdate
+    if residual and not isinstance(layer, nn.Linear):
+        layers = "an embedding" if isinstance(layer, nn.Embedding) else "a matrix of experts"
+        raise LayerNotAdaptable(path=path, layer=layers, option="init_lora_weights: pissa", fits="linear layers")
+    if isinstance(layer, nn.Linear):
+        inputs, outputs = layer.in_features, layer.out_features
+        make = DoraUpdate if config.use_dora else LowRankUpdate
+        update = make(inputs, outputs, dropout=dropout, residual=residual, **options)
+        module.set_submodule(path, UpdatedLinear(layer, update))
+    elif isinstance(layer, nn.Embedding):
+        make_table = DoraEmbeddingUpdate if config.use_dora else EmbeddingUpdate
+        update = make_table(layer.num_embeddings, layer.embedding_dim, **options)
+        module.set_submodule(path, UpdatedEmbedding(layer, update))
+    else:
         assert isinstance(layer, SwiGLUExperts)
         if config.use_dora:
             raise LayerNotAdaptable(path=path, layer="a matrix of experts", option="use_dora")
-        owner, _, matrix = path.rpartition(".")
         experts, outputs, inputs = getattr(layer, matrix).shape
-        each = ExpertsUpdate(experts, inputs, outputs, rank=rank, scaling=scaling, dropout=dropout)
-        layer.updates[matrix] = each
-        self._add_rules(f"{owner}.updates.{matrix}", grows=each.grows, other=self._drawn("lora_A", inputs))
+        layer.updates[matrix] = update = ExpertsUpdate(experts, inputs, outputs, dropout=dropout, **options)
+        path = f"{owner}.updates.{matrix}"
+    if not isinstance(layer, SwiGLUExperts):
+        path += ".update"
+    if isinstance(layer, nn.Embedding):
+        drawn = InitRule(pattern="lora_B", distribution="normal", std=1.0)
+    elif config.init_lora_weights == "gaussian":
+        drawn = InitRule(pattern="lora_A", distribution="normal", std=1 / options["rank"])
+    else:  # as of a linear layer of torch (He et al. 2015 with a = sqrt 5)
+        drawn = InitRule(pattern="lora_A", distribution="uniform", std=1 / math.sqrt(inputs))
+    pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
+    constants = {name: 0.0 for name, _ in update.named_parameters() if name != drawn.pattern}
+    constants |= {"lora_magnitude": 1.0} if config.use_dora else {}
+    shared = [
+        replace(drawn, pattern=f"{pattern}.{drawn.pattern}"),
+        *(
+            InitRule(pattern=f"{pattern}.{name}", distribution="constant", mean=mean)
+            for name, mean in constants.items()
+        ),
+    ]
+    earlier = {rule.pattern: rule for rule in rules}
+    if earlier.get(shared[0].pattern, shared[0]) != shared[0]:  # a layer of another size under the same pattern
+        rules.insert(0, replace(drawn, pattern=f"{path}.{drawn.pattern}"))
+    rules += [rule for rule in shared if rule.pattern not in earlier]
 
-    def _drawn(self, leaf: str, inputs: int) -> InitRule:
-        """Return the initialisation that peft uses: uniform as of a linear layer of torch (He et al. 2015 with a = sqrt
-        5), or normal."""
-        if self._config.init_lora_weights == "gaussian":
-            return InitRule(pattern=leaf, distribution="normal", std=1 / self._config.lora_rank)
-        return InitRule(pattern=leaf, distribution="uniform", std=1 / math.sqrt(inputs))
 
-    def _add_rules(self, path: str, *, grows: str, other: InitRule) -> None:
-        """Add the rules of one update; equal layers share them."""
-        pattern = ".".join("*" if part.isdigit() else part for part in path.split("."))
-        shared = [
-            replace(other, pattern=f"{pattern}.{other.pattern}"),
-            InitRule(pattern=f"{pattern}.{grows}", distribution="constant"),
-        ]
-        if self._config.use_dora:
-            shared.append(InitRule(pattern=f"{pattern}.lora_magnitude", distribution="constant", mean=1.0))
-        known = {rule.pattern: rule for rule in self.rules}
-        if known.get(shared[0].pattern, shared[0]) != shared[0]:  # a layer of another size under the same pattern
-            self.rules.insert(0, replace(other, pattern=f"{path}.{other.pattern}"))
-        self.rules += [rule for rule in shared if rule.pattern not in known]
+_SEPARATE: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Fused matrices of NxD Training → what they are where a model keeps them apart."""
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of experts."""
+
+
+def adaptable(module: nn.Module) -> dict[str, nn.Module]:
+    """Return what can get an update, in the order of the model: paths of linear layers, embeddings and experts'
+    matrices, with the module that has the weight."""
+    found: dict[str, nn.Module] = {}
+    for path, part in module.named_modules():
+        if isinstance(part, SwiGLUExperts):
+            found |= {f"{path}.{matrix}": part for matrix in _MATRICES}
+        elif type(part).forward in (nn.Linear.forward, nn.Embedding.forward):
+            found[path] = part
+    return found
+
+
+def chosen_targets(
+    module: nn.Module, plan: ParallelPlan, names: Sequence[str], whole: Sequence[str] = ()
+) -> dict[str, nn.Module]:
+    """Return those of :func:`adaptable` that ``names`` mean, without those inside ``whole``, as in peft.
+
+    Args:
+        module: the model.
+        plan: parallel plan of the model.
+        names: names of layers.
+        whole: paths of the modules that train whole.
+
+    Raises:
+        TargetNotFound: one of ``names`` means nothing.
+        TargetSavedWhole: one means nothing else than what trains whole.
+    """
+    candidates = adaptable(module)
+    heads = [pattern for pattern, style in plan.tensor.items() if style in ("vocab_head", "score_head")]
+    linear = [
+        path
+        for path, part in candidates.items()
+        if not isinstance(part, nn.Embedding) and not matches_any(heads, path) and path != "lm_head"
+    ]
+    wanted: set[str] = set()
+    for name in names:
+        meant = linear if name == ALL_LINEAR else _meant(name, candidates, "target_modules", "layer")
+        left = [path for path in meant if not any(f"{path}.".startswith(f"{owner}.") for owner in whole)]
+        if meant and not left:
+            raise TargetSavedWhole(name=name, paths=meant)
+        wanted |= set(left)
+    return {path: part for path, part in candidates.items() if path in wanted}
+
+
+def chosen_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
+    """Return the paths of the modules with parameters that end in one of ``names``, as in peft, or match its pattern.
+
+    Raises:
+        TargetNotFound: one of ``names`` means nothing.
+    """
+    candidates = [path for path, part in module.named_modules() if path and any(True for _ in part.parameters())]
+    return [path for name in names for path in _meant(name, candidates, "modules_to_save", "module", ending=True)]
+
+
+def adaptable_names(builder: ModelBuilder) -> set[str]:
+    """Return the names of the matrices of the builder's model that can get an update."""
+    with torch.device("meta"):
+        found = adaptable(builder.build())
+    return {path if isinstance(part, SwiGLUExperts) else f"{path}.weight" for path, part in found.items()}
+
+
+def tables_of(builder: ModelBuilder) -> list[str]:
+    """Return the names of the weights of the builder's model that are looked up row by row."""
+    with torch.device("meta"):
+        module = builder.build()
+    return [f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
+
+
+def _meant(name: str, candidates: Iterable[str], key: str, kind: str, *, ending: bool = False) -> list[str]:
+    paths = list(candidates)
+    found = _matching(name, paths, ending)
+    for separate in _SEPARATE.get(name, ()) if not found else ():
+        found += _matching(separate, paths, ending)
+    if not found:
+        raise TargetNotFound(key=key, name=name, kind=kind, candidates=_nearest(name, paths))
+    return found
+
+
+def _matching(name: str, paths: Sequence[str], ending: bool) -> list[str]:
+    """A pattern matches whole paths; a name what ends in it, or (not ``ending``) has it among its components, or has it
+    within one where it is not a component anywhere."""
+    if any(sign in name for sign in "*?["):
+        return [path for path in paths if fnmatch.fnmatchcase(path, name)]
+    if ending:
+        return [path for path in paths if path.endswith(name)]
+    return [path for path in paths if f".{name}." in f".{path}."] or [path for path in paths if name in path]
+
+
+def _nearest(name: str, paths: Sequence[str]) -> list[str]:
+    leaves = list(dict.fromkeys(part for path in paths for part in path.split(".") if not part.isdigit()))
+    last = name.rpartition(".")[2].strip("*?")
+    return difflib.get_close_matches(last, leaves, n=3, cutoff=0.4) or leaves[:8]

@@ -1,4 +1,5 @@
-"""Initial magnitudes of DoRA (arXiv:2402.09353): the norms of the base's weights."""
+"""The adapter ``lora``: what a run does with it, the initial values that depend on the base, and a start from a saved
+adapter (``load_lora_from_ckpt``), which a run here or peft wrote."""
 
 from __future__ import annotations
 
@@ -10,70 +11,34 @@ from typing import Any
 import torch
 from torch import nn
 
+from nxdt_core import checkpoint
+from nxdt_core.checkpoint.collective import on_all_ranks
+from nxdt_core.checkpoint.format.file_names import step_name
+from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import is_dtensor, piece_of
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.layouts import BaseNotQuantised
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.adapter import Adapter, SavedAdapter
 from nxdt_core.protocols.parallel_model import ParallelModel
+from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train import build
-from nxdt_plugin_lora.adaptation import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate, adapt
+from nxdt_core.train.weights.base import base_digest, without_base
+from nxdt_core.train.weights.saved_config import saved_adapter
+from nxdt_plugin_lora.adaptation import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate, adapt, tables_of
 from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.errors import BaseIsNoReference
-from nxdt_plugin_lora.loading import check_options, load_adapter
-from nxdt_plugin_lora.merging import merge_last, write_options
-from nxdt_plugin_lora.peft_files import is_peft, read_config
-from nxdt_plugin_lora.peft_section import section_for
-
-_MAGNITUDE = "lora_magnitude"
-
-
-@torch.no_grad()
-def init_magnitudes(model: ParallelModel) -> None:
-    """Set each magnitude to the norm of its output feature's weights, so that the update starts as the identity.
-
-    Collective: each rank gathers every weight in full, one at a time.
-    """
-    parameters = dict(model.named_parameters())
-    updates = {
-        path: (part, module.get_parameter(f"{path.removesuffix('.update')}.weight"))
-        for module in model.local_modules()
-        for path, part in module.named_modules()
-        if isinstance(part, Update) and hasattr(part, _MAGNITUDE)
-    }
-    for path, (update, weight) in updates.items():
-        magnitude = parameters[f"{path}.{_MAGNITUDE}"]
-        whole = weight.full_tensor() if is_dtensor(weight) else weight
-        wide = torch.promote_types(whole.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(whole, dim=update.inputs, dtype=wide)
-        piece = piece_of(magnitude)
-        piece.tensor.copy_(norms[piece.box.within(piece_of(norms).box)])
-
-
-def check_reference(model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
-    """Let a model pass whose updates are zero, or whose objective does not ask the base at every step. Collective.
-
-    Raises:
-        BaseIsNoReference: it does, and they are not.
-    """
-    if build.objective(config).traits.reference == "step" and changes_base(model, ranks):
-        raise BaseIsNoReference(objective=config.run.objective.name)
-
-
-def changes_base(model: ParallelModel, ranks: RankAgreement) -> bool:
-    """Return whether an update of ``model`` has left its start. Collective."""
-    grown = {
-        f"{path}.{part.grows}"
-        for module in model.local_modules()
-        for path, part in module.named_modules()
-        if isinstance(part, (LowRankUpdate, EmbeddingUpdate, ExpertsUpdate))
-    }
-    own = any(bool(piece_of(p).tensor.any()) for name, p in model.named_parameters() if name in grown)
-    return ranks.any_rank(own)
-
+from nxdt_plugin_lora.errors import AdapterDiffers, BaseIsNoReference, LayerNotAdaptable
+from nxdt_plugin_lora.peft_files import differences, is_peft, peft_tensors, read_config, read_peft, section_for
+from nxdt_plugin_lora.saved_run import merge_last, write_options
 
 _log = logging.getLogger(__name__)
+
+_COMPUTED = ("lora_rank", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
+"""Keys that decide on what a saved update computes."""
 
 
 class LoraAdapter(Adapter):
@@ -116,25 +81,38 @@ class LoraAdapter(Adapter):
         return self.config.save_lora_base or not self.config.enable_lora
 
     def begin(self, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
-        """Load the adapter that the run starts from, or set DoRA's norms to those of the weights.
+        """Set what depends on the base's weights (DoRA's norms, PiSSA's start), and load the adapter to start from.
 
         Raises:
+            BaseNotQuantised: the weights that PiSSA decomposes are codes.
             BaseIsNoReference: that adapter changes the base, which the objective takes for the model of the beginning.
         """
-        if not self.config.save_lora_config_adapter:
-            ranks.on_rank_zero(lambda: write_options(self.config, config.run_dir))
-        if not self.config.enable_lora:
+        own = self.config
+        if not own.save_lora_config_adapter:
+            ranks.on_rank_zero(lambda: write_options(own, config.run_dir))
+        if not own.enable_lora:
             return
-        if self.config.use_dora and not changes_base(model, ranks):  # else the norms came with the updates
-            init_magnitudes(model)
-        if self.config.load_lora_from_ckpt:
-            load_adapter(self.config, model, config, ranks)
-        check_reference(model, config, ranks)
+        dtype = config.run.adapter.base_dtype
+        if own.init_lora_weights == "pissa" and dtype is not None:
+            reason = "init_lora_weights: pissa decomposes the weights themselves"
+            raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Or set another init_lora_weights")
+        if (own.use_dora or own.init_lora_weights == "pissa") and not changes_base(model, ranks):
+            set_initial_values(model, ranks)  # else they came with the updates
+        if own.load_lora_from_ckpt:
+            assert own.lora_save_dir is not None
+            directory = Path(own.lora_save_dir, "" if own.lora_load_tag is None else str(own.lora_load_tag))
+            if is_peft(directory):
+                refuse_foreign(build.trusted_keys(config), directory)
+                _load_peft(directory, own, model, config, ranks)
+            else:
+                _load_checkpoint(own, model, config, ranks)
+        if build.objective(config).traits.reference == "step" and changes_base(model, ranks):
+            raise BaseIsNoReference(objective=config.run.objective.name)
 
     def check_resume(self, saved: Mapping[str, Any], where: str) -> None:
         """Refuse other scales and forms of the updates, as the protocol says."""
         if self.config.enable_lora and saved.get("name") == "lora" and saved.get("enable_lora"):
-            check_options(self.config, saved, where)
+            _check_options(self.config, saved, where)
 
     def finish(self, checkpoint: str | None, config: ResolvedConfig, ranks: RankAgreement) -> None:
         """Merge the last checkpoint, where ``merge_lora`` asks for it."""
@@ -146,6 +124,142 @@ class LoraAdapter(Adapter):
         merge_last(checkpoint, config, ranks)
 
     def init_rules(self) -> Sequence[InitRule]:
-        """Return rules for the parameters that :meth:`apply` has added: an update starts at zero. DoRA's norms are the
-        weights' own, and are set once those are there."""
+        """Return rules for the parameters that :meth:`apply` has added: an update starts at zero. What depends on the
+        base's weights is set once those are there."""
         return self._rules
+
+
+def changes_base(model: ParallelModel, ranks: RankAgreement) -> bool:
+    """Return whether an update of ``model`` has left its start. Collective."""
+    parameters = {name: piece_of(parameter).tensor for name, parameter in model.named_parameters()}
+    names = {
+        f"{path}.{part.grows}"
+        for module in model.local_modules()
+        for path, part in module.named_modules()
+        if isinstance(part, (LowRankUpdate, EmbeddingUpdate, ExpertsUpdate))
+    }
+    changed = (
+        not torch.equal(parameters[name].to(start.dtype), start)
+        if (start := parameters.get(f"{name}0")) is not None
+        else bool(parameters[name].any())
+        for name in names & parameters.keys()
+    )
+    return ranks.any_rank(any(changed))
+
+
+@torch.no_grad()
+def set_initial_values(model: ParallelModel, ranks: RankAgreement) -> None:
+    """Set each magnitude of DoRA (arXiv:2402.09353) to the norm of its output feature's weights, and each update that
+    starts as PiSSA (arXiv:2404.02948) to the largest singular values and vectors, which its residual lacks.
+
+    Collective: each rank gathers every weight in full, one at a time. One rank computes the singular values of a weight
+    for all that have a part of it, since others could choose other signs.
+
+    Raises:
+        LayerNotAdaptable: the engine holds a part of a weight in a form that is not gathered here.
+    """
+    parameters, state = dict(model.named_parameters()), model.state_dict()
+    updates = {
+        path: (part, module.get_parameter(f"{path.removesuffix('.update')}.weight"))
+        for module in model.local_modules()
+        for path, part in module.named_modules()
+        if isinstance(part, Update) and (hasattr(part, "lora_magnitude") or hasattr(part, "lora_A0"))
+    }
+    computed: dict[str, torch.Tensor] = {}
+    paths_of_ranks = ranks.all_gather_object([*updates])
+    for number, (path, (update, weight)) in enumerate(updates.items()):
+        whole = weight.full_tensor() if is_dtensor(weight) else weight
+        held = state.get(f"{path.removesuffix('.update')}.weight")
+        if held is not None and piece_of(held).shape != tuple(whole.shape):
+            option = "use_dora" if hasattr(update, "lora_magnitude") else "init_lora_weights"
+            raise LayerNotAdaptable(
+                path=path, layer="split by this engine", option=option, fits="layers of whole weights"
+            )
+        wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
+        if hasattr(update, "lora_magnitude"):
+            norms = torch.linalg.vector_norm(wide, dim=update.inputs)
+            piece = piece_of(parameters[f"{path}.lora_magnitude"])
+            piece.tensor.copy_(norms[piece.box.within(piece_of(norms).box)])
+        holders = [rank for rank, paths in enumerate(paths_of_ranks) if path in paths]
+        if isinstance(update, LowRankUpdate) and update.residual and ranks.rank == holders[number % len(holders)]:
+            rank = parameters[f"{path}.lora_A"].shape[0]
+            left, values, right = torch.linalg.svd(wide, full_matrices=False)
+            root = (values[:rank] / update.scaling).sqrt()
+            computed[f"{path}.lora_A"] = (root.unsqueeze(1) * right[:rank]).cpu()
+            computed[f"{path}.lora_B"] = (left[:, :rank] * root).cpu()
+    for name, start in (item for of_rank in ranks.all_gather_object(computed) for item in of_rank.items()):
+        for parameter in (parameters[each] for each in (name, f"{name}0") if each in parameters):
+            piece = piece_of(parameter)
+            piece.tensor.copy_(start[piece.box.within(Box.whole(piece.shape))])
+
+
+def _check_options(own: LoraConfig, saved: Mapping[str, Any], where: str) -> None:
+    """Check that weights of a run with the section ``saved``, which may be of an older version, compute the same here.
+
+    Raises:
+        AdapterDiffers: they do not.
+    """
+    here = own.model_dump()
+    there = {"rank_pattern": {}, "alpha_pattern": {}, **saved}
+    different = [
+        f"{key} is {there.get(key)} there and {here[key]} here" for key in _COMPUTED if there.get(key) != here[key]
+    ]
+    start, own_start = saved.get("init_lora_weights", "default"), own.init_lora_weights
+    if start != own_start and "pissa" in (start, own_start):
+        different.append(f"init_lora_weights is {start} there and {own_start} here")
+    if different:
+        raise AdapterDiffers(where=where, differences=different)
+
+
+def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
+    """Fill what trains from a checkpoint of a run. Collective: it succeeds on all ranks or fails on all.
+
+    Raises:
+        AdapterDiffers: it was trained with other options.
+        AdapterOfAnotherBase: it was trained over other weights.
+        WeightsDoNotFit: it has updates of other layers.
+    """
+    uri = str(own.lora_save_dir)
+    if own.lora_load_tag is not None:
+        tag = str(own.lora_load_tag)
+        uri = f"{uri.rstrip('/')}/{step_name(int(tag)) if tag.isdigit() else tag}"
+    storage, step = build.locate(config, uri)
+    trusted = build.trusted_keys(config)
+    manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=ranks, trusted=trusted)
+    where = build.step_uri(storage, manifest.step)
+    _check_options(own, saved_adapter(manifest, config), where)
+    if manifest.facts.base and manifest.facts.base != base_digest(model, ranks):
+        raise AdapterOfAnotherBase(where=where, base="this run")
+    weights = without_base(model, model.state_dict())
+    unmatched = checkpoint.load_model_into(
+        storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=manifest.facts.without_base
+    )
+    if unmatched.missing:
+        raise WeightsDoNotFit(missing=unmatched.missing, extra=[], shapes=[])
+    model.load_state_dict(weights, strict=False)
+
+
+def _load_peft(
+    directory: Path, own: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement
+) -> None:
+    """Fill what trains from a directory that peft wrote, as :func:`_load_checkpoint` does."""
+    digest, trained = base_digest(model, ranks), {name for name, p in model.named_parameters() if p.requires_grad}
+    weights = {name: weight for name, weight in model.state_dict().items() if name in trained}
+    shapes_here = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+    shapes = {name: shape for of_rank in ranks.all_gather_object(shapes_here) for name, shape in of_rank.items()}
+
+    def fill() -> None:
+        builder = build.model_builder(config)
+        different = [*differences(own, section_for(directory, builder, builds=False))]
+        if different:
+            raise AdapterDiffers(where=str(directory), differences=different)
+        values, base = read_peft(directory, peft_tensors(builder, shapes, tables_of(builder)), shapes)
+        if base and base != digest:
+            raise AdapterOfAnotherBase(where=str(directory), base="this run")
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                piece = piece_of(tensor, name)
+                piece.tensor.copy_(values[name][piece.box.within(Box.whole(piece.shape))])
+
+    on_all_ranks(ranks, fill, where=str(directory))
+    model.load_state_dict(weights, strict=False)

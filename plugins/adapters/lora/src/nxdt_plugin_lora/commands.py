@@ -12,7 +12,7 @@ from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
-    from nxdt_plugin_lora.merging import Merged
+    from nxdt_plugin_lora.saved_run import Merged
 
 
 @click.command(
@@ -49,12 +49,12 @@ def merge_lora(
     from nxdt_core.checkpoint import open_storage
     from nxdt_core.train.weights.saved_config import locate
     from nxdt_core.train.weights.saved_config import named_config as read
-    from nxdt_plugin_lora import merging
+    from nxdt_plugin_lora import saved_run
 
     own, keys = read(config, trusted)
     ctx.exit(
         on_all_ranks(
-            lambda ranks: merging.merge_lora(
+            lambda ranks: saved_run.merge_lora(
                 *locate(source, own), open_storage(target), base=base, ranks=ranks, config=own, trusted=keys
             ),
             lambda merged: _report(merged, json_output),
@@ -91,9 +91,9 @@ def export_lora(
     SRC is a checkpoint.uri, whose newest complete step is used, or one step of it. DST is a directory that is empty
     or not there yet.
     """
-    from nxdt_plugin_lora import peft_export
+    from nxdt_plugin_lora import saved_run
 
-    exported = peft_export.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
+    exported = saved_run.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
     if json_output:
         print_json(asdict(exported))
         return

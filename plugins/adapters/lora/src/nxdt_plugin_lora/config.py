@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Literal
 
 from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt, SourcePath
@@ -13,6 +13,11 @@ Biases = Literal["none", "all", "lora_only"]
 
 ALL_LINEAR = "all-linear"
 """Name in ``target_modules`` of every linear layer and expert but the head."""
+
+
+def ends_in(path: str, name: str) -> bool:
+    """Return whether the last components of ``path`` are ``name``."""
+    return f".{path}".endswith(f".{name}")
 
 
 class LoraConfig(Section):
@@ -28,6 +33,11 @@ class LoraConfig(Section):
     """Rank of the update."""
     lora_alpha: NonNegativeFloat = 32.0
     """Scale of the update, divided by the rank."""
+    rank_pattern: Mapping[str, PositiveInt] = {}
+    """Ranks of some layers in place of ``lora_rank``, by path or its end: ``{down_proj: 64, layers.0.mlp.up_proj: 8}``.
+    The first name that matches counts, as in peft; regular expressions are not read."""
+    alpha_pattern: Mapping[str, NonNegativeFloat] = {}
+    """Scales of some layers in place of ``lora_alpha``, named in the same way."""
     loraplus_lr_ratio: NonNegativeFloat = 1.0
     """Learning rate of B over that of A (LoRA+, Hayou et al. 2024, arXiv:2402.12354), as peft's
     ``create_loraplus_optimizer``: biases, norms and DoRA's magnitudes that train have B's rate, too. A and B of
@@ -50,8 +60,11 @@ class LoraConfig(Section):
     use_dora: bool = False
     """Train the norm of each output feature's weights apart from their direction (Liu et al. 2024, arXiv:2402.09353);
     linear layers and embeddings only."""
-    init_lora_weights: Literal["default", "gaussian"] = "default"
-    """Initial values of A: uniform within 1 / sqrt(inputs), or normal with the standard deviation 1 / ``lora_rank``."""
+    init_lora_weights: Literal["default", "gaussian", "pissa"] = "default"
+    """Initial values of A: uniform within 1 / sqrt(inputs), or normal with the standard deviation 1 / rank; B is zero.
+    ``pissa``: A and B are the largest singular values and vectors of the weight (Meng et al. 2024, arXiv:2404.02948).
+    The product of their initial values is subtracted in each step, so that the base stays as it is: they are frozen,
+    saved with the adapter, and exported to peft as part of an adapter of twice the rank. Linear layers only."""
     save_lora_base: bool = True
     """Checkpoints hold the frozen weights too; ``false``: what trains, alone."""
     merge_lora: bool = False
@@ -75,10 +88,18 @@ class LoraConfig(Section):
         """``lora_bias``, under either name."""
         return self.lora_bias if self.bias is None else self.bias
 
-    @property
-    def scaling(self) -> float:
-        """Factor of the product of B and A."""
-        return self.lora_alpha / (math.sqrt(self.lora_rank) if self.use_rslora else self.lora_rank)
+    def rank_of(self, path: str) -> int:
+        """Return the rank of the update of the layer at ``path``."""
+        return next((rank for name, rank in self.rank_pattern.items() if ends_in(path, name)), self.lora_rank)
+
+    def alpha_of(self, path: str) -> float:
+        """Return the scale of the update of the layer at ``path``."""
+        return next((alpha for name, alpha in self.alpha_pattern.items() if ends_in(path, name)), self.lora_alpha)
+
+    def scaling_of(self, path: str) -> float:
+        """Return the factor of the product of B and A in the layer at ``path``."""
+        rank = self.rank_of(path)
+        return self.alpha_of(path) / (math.sqrt(rank) if self.use_rslora else rank)
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work together."""

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors import NxdtError
 
 TargetNotFound = NxdtError.define(
@@ -17,8 +15,9 @@ TargetNotFound = NxdtError.define(
 LayerNotAdaptable = NxdtError.define(
     "NXDT-L002",
     "An option does not fit a layer that was asked for.",
-    "adapter: '{path}' is {layer}, and {option} is for linear layers and embeddings.",
+    "adapter: '{path}' is {layer}, and {option} is for {fits}.",
     "Take it out of adapter.target_modules, or set {option} to its default.",
+    defaults={"fits": "linear layers and embeddings"},
 )
 
 NoPeftForm = NxdtError.define(
@@ -36,11 +35,7 @@ AdapterFileDamaged = NxdtError.define(
 )
 
 
-def _adapter_differs(error: Any) -> dict[str, Any]:
-    own = "Set these keys of the section adapter to what the saved adapter has."
-    what_to_do = " ".join(dict.fromkeys(error.remedies)) or own
-    return {"what_to_do": what_to_do}
-
+_SET_KEYS = "Set these keys of the section adapter to what the saved adapter has."
 
 AdapterDiffers = NxdtError.define(
     "NXDT-L005",
@@ -49,7 +44,7 @@ AdapterDiffers = NxdtError.define(
     "{what_to_do}",
     usual_remedy="Set the keys of section adapter to what the adapter was trained with.",
     defaults={"remedies": ()},
-    also=_adapter_differs,
+    also=lambda error: {"what_to_do": " ".join(dict.fromkeys(error.remedies)) or _SET_KEYS},
 )
 
 NoAdapterHere = NxdtError.define(

@@ -1,11 +1,18 @@
-"""Directories of peft: ``adapter_config.json`` and the weights, read and written."""
+"""Adapters as peft stores them: names and forms of their tensors, ``adapter_config.json``, and both files.
+
+An update is stored with the matrix that it belongs to. What the key map of the model's builder does to the rows of that
+is done to those of ``lora_B`` and of DoRA's norms, and ``lora_A`` is as it is here.
+"""
 
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +24,182 @@ from nxdt_core.checkpoint.format.hf_source import read_json
 from nxdt_core.config.huggingface import unusable
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.hf.key_map import Source, sources
+from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.system.regular_files import replace_text, replacing, require_fetched, require_inside
-from nxdt_plugin_lora.config import LoraConfig
-from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged
-from nxdt_plugin_lora.peft_names import PeftTensor
+from nxdt_plugin_lora.adaptation import adaptable_names, tables_of
+from nxdt_plugin_lora.config import LoraConfig, ends_in
+from nxdt_plugin_lora.errors import AdapterDiffers, AdapterFileDamaged, NoPeftForm
+
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
+_BASE = "nxdt_base"
+"""Key of the file's metadata, which peft leaves alone: digest of the base that the adapter was trained over."""
+_PREFIX = "base_model.model."
+_PAIR = ("gate_proj", "up_proj")
+_HEAD = "lm_head.weight"
+"""Name of a head that shares the embedding's weight and therefore has no separate tensor."""
+_RENAMED = ".block_sparse_moe."
+"""Part of names in Mixtral's files. It is ``.mlp.`` in memory, where peft looks for modules that train whole."""
+_ROWS = {"transpose": "none", "interleave_transpose": "interleave"}
+"""Transform → its effect on rows alone, where the two differ."""
+_STARTS_AT = {"lora_A0": "lora_A", "lora_B0": "lora_B"}
+"""Frozen initial values → what they are those of; in peft both are one tensor, of twice the rank."""
+_IN_PEFT = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
+_EMBEDDING_IN_PEFT = {**_IN_PEFT, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateParameter:
+    """A parameter of an update."""
+
+    base: str
+    """Global name of the matrix that is updated."""
+    kind: str
+    """``lora_A``, ``lora_B`` or ``lora_magnitude``; ``lora_A0``, ``lora_B0``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PeftTensor:
+    """One trained parameter, and the tensors that stand for it there."""
+
+    source: Source
+    modules: tuple[str, ...]
+    """Modules of transformers that the parameter updates or belongs to."""
+    leaf: UpdateParameter | None
+    """Name of the parameter within the update; None for a parameter of the base that trains whole."""
+    transposed: bool = False
+    """True if the tensors are stored transposed."""
+    twin: str | None = None
+    """Name of the same tensor again, where two modules share it."""
+    start: str | None = None
+    """Name of the parameter with the frozen initial values, which the tensors have, too."""
+
+    def write(self, tensor: torch.Tensor, start: torch.Tensor | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of the file, from the parameter and its initial values."""
+        if start is not None:  # of twice the rank: B A - B0 A0
+            assert self.leaf is not None
+            is_a = self.leaf.kind == "lora_A"
+            tensor = torch.cat([tensor, start if is_a else -start], -2 if is_a else -1)
+        for part in self.source.tensors():
+            values = part.of(tensor[part.box.within(part.box.whole(part.parameter_shape))])
+            yield part.name, (values.t() if self.transposed else values).contiguous()
+            if self.twin is not None:
+                yield self.twin, values.clone()
+
+    def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
+        """Return the parameter, of tensors that ``fetch`` gives by name."""
+        return self.source.read(lambda name: fetch(name).t() if self.transposed else fetch(name))
+
+
+def base_of(name: str) -> UpdateParameter | None:
+    """Return what the parameter ``name`` of an update belongs to; None for one of the base."""
+    owner, _, kind = name.rpartition(".")
+    if kind not in _IN_PEFT and kind not in _STARTS_AT:
+        return None
+    layer, _, last = owner.rpartition(".")
+    if last == "update":
+        return UpdateParameter(base=f"{layer}.weight", kind=kind)
+    return UpdateParameter(base=f"{layer.removesuffix('.updates')}.{last}", kind=kind)
+
+
+def module_of(name: str) -> tuple[str, bool]:
+    """Return the module of transformers that a tensor of the file belongs to, and whether it is of an update."""
+    inner = name.removeprefix(_PREFIX)
+    for suffix in {*_IN_PEFT.values(), *_EMBEDDING_IN_PEFT.values()}:
+        if inner.endswith(f".{suffix}"):
+            return inner.removesuffix(f".{suffix}"), True
+    return inner.rpartition(".")[0].removesuffix(".base_layer"), False
+
+
+def peft_tensors(
+    builder: ModelBuilder, shapes: Mapping[str, tuple[int, ...]], embeddings: Iterable[str]
+) -> dict[str, PeftTensor]:
+    """Return the trained parameters of a model by name.
+
+    Args:
+        builder: builder of the model, without adapters.
+        shapes: shape of each trained parameter, by name.
+        embeddings: names of the tables that are looked up.
+
+    Raises:
+        HFExchangeUnsupported: the builder has no key map.
+        NoPeftForm: an update of a matrix that is several in transformers, or weights that peft cannot train whole.
+    """
+    tied = dict(builder.plan().tied)
+    of_base = {source.name: source for source in sources(builder)}
+    of_base |= {user: of_base[owner] for owner, user in tied.items()}
+    leaves = {name: base_of(name) for name in shapes}
+    updated = {leaf.base.rpartition(".")[0] for leaf in leaves.values() if leaf is not None}
+    tables, tensors = frozenset(embeddings), dict[str, PeftTensor]()
+    for name, shape in shapes.items():
+        leaf = leaves[name]
+        if leaf is None:
+            tensors[name] = _whole(of_base[name], updated, tied)
+        elif leaf.kind not in _STARTS_AT:
+            source = of_base[leaf.base]
+            if leaf.base == tied.get(source.name):  # a tied head, which has no tensor
+                source = replace(source, hf_names=(_HEAD,))
+            start = f"{name}0" if f"{name}0" in shapes else None
+            if start is not None:
+                shape = (2 * shape[0], shape[1]) if leaf.kind == "lora_A" else (shape[0], 2 * shape[1])
+            tensor = _update(name, shape, leaf, source, table=leaf.base in tables)
+            tensors[name] = replace(tensor, start=start)
+    return tensors
+
+
+def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTensor:
+    """A base parameter; the bias of a layer with an update is below that layer's ``base_layer``."""
+    if len(source.shape) == 3:
+        raise NoPeftForm(parameter=source.name, reason="peft trains no experts whole")
+    if source.hf_names == (source.name.removesuffix(".weight"),):
+        raise NoPeftForm(parameter=source.name, reason="peft trains modules whole, and there it is part of one")
+    if any(_RENAMED in name for name in source.hf_names):
+        raise NoPeftForm(parameter=source.name, reason="transformers opens its module under another name")
+    owner = source.name.rpartition(".")[0]
+    if source.name in tied:  # an embedding that is the head too: peft keeps a copy for each
+        if {owner, tied[source.name].rpartition(".")[0]} & updated:
+            raise NoPeftForm(parameter=source.name, reason="embedding and head share it, and one of them has an update")
+        return PeftTensor(
+            source=replace(source, hf_names=tuple(f"{_PREFIX}{name}" for name in source.hf_names)),
+            modules=tuple(name.rpartition(".")[0] for name in (*source.hf_names, _HEAD)),
+            leaf=None,
+            twin=f"{_PREFIX}{_HEAD}",
+        )
+    modules = tuple(name.rpartition(".")[0] for name in source.hf_names)
+    beneath = ".base_layer" if owner in updated else ""
+    names = tuple(
+        f"{_PREFIX}{module}{beneath}.{name.rpartition('.')[2]}"
+        for module, name in zip(modules, source.hf_names, strict=True)
+    )
+    return PeftTensor(source=replace(source, hf_names=names), modules=modules, leaf=None)
+
+
+def _update(name: str, shape: tuple[int, ...], leaf: UpdateParameter, source: Source, *, table: bool) -> PeftTensor:
+    if source.transform == "concat":
+        reason = f"transformers keeps that matrix as {len(source.hf_names)} tensors"
+        raise NoPeftForm(parameter=leaf.base, reason=reason)
+    if len(source.shape) == 3 and source.transform != "stack":
+        raise NoPeftForm(parameter=leaf.base, reason="transformers keeps all experts in one tensor")
+    if table and leaf.kind == "lora_magnitude" and source.transform == "pad" and source.sections != source.shape[:1]:
+        raise NoPeftForm(
+            parameter=leaf.base, reason="its norms count the rows that fill the vocabulary up, which only we have"
+        )
+    modules = tuple(theirs.removesuffix(".weight") for theirs in source.hf_names)
+    suffix = (_EMBEDDING_IN_PEFT if table else _IN_PEFT)[leaf.kind]
+    by_rows = leaf.kind == "lora_A" if table else leaf.kind != "lora_A"
+    transform = _ROWS.get(source.transform, source.transform)
+    form = transform if by_rows or transform == "stack" else "none"
+    named = tuple(f"{_PREFIX}{module}.{suffix}" for module in modules)
+    of_leaf = Source(name=name, shape=shape, hf_names=named, transform=form, sections=source.sections)
+    return PeftTensor(source=of_leaf, modules=modules, leaf=leaf, transposed=table)
+
 
 _SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Theirs → ours: what decides on the values of the update."""
 _THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+_PATTERNS = ("rank_pattern", "alpha_pattern")
 _UNREAD = (
-    "rank_pattern",
-    "alpha_pattern",
     "lora_bias",
     "layer_replication",
     "target_parameters",
@@ -42,13 +214,18 @@ _UNREAD = (
     "velora_config",
 )
 """Features of peft that change what is computed or trained and are not implemented."""
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal")
-"""Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it."""
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "pissa")
+"""Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it. So does
+``pissa``, which has a start here."""
 MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
 """Advice if no section here describes what a file has."""
 _CONVERT = (
     "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the "
     "adapter as it was before training), or merge it there (merge_and_unload) and start from that model."
+)
+_SPELL_OUT = (
+    "Write {key} of adapter_config.json out as names of modules or ends of their paths, such as "
+    "model.layers.0.mlp.up_proj or down_proj."
 )
 _LAYERS = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
 """Ends of the names of layer weights, for adapters of ours that are target parameters in peft."""
@@ -84,6 +261,7 @@ def peft_config(
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         **{theirs: getattr(config, ours) for theirs, ours in _SAME.items()},
+        **{key: dict(getattr(config, key)) for key in _PATTERNS},
         "lora_dropout": config.lora_dropout,
         "bias": config.biases,
         "target_modules": shortened(targets, modules),
@@ -96,16 +274,6 @@ def peft_config(
     }
 
 
-def section_of(theirs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what a file says of the section ``adapter``; its targets are named as in transformers and left out."""
-    return {
-        "name": "lora",
-        **{ours: theirs.get(name, _THEIR_DEFAULTS[name]) for name, ours in _SAME.items()},
-        "lora_dropout": theirs.get("lora_dropout", 0.0),
-        "lora_bias": theirs.get("bias", "none"),
-    }
-
-
 def shortened(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
     """Return the last words of ``targets``, where all modules that end so are among them; else whole paths."""
     chosen, by_leaf = set(targets), defaultdict(set)
@@ -115,34 +283,23 @@ def shortened(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
     return sorted(short | {module for module in chosen if module.rpartition(".")[2] not in short})
 
 
-def differences(config: LoraConfig, theirs: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where a file's adapter computes something else than ``config`` describes."""
-    for name, ours in _SAME.items():
-        found = theirs.get(name, _THEIR_DEFAULTS[name])
-        if found != getattr(config, ours):
-            yield f"{ours} is {found} there and {getattr(config, ours)} here"
-
-
-def unsupported_options(theirs: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield what a file's adapter has that no section here describes, and what to do about each."""
-    start = theirs.get("init_lora_weights", True)
-    if start not in _STARTS:
-        remedy = _CONVERT if str(start).lower().startswith(_CONVERTED) else MERGE
-        yield f"init_lora_weights is {start!r}, which is more than a start", remedy
-    for name in _UNREAD:
-        if theirs.get(name) and not (name == "target_parameters" and _of_layers(theirs[name])):
-            yield f"it uses {name}, which is not implemented", MERGE
-
-
-def _of_layers(parameters: Iterable[str]) -> bool:
-    """Return whether they are weights of layers, whose updates are the same under either way to name them."""
-    return all(name.endswith(_LAYERS) for name in parameters)
-
-
-CONFIG = "adapter_config.json"
-WEIGHTS = "adapter_model.safetensors"
-_BASE = "nxdt_base"
-"""Key of the file's metadata, which peft leaves alone: digest of the base that the adapter was trained over."""
+def differences(own: LoraConfig, section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where an adapter of the section ``section`` computes something else than ``own`` describes."""
+    theirs = own.changed(**{key: section[key] for key in (*_SAME.values(), *_PATTERNS)})
+    if any(getattr(config, key) for config in (own, theirs) for key in _PATTERNS):
+        for path in section["target_modules"]:
+            there, here = ((config.rank_of(path), config.alpha_of(path)) for config in (theirs, own))
+            if there != here:
+                yield "rank and alpha of '{}' are {} and {} there and {} and {} here".format(path, *there, *here)
+        keys = ["use_rslora", "use_dora"]
+    else:
+        keys = [*_SAME.values()]
+    for key in keys:
+        if section[key] != getattr(own, key):
+            yield f"{key} is {section[key]} there and {getattr(own, key)} here"
+    start = section.get("init_lora_weights", "default")
+    if (start == "pissa") != (own.init_lora_weights == "pissa"):
+        yield f"init_lora_weights is {start} there and {own.init_lora_weights} here"
 
 
 def is_peft(path: Path) -> bool:
@@ -163,14 +320,16 @@ def write_peft(
 
     Args:
         directory: is made.
-        config: of :func:`nxdt_plugin_lora.peft_files.peft_config`.
-        tensors: of :func:`nxdt_plugin_lora.peft_names.peft_tensors`.
+        config: of :func:`peft_config`.
+        tensors: of :func:`peft_tensors`.
         read: gives the whole parameters of names, in order.
         base: digest of the frozen weights.
         files: further ones by name, such as the tokenizer's.
     """
-    weights = zip(tensors.values(), read([*tensors]), strict=True)
-    written = dict(item for tensor, weight in weights for item in tensor.write(weight))
+    parts = [[name] if tensor.start is None else [name, tensor.start] for name, tensor in tensors.items()]
+    values = iter(read([name for names in parts for name in names]))
+    weights = ([next(values) for _ in names] for names in parts)
+    written = dict(item for tensor, own in zip(tensors.values(), weights, strict=True) for item in tensor.write(*own))
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / WEIGHTS) as file:
         file.write(save(written, metadata={"format": "pt", _BASE: base}))
@@ -259,8 +418,176 @@ def read_config(directory: Path) -> dict[str, Any]:
         reason = f"its peft_type is {found.get('peft_type')!r}, not 'LORA'"
     elif not isinstance(base, str | None):
         reason = f"base_model_name_or_path is {base!r}, not a path or a name"
+    elif pattern := next((key for key in _PATTERNS if not _is_table(found.get(key) or {})), None):
+        reason = f"{pattern} is {found[pattern]!r}, not numbers by name"
     elif not isinstance(matrices, list) or not all(isinstance(name, str) for name in matrices):
         reason = f"target_parameters is {matrices!r}, not a list of names"
     if reason is not None:
         raise AdapterFileDamaged(path=str(directory / CONFIG), reason=reason)
     return found
+
+
+def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) -> dict[str, Any]:
+    """Return the section ``adapter`` of a run that begins with a directory of peft: its targets are the modules of
+    ``builder`` that the file has tensors for. ``builds``: a model of that section follows, so that matrices that are
+    too small for the ranks are an error.
+
+    Raises:
+        AdapterDiffers: it has what no section here describes.
+        AdapterFileDamaged: a file is missing or broken, or names a rank that its matrices do not have.
+    """
+    theirs = read_config(directory)
+    unsupported = dict[str, str]()
+    start = theirs.get("init_lora_weights", True)
+    if start not in _STARTS:
+        remedy = _CONVERT if str(start).lower().startswith(_CONVERTED) else MERGE
+        unsupported[f"init_lora_weights is {start!r}, which is more than a start"] = remedy
+    for key in _UNREAD:
+        # Weights of layers have the same updates under either way to name them.
+        layers = key == "target_parameters" and all(name.endswith(_LAYERS) for name in theirs.get(key) or ())
+        if theirs.get(key) and not layers:
+            unsupported[f"it uses {key}, which is not implemented"] = MERGE
+    patterns = {key: {_literal(name): value for name, value in (theirs.get(key) or {}).items()} for key in _PATTERNS}
+    for key in _PATTERNS:
+        for name in theirs.get(key) or {}:
+            if _literal(name) is None:
+                unsupported[f"{key} has {name!r}, a regular expression, which is not run"] = _SPELL_OUT.format(key=key)
+    if unsupported:
+        raise AdapterDiffers(where=str(directory), differences=[*unsupported], remedies=tuple(unsupported.values()))
+    section = {ours: theirs.get(name, _THEIR_DEFAULTS[name]) for name, ours in _SAME.items()}
+    by_name = {name: source for source in sources(builder) for name in source.hf_names}
+    targets, whole = dict[str, dict[str, Any]](), dict[str, None]()
+    with opened_weights(directory) as file:
+        for name in file.keys():  # noqa: SIM118 - no mapping
+            module, updated = module_of(name)
+            if not updated and name.endswith(".bias"):  # those of the file's ``bias``, or of a module that is whole
+                continue
+            source = by_name.get(f"{module}.weight")
+            ours = (f"{module}.weight" if source is None else source.name).removesuffix(".weight")
+            if not updated:
+                whole[ours] = None
+                continue
+            values = {
+                key: next((value for end, value in patterns[key].items() if _is_end(module, end)), section[of_all])
+                for key, of_all in zip(_PATTERNS, ("lora_rank", "lora_alpha"), strict=True)
+            }
+            if targets.setdefault(ours, values) != values:
+                reason = f"experts of '{ours}' have different ranks or alphas"
+                raise AdapterDiffers(where=str(directory), differences=[reason], remedies=(MERGE,))
+            if builds and source is not None and ("lora_A" in name or "lora_embedding_A" in name):
+                elements, rank = math.prod(file.get_slice(name).get_shape()), values["rank_pattern"]
+                if type(rank) is int and rank * min(source.shape[-2:]) > elements:
+                    reason = f"r is {rank}, and '{name}' has {elements} elements"
+                    raise AdapterFileDamaged(path=str(directory / CONFIG), reason=reason)
+    others = {
+        key: {path: values[key] for path, values in targets.items() if values[key] != section[of_all]}
+        for key, of_all in zip(_PATTERNS, ("lora_rank", "lora_alpha"), strict=True)
+    }
+    return {
+        "name": "lora",
+        **section,
+        "lora_dropout": theirs.get("lora_dropout", 0.0),
+        "lora_bias": theirs.get("bias", "none"),
+        **{key: _by_ends(values, targets) for key, values in others.items()},
+        **({"init_lora_weights": start} if start == "pissa" else {}),
+        "target_modules": [*targets],
+        "modules_to_save": [name for name in whole if name not in targets],
+        "load_lora_from_ckpt": True,
+        "lora_save_dir": str(directory),
+    }
+
+
+def _is_table(value: object) -> bool:
+    return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
+
+
+def _literal(pattern: str) -> str | None:
+    """Return the name in a pattern of peft, which matches ``(.*\\.)?PATTERN$``; None for a regular expression.
+
+    A name that begins with ``^`` is a whole path.
+    """
+    name = pattern.removesuffix("$")
+    for beginning in ("(.*\\.)?", ".*\\.", ".*."):
+        name = name.removeprefix(beginning)
+    name = name.replace("\\.", ".").replace("\\-", "-")
+    return name if re.fullmatch(r"\^?[\w.-]+", name) else None
+
+
+def _is_end(module: str, name: str | None) -> bool:
+    """Return whether what :func:`_literal` returned matches ``module``."""
+    return name is not None and (module == name[1:] if name.startswith("^") else ends_in(module, name))
+
+
+def _by_ends(values: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
+    """Return ``values`` of some of ``modules`` by the ends of their paths that no other module has."""
+    by_value, every = defaultdict[Any, list[str]](list), [*modules]
+    for module, value in values.items():
+        by_value[value].append(module)
+    return {name: value for value, chosen in by_value.items() for name in shortened(chosen, every)}
+
+
+def describe(
+    builder: ModelBuilder, lora: LoraConfig, trained: Mapping[str, tuple[int, ...]], *, base: str | None
+) -> tuple[dict[str, Any], dict[str, PeftTensor]]:
+    """Return the content of ``adapter_config.json``, and what each trained parameter is in the other file.
+
+    With experts among the targets the dropout is 0 there: peft opens no others. Of a model with experts, peft takes
+    every target module that is called as a matrix of theirs for one; layers of that name are target parameters.
+
+    Args:
+        builder: builder of the base model.
+        lora: section of the run.
+        trained: shapes of what trains and of its frozen initial values, by name.
+        base: name or path of the base, for peft.
+
+    Raises:
+        NoPeftForm: a part of what trains has none.
+    """
+    tensors = peft_tensors(builder, trained, tables_of(builder))
+    adaptable, of_base = adaptable_names(builder), sources(builder)
+    updates = {tensor.leaf.base: tensor for tensor in tensors.values() if tensor.leaf is not None}
+    of_experts = {name for name in updates if not name.endswith(".weight")}
+    for name in sorted(of_experts):
+        owner, _, matrix = name.rpartition(".")
+        if matrix in _PAIR and not all(f"{owner}.{other}" in updates for other in _PAIR):
+            reason = "peft holds gate_proj and up_proj of an expert as one, and has no update of one alone"
+            raise NoPeftForm(parameter=name, reason=reason)
+        if (lora.rank_of(name), lora.alpha_of(name)) != (lora.lora_rank, lora.lora_alpha):
+            raise NoPeftForm(parameter=name, reason="peft has experts of lora_rank and lora_alpha alone")
+    # Layers that are not experts and are called as a matrix of theirs.
+    theirs = {source.name: [name.removesuffix(".weight") for name in source.hf_names] for source in of_base}
+    ends = {theirs[source.name][0].rpartition(".")[2] for source in of_base if source.transform == "stack"}
+    others = (theirs[source.name] for source in of_base if source.transform != "stack")
+    layers = {module for names in others if names[0].rpartition(".")[2] in ends for module in names}
+    modules = {module: name.removesuffix(".weight") for name, tensor in updates.items() for module in tensor.modules}
+    matrices = {f"{module}.weight" for module in modules if module in layers}
+    if matrices and lora.use_dora:
+        raise NoPeftForm(parameter=min(matrices), reason="peft takes a layer of that name for an expert, without DoRA")
+    ranks = {module: rank for module, path in modules.items() if (rank := lora.rank_of(path)) != lora.lora_rank}
+    alphas = {module: alpha for module, path in modules.items() if (alpha := lora.alpha_of(path)) != lora.lora_alpha}
+    saved = lora.changed(rank_pattern=_by_ends(ranks, modules), alpha_pattern=_by_ends(alphas, modules))
+    if any(tensor.start is not None for tensor in tensors.values()):  # of twice the rank, with the same scaling
+        factor = math.sqrt(2) if lora.use_rslora else 2
+        saved = saved.changed(
+            init_lora_weights="default",
+            lora_rank=2 * lora.lora_rank,
+            lora_alpha=factor * lora.lora_alpha,
+            rank_pattern={name: 2 * rank for name, rank in saved.rank_pattern.items()},
+            alpha_pattern={name: factor * alpha for name, alpha in saved.alpha_pattern.items()},
+        )
+    config = peft_config(
+        saved.changed(lora_dropout=0.0) if of_experts or matrices else saved,
+        base=base,
+        targets=modules.keys() - layers,
+        whole={
+            module
+            for name, tensor in tensors.items()
+            if tensor.leaf is None and not name.endswith(".bias")
+            for module in tensor.modules
+        },
+        modules={module for name in theirs.keys() & adaptable for module in theirs[name]} - layers,
+        transposed=any("transpose" in source.transform for source in of_base if source.name in updates),
+        tied=any(tensor.twin is not None for tensor in tensors.values()),
+        matrices=matrices,
+    )
+    return config, tensors

@@ -14,8 +14,7 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 from nxdt_plugin_lightning.errors import TrainerArgumentsIgnored
-from nxdt_plugin_lightning.launcher import asked_processes
-from nxdt_plugin_lightning.strategy import EngineAccelerator, NxdtStrategy
+from nxdt_plugin_lightning.strategy import EngineAccelerator, NxdtStrategy, asked_processes
 from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import Precision

@@ -57,6 +57,8 @@ class LoraConfig:
             raise refused("LoraConfig", "merge_lora", "True", reason, advice)
         values = {key: value for key, value in asdict(self).items() if value is not None}
         del values["merge_sharded_lora"]  # it has no effect
+        start = self.init_lora_weights
+        expect("LoraConfig", "init_lora_weights", start, "default or gaussian", when=start != "pissa")
         for name in ("target_modules", "modules_to_save"):
             if name in values:
                 listed = isinstance(values[name], str | list | tuple | set)

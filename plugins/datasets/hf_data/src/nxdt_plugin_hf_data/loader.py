@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -16,14 +16,21 @@ from nxdt_core.data.files.records import count_records
 from nxdt_core.data.mixture import mixed
 from nxdt_core.data.tokens import TokenStream, tokenize
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset, Split, SplitName
-from nxdt_plugin_hf_data.columns import TokenColumn, TokenColumns, chosen, is_tokenised, text_column, token_columns
 from nxdt_plugin_hf_data.config import HfDataConfig
-from nxdt_plugin_hf_data.directories import Saved, open_saved
 from nxdt_plugin_hf_data.errors import CacheUnwritable, NothingToLearn
-from nxdt_plugin_hf_data.formats import files_of
-from nxdt_plugin_hf_data.mixture import Blocks, Interleave
-from nxdt_plugin_hf_data.rows import SampleSettings, TextFraming
-from nxdt_plugin_hf_data.stream import FileSource, FileStream
+from nxdt_plugin_hf_data.formats import Saved, files_of, open_saved
+from nxdt_plugin_hf_data.rows import (
+    Chunks,
+    SampleSettings,
+    TextFraming,
+    TokenColumn,
+    TokenColumns,
+    chosen,
+    is_tokenised,
+    text_column,
+    token_columns,
+)
+from nxdt_plugin_hf_data.stream import Blocks, FileStream, Interleave
 
 _log = logging.getLogger(__name__)
 
@@ -44,18 +51,16 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
     def unkept(error: OSError) -> None:
         raise CacheUnwritable(path=str(directory), reason=error.strerror or str(error)) from error
 
-    return cached_arrays(directory, name, TokenStream, whole, unkept, _fits)
+    def fits(stream: TokenStream) -> bool:  # the documents are all of its tokens
+        tokens, starts = np.asanyarray(stream.tokens), stream.starts
+        return (
+            is_array(tokens, "u", len(tokens))
+            and is_array(starts, "i", len(starts))
+            and are_offsets(np.append(starts, len(tokens)), len(tokens))
+            and is_array(stream.weights, "f", 0)
+        )
 
-
-def _fits(stream: TokenStream) -> bool:
-    """Return whether the documents of a stream are all of its tokens."""
-    tokens, starts = np.asanyarray(stream.tokens), stream.starts
-    return (
-        is_array(tokens, "u", len(tokens))
-        and is_array(starts, "i", len(starts))
-        and are_offsets(np.append(starts, len(tokens)), len(tokens))
-        and is_array(stream.weights, "f", 0)
-    )
+    return cached_arrays(directory, name, TokenStream, whole, unkept, fits)
 
 
 _KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}
@@ -91,44 +96,38 @@ class HfData(DatasetSplits):
             MixtureInSequence: several sources are to be taken in their order.
             NxdtError: of the data.
         """
-        having = self._having(name)
-        if self._config.streaming:
-            return _given(
-                name, {label: self._stream(named, name) for label, named in having.items()}, self._interleaved
-            )
-        return _given(name, {label: self._saved(named, name) for label, named in having.items()}, self._drawn)
-
-    def _interleaved(self, streams: Mapping[str, IterableDataset]) -> IterableDataset:
-        stream: IterableDataset = next(iter(streams.values()))
-        if len(streams) > 1:
-            stream = Interleave(list(streams.values()), [self._weights[label] for label in streams])
-        seed, size = self._context.seed, self._config.shuffle_block
-        return Blocks(stream, size=size, seed=seed) if self._context.shuffle else stream
-
-    def _drawn(self, datasets: Mapping[str, MapDataset]) -> MapDataset:
-        return mixed(datasets, self._weights, shuffle=self._context.shuffle)
-
-    def _having(self, split: SplitName) -> dict[str, Named]:
-        """The sources that have data for a split, by name."""
-        config, having = self._config, {}
+        config, named, key = self._config, dict[str, Named](), _KEYS[name]
         for label, source in config.named_sources().items():
-            path = getattr(source, _KEYS[split])
+            path = getattr(source, key)
             if path is not None:
-                key = f"data.sources.{label}.{_KEYS[split]}" if config.sources else f"data.{_KEYS[split]}"
-                having[label] = Named(key=key, path=path, text_key=source.text_key or config.text_key)
-        return having
+                full_key = f"data.sources.{label}.{key}" if config.sources else f"data.{key}"
+                named[label] = Named(key=full_key, path=path, text_key=source.text_key or config.text_key)
+        open_source: Callable[[Named, SplitName], Any] = self._stream if config.streaming else self._saved
+        datasets = {label: open_source(source, name) for label, source in named.items()}
+        if not datasets:
+            return None
+        if name != "train":
+            return datasets if len(datasets) > 1 else next(iter(datasets.values()))
+        if not config.streaming:
+            return mixed(datasets, self._weights, shuffle=self._context.shuffle)
+        stream = next(iter(datasets.values()))
+        if len(datasets) > 1:
+            stream = Interleave(list(datasets.values()), [self._weights[label] for label in datasets])
+        seed, size = self._context.seed, config.shuffle_block
+        return Blocks(stream, size=size, seed=seed) if self._context.shuffle else stream
 
     def _stream(self, named: Named, split: SplitName) -> IterableDataset:
         trains = split == "train"
-        source = FileSource(
-            files=files_of(named.path, named.key, split),
+        return FileStream(
+            files_of(named.path, named.key, split),
             key=named.key,
             text_key=named.text_key,
             framing=self._framing,
             cutting=self._cutting,
             split=split,
+            endless=trains,
+            seed=self._context.seed if trains and self._context.shuffle else None,
         )
-        return FileStream(source, endless=trains, seed=self._context.seed if trains and self._context.shuffle else None)
 
     def _framing(self) -> TextFraming:
         return TextFraming.of(self._config, self._context.tokenizer)
@@ -138,43 +137,28 @@ class HfData(DatasetSplits):
         saved = open_saved(named.path, key=named.key, split=split, digests=directory)
         chosen(saved.table.column_names, named.text_key, saved.path)
         if not is_tokenised(saved.table):
-            return self._of_text(saved, named.text_key, split)
+            framing = self._framing()
+            source = digest(saved.content, named.text_key, framing.fingerprint())
+            texts = text_column(saved.table, named.text_key, saved.path)
+            stream = cached(
+                directory,
+                source,
+                lambda: tokenize(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id),
+            )
+            if blank := saved.table.num_rows - len(stream.starts):
+                _log.warning("%s: left out %s: the text is empty", saved.path, count_records(blank))
+            tokens = stream.tokens[:]
+            ids = TokenColumn(values=Chunks([tokens]), offsets=np.append(stream.starts, len(tokens)))
+            copies = replace(saved, files=WatchedFiles([], may_grow=True))
+            return self._cut(TokenColumns(input_ids=ids), copies, source, split, self._config.packing is not False)
         columns = token_columns(saved.table, saved.path)
-        lengths = np.diff(columns.input_ids.offsets)
-        packs = self._cutting.packs_rows_of(lengths, saved.path)
+        packs = self._cutting.packs_rows_of(np.diff(columns.input_ids.offsets), saved.path)
         dataset = self._cut(columns, saved, saved.content, split, packs)
         if not columns.teach():
             raise NothingToLearn(key=named.key, path=saved.path, where="in each of its rows")
         return dataset
 
-    def _of_text(self, saved: Saved, text_key: str, split: SplitName) -> MapDataset:
-        framing = self._framing()
-        source = digest(saved.content, text_key, framing.fingerprint())
-        texts = text_column(saved.table, text_key, saved.path)
-        stream = cached(
-            self._config.cache_dir or self._context.cache_dir,
-            source,
-            lambda: tokenize(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id),
-        )
-        if blank := saved.table.num_rows - len(stream.starts):
-            _log.warning("%s: left out %s: the text is empty", saved.path, count_records(blank))
-        columns = TokenColumns(input_ids=TokenColumn.of_stream(stream))
-        tokens = replace(saved, files=WatchedFiles([], may_grow=True))  # which are copies
-        return self._cut(columns, tokens, source, split, self._config.packing is not False)
-
     def _cut(self, columns: TokenColumns, saved: Saved, source: str, split: SplitName, packs: bool) -> MapDataset:
         if packs:
             return self._cutting.packed(columns, path=saved.path, source=source, split=split, files=saved.files)
         return self._cutting.rows(columns, path=saved.path, source=source, files=saved.files)
-
-
-T = TypeVar("T", MapDataset, IterableDataset)
-
-
-def _given(split: SplitName, datasets: Mapping[str, T], mix: Callable[[Mapping[str, T]], T]) -> Split:
-    """Datasets by source as what is given for the split; ``mix`` makes one of those to train on."""
-    if not datasets:
-        return None
-    if split == "train":
-        return mix(datasets)
-    return datasets if len(datasets) > 1 else next(iter(datasets.values()))

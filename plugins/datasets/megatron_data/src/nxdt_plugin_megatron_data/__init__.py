@@ -25,17 +25,17 @@ def nxdt_cli() -> list[CliCommand]:
     return [
         CliCommand(
             name="data preprocess",
-            target="nxdt_plugin_megatron_data.preprocess.command:preprocess",
+            target="nxdt_plugin_megatron_data.commands:preprocess",
             summary="Tokenise JSONL or text into Megatron's .bin/.idx files.",
         ),
         CliCommand(
             name="data merge",
-            target="nxdt_plugin_megatron_data.merge:merge",
+            target="nxdt_plugin_megatron_data.commands:merge",
             summary="Join pairs of .bin/.idx files into one.",
         ),
         CliCommand(
             name="data inspect",
-            target="nxdt_plugin_megatron_data.inspect:inspect",
+            target="nxdt_plugin_megatron_data.commands:inspect",
             summary="Check a pair of .bin/.idx files and show its contents.",
         ),
     ]

@@ -1,20 +1,30 @@
-"""The keys of ``data:`` that belong to ``name: megatron-data``. Importing this costs nothing: no torch, no numpy."""
+"""The keys of ``data:`` that belong to ``name: megatron-data``, and the files and shares that they mean, in each of the
+forms that NxD Training and NeMo take. Importing this costs nothing: no torch, no numpy."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 from nxdt_core.config.annotations import Written
 from nxdt_core.config.section import Section
-from nxdt_plugin_megatron_data.prefixes import find_faults, read_shares
+
+SPLITS = ("train", "validation", "test")
+
+Prefixes = Path | tuple[float | Path, ...]
+"""One prefix; prefixes in a list; or weights and prefixes in turns."""
+
+_SMALLEST = 1e-5
+"""Share below which a set would come out visibly wrong in the table that blends are read from."""
 
 
 class MegatronDataConfig(Section):
     """Tokens in Megatron's ``.bin/.idx`` files; ``nxdt data preprocess`` makes them."""
 
-    data_prefix: Path | tuple[float | Path, ...] | Mapping[str, Path | tuple[float | Path, ...]]
+    data_prefix: Prefixes | Mapping[str, Prefixes]
     """Paths without ``.bin`` and ``.idx``: one; a list of several, each sample of which is taken once a pass; weights
     and paths in turns, ``[0.3, /data/books, 0.7, /data/web]``; or any of these for each split, under the keys
     ``train``, ``validation`` and ``test``."""
@@ -45,3 +55,70 @@ class MegatronDataConfig(Section):
                 read_shares(self.splits_string)
             except ValueError as error:
                 yield "splits_string", str(error)
+
+
+def read_blend(value: Prefixes) -> tuple[tuple[Path, ...], tuple[float, ...] | None]:
+    """Return the prefixes that a value without faults names, and their shares, which have the sum 1; None takes each
+    sample of each once."""
+    items = (value,) if isinstance(value, Path) else value
+    paths = tuple(item for item in items if isinstance(item, Path))
+    weights = [item for item in items if isinstance(item, float)]
+    if not weights or len(paths) == 1:
+        return paths, None
+    return paths, tuple(weight / math.fsum(weights) for weight in weights)
+
+
+def find_faults(value: Prefixes | Mapping[str, Prefixes]) -> Iterator[str]:
+    """Yield what is wrong with a value of ``data_prefix``."""
+    if isinstance(value, Mapping):
+        for name, prefixes in value.items():
+            if name not in SPLITS:
+                yield f"{name!r} is not a split; splits are {', '.join(SPLITS)}"
+            yield from (f"{name}: {fault}" for fault in find_faults(prefixes))
+        if not value:
+            yield "no prefix is named; give at least one"
+    elif isinstance(value, tuple):
+        weights = [item for item in value if isinstance(item, float)]
+        if not value:
+            yield "no prefix is named; give at least one"
+        elif weights and [isinstance(item, float) for item in value] != [True, False] * (len(value) // 2):
+            yield "weights and prefixes take turns, a weight (a number without quotes) before each prefix"
+        elif any(weight <= 0 for weight in weights):
+            yield "weights are positive; leave a set out that nothing is to be taken of"
+        elif weights and min(weights) < _SMALLEST * math.fsum(weights):
+            yield f"the weight {min(weights):g} is less than {_SMALLEST:g} of their sum"
+
+
+def short_names(paths: Sequence[Path]) -> list[str]:
+    """Return the last part of each path, with as many parts before it as make it unique."""
+    names = []
+    for path in paths:
+        tails = ({other.parts[-count:] for other in paths if other != path} for count in range(1, len(path.parts)))
+        count = next((count for count, others in enumerate(tails, 1) if path.parts[-count:] not in others), 0)
+        names.append("/".join(path.parts[-count:]) if count else str(path))
+    return names
+
+
+def read_shares(text: str) -> tuple[float, float, float]:
+    """Shares of train, validation and test, with the sum 1: ``"980,10,10"`` or ``"98/1/1"``.
+
+    Raises:
+        ValueError: it is not one to three numbers, or all of them are 0.
+    """
+    parts = [part for part in re.split(r"[,/\s]+", text.strip()) if part]
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if not 1 <= len(numbers) <= 3 or not all(0 <= number < math.inf for number in numbers) or not sum(numbers):
+        raise ValueError(f"{text!r} is not a list of up to three shares such as '980,10,10'")
+    first, second, third = (*numbers, 0.0, 0.0)[:3]
+    total = sum(numbers)
+    return first / total, second / total, third / total
+
+
+def split_bounds(shares: tuple[float, float, float], sequences: int) -> tuple[range, range, range]:
+    """Return the sequences of a file that each split has, rounded as Megatron-Core rounds them."""
+    ends = (shares[0], shares[0] + shares[1], shares[0] + shares[1] + shares[2])
+    first, second, third = (round(end * sequences) for end in ends)
+    return range(first), range(first, second), range(second, third)

@@ -1,21 +1,138 @@
-"""Samples of one dataset of Megatron, and blends of several by their weights."""
+"""Samples of one dataset of Megatron, the indices that say which tokens they have, and blends by weights.
+
+A split of a file has the document, sample and shuffle index of Megatron-Core's ``GPTDataset``. Documents are laid end
+to end in a random order, and every ``seq_length`` tokens a sample begins. For the same file, seed and length the three
+are, number for number, what Megatron-Core builds for one pass (``num_samples=None``), so that sample i here is sample i
+there. Where it walks through the documents one by one, this is arithmetic on whole arrays: sample k begins at token
+``k * seq_length``, and a binary search in the running sum of lengths says where that is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import digest
+from nxdt_core.data.cache import cached_arrays, digest, is_array
 from nxdt_core.data.packing import Packing
 from nxdt_core.data.sampler import Head
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_plugin_megatron_data.errors import TokenOutsideVocabulary
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
-from nxdt_plugin_megatron_data.indices import Indices
+
+_log = logging.getLogger("nxdt.data")
+
+
+@dataclass(frozen=True, slots=True)
+class Indices:
+    """Arrays that say which tokens each sample is made of."""
+
+    documents: NDArray[np.int32]
+    """[documents] sequences of the file in the order in which they are laid out."""
+    samples: NDArray[np.int32 | np.int64]
+    """[samples + 1, 2] where each sample begins: a place in ``documents``, and tokens into that sequence. The last
+    row is the end of the last sample."""
+    shuffle: NDArray[np.uint32 | np.int64]
+    """[samples] the sample at each place of the order."""
+
+
+def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool) -> int:
+    """Samples in a pass over ``tokens``.
+
+    Args:
+        tokens: number of tokens in all documents together.
+        seq_length: tokens of a sample.
+        extra: each sample has one token more than that, for the last label; it is the first of the next sample.
+        drop_last: leave out what is left behind the last whole sample.
+    """
+    available = max(0, tokens - int(extra))
+    return available // seq_length if drop_last else -(-available // seq_length)
+
+
+def build_indices(
+    lengths: NDArray[np.int32],
+    documents: range,
+    *,
+    seq_length: int,
+    seed: int,
+    extra: bool = True,
+    drop_last: bool = True,
+) -> Indices:
+    """Lay out the sequences ``documents`` of a file with ``lengths`` [sequences]; see :func:`count_samples`."""
+    random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
+    order = np.arange(documents.start, documents.stop, dtype=np.int32)
+    random.shuffle(order)
+    samples = _starts(lengths, order, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    count = len(samples) - 1
+    wide = count >= 2**32 - 2
+    shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
+    random.shuffle(shuffle)
+    return Indices(documents=order, samples=samples, shuffle=shuffle)
+
+
+def are_indices(
+    indices: Indices,
+    lengths: NDArray[np.int32],
+    documents: range,
+    *,
+    seq_length: int,
+    extra: bool = True,
+    drop_last: bool = True,
+) -> bool:
+    """Return whether ``indices`` have the sequences ``documents`` of a file with ``lengths``, in any order."""
+    if not _is_permutation(indices.documents, documents):
+        return False
+    samples = _starts(lengths, indices.documents, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    same = is_array(indices.samples, "i", *samples.shape) and np.array_equal(indices.samples, samples)
+    return same and _is_permutation(indices.shuffle, range(len(samples) - 1))
+
+
+def _is_permutation(order: NDArray[np.integer], of: range) -> bool:
+    places = order.astype(np.int64) - of.start
+    is_within = 0 <= places.min(initial=0) <= places.max(initial=0) < max(len(of), 1)
+    return is_array(order, "iu", len(of)) and is_within and bool((np.bincount(places, minlength=len(of)) == 1).all())
+
+
+def _starts(
+    lengths: NDArray[np.int32], order: NDArray[np.int32], *, seq_length: int, extra: bool, drop_last: bool
+) -> NDArray[np.int32 | np.int64]:
+    """Return the places at which the samples begin, and at which the last ends.
+
+    A sample that begins with the first token of a document, and shares no token with the one before, is said to begin
+    behind the last token of the document before it.
+    """
+    ends = np.cumsum(lengths[order], dtype=np.int64)
+    tokens = int(ends[-1]) if len(ends) else 0
+    count = count_samples(tokens, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    if not count:
+        return np.zeros((1, 2), np.int32)
+    at = np.arange(count + 1, dtype=np.int64) * seq_length
+    at[-1] = min(at[-1], ends[-1] - int(extra))
+    places = np.searchsorted(ends, at, side="right" if extra else "left")
+    places[0] = 0  # also where the first documents are empty
+    begins = np.where(places > 0, ends[places - 1], 0)
+    wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
+    return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)
+
+
+def cached_indices(
+    directory: Path, name: str, build: Callable[[], Indices], fits: Callable[[Indices], bool]
+) -> Indices:
+    """Return the index ``name`` of ``directory``, built where it is missing or damaged.
+
+    Where the directory cannot be written, the index stays in the memory of this process, and a warning says so.
+    """
+
+    def unkept(error: OSError) -> None:
+        reason = error.strerror or str(error)
+        _log.warning("%s: cannot keep an index there (%s); each process builds its own", directory, reason)
+
+    return cached_arrays(directory, name, Indices, build, unkept, fits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +188,11 @@ class IndexedDataset(MapDataset):
             labels = np.where(np.arange(cut.seq_length) < found - 1, labels, IGNORE_INDEX)
         sample = Sample(input_ids=inputs, labels=labels)
         if cut.packing is not None:
-            sample = cut.packing.sample(inputs, labels, self._starts(inputs, borders))
+            # Documents begin where sequences do, and behind each end-of-document token: places 1 … seq.
+            starts = borders[(borders > 0) & (borders <= len(inputs))]
+            if cut.eod_id is not None:
+                starts = np.union1d(starts, np.flatnonzero(inputs == cut.eod_id) + 1)
+            sample = cut.packing.sample(inputs, labels, starts)
         if found >= cut.seq_length:
             return sample
         if sample.document_ids is not None:
@@ -104,29 +225,17 @@ class IndexedDataset(MapDataset):
             at += count
         window[found:] = 0
         if self._cut.vocab_size is not None:
-            self._check(window, sequences, borders, self._cut.vocab_size)
+            unsigned = window.view(np.uint64)  # of which a negative token is the largest
+            if int(unsigned.max()) >= self._cut.vocab_size:
+                position = int(unsigned.argmax())
+                raise TokenOutsideVocabulary(
+                    path=str(source.prefix),
+                    sequence=int(sequences[np.searchsorted(borders, position, side="right")]),
+                    token=int(window[position]),
+                    owner=self._cut.vocab_owner,
+                    last=self._cut.vocab_size - 1,
+                )
         return window, borders[:-1], found
-
-    def _check(
-        self, window: NDArray[np.int64], sequences: NDArray[np.int32], borders: NDArray[np.int64], vocab_size: int
-    ) -> None:
-        unsigned = window.view(np.uint64)  # of which a negative token is the largest
-        if int(unsigned.max()) >= vocab_size:
-            place = int(unsigned.argmax())
-            raise TokenOutsideVocabulary(
-                path=str(self._source.prefix),
-                sequence=int(sequences[np.searchsorted(borders, place, side="right")]),
-                token=int(window[place]),
-                owner=self._cut.vocab_owner,
-                last=vocab_size - 1,
-            )
-
-    def _starts(self, inputs: NDArray[np.int64], borders: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Places 1 … seq at which documents begin: where sequences do, and behind each end-of-document token."""
-        inner = borders[(borders > 0) & (borders <= len(inputs))]
-        if self._cut.eod_id is None:
-            return inner
-        return np.union1d(inner, np.flatnonzero(inputs == self._cut.eod_id) + 1)
 
 
 _SLOTS = 1 << 20
@@ -149,7 +258,10 @@ class BlendedDataset(MapDataset):
     def __init__(self, datasets: Sequence[MapDataset], shares: Sequence[float]) -> None:
         self._datasets = datasets
         self._sizes = [len(dataset) for dataset in datasets]
-        self._counts = _slots_of_shares(shares)
+        exact = np.array(shares) * _SLOTS
+        self._counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)  # rounded by largest remainder
+        missing = _SLOTS - int(self._counts.sum())
+        self._counts[np.argsort(self._counts - exact, kind="stable")[:missing]] += 1
         times = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
         order = np.argsort(times, kind="stable")
         self._owners = np.repeat(np.arange(len(datasets), dtype=np.int32), self._counts)[order]
@@ -212,12 +324,3 @@ def in_shares(datasets: Sequence[MapDataset], shares: Sequence[float]) -> list[H
     """Return the first samples of each set: as many as can be had in the wanted shares with none of them twice."""
     most = min(len(dataset) / share for dataset, share in zip(datasets, shares, strict=True))
     return [Head(dataset, max(1, round(most * share))) for dataset, share in zip(datasets, shares, strict=True)]
-
-
-def _slots_of_shares(shares: Sequence[float]) -> NDArray[np.int64]:
-    """Whole numbers of places in proportion to the shares, by largest remainder."""
-    exact = np.array(shares) * _SLOTS
-    counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)
-    missing = _SLOTS - int(counts.sum())
-    counts[np.argsort(counts - exact, kind="stable")[:missing]] += 1
-    return counts

@@ -91,7 +91,10 @@ class IndexedTokens:
         index, data = idx_path(prefix), bin_path(prefix)
         for path in (index, data):
             if not path.is_file():
-                raise IndexedFileMissing(key=key, path=str(path), candidates=_near(prefix))
+                names = sorted(other.stem for other in prefix.parent.glob("*.idx"))
+                close = difflib.get_close_matches(prefix.name, names, n=3, cutoff=0.5)
+                candidates = tuple(str(prefix.parent / name) for name in close)
+                raise IndexedFileMissing(key=key, path=str(path), candidates=candidates)
             try:
                 require_fetched(path)
             except OSError as error:
@@ -116,9 +119,21 @@ class IndexedTokens:
         """[documents + 1] first sequence of each document, and the number of sequences."""
         self.modes: NDArray[np.int8] | None = raw[sizes[3] :].view("i1") if len(raw) > sizes[3] else None
         """[sequences] of multimodal files; None in others."""
-        if reason := self._contradiction():
+        if len(self.borders) and (self.borders[0] != 0 or self.borders[-1] != len(self)):
+            reason = f"its documents end at sequence {self.borders[-1]} of {len(self)}"
+        elif (np.diff(self.borders) < 0).any():
+            reason = "its document borders do not ascend"
+        elif len(self) and (self.lengths.min() < 0 or self.pointers.min() < 0):
+            reason = "it holds a negative length or place"
+        elif (self.pointers % self.dtype.itemsize).any():
+            reason = f"a sequence begins within a token of {self.dtype.itemsize} bytes"
+        else:
+            reason = ""
+        if reason:
             raise BadIndexFile(path=str(index), reason=reason)
-        found, needed = data.stat().st_size, self._bytes_needed()
+        # Unsigned, because a damaged pointer may be close to the maximum of int64.
+        ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
+        found, needed = data.stat().st_size, int(ends.max(initial=0))
         if found < needed:
             raise DataShorterThanIndex(path=str(data), found=found, needed=needed)
         if self.total_tokens() > found // self.dtype.itemsize:  # indices grow with the tokens: they could be endless
@@ -180,24 +195,6 @@ class IndexedTokens:
         """Return the tokens of all sequences."""
         return int(self.lengths.sum(dtype=np.int64))
 
-    def _contradiction(self) -> str:
-        """Return a contradiction in the arrays; empty where there is none."""
-        if len(self.borders) and (self.borders[0] != 0 or self.borders[-1] != len(self)):
-            return f"its documents end at sequence {self.borders[-1]} of {len(self)}"
-        if (np.diff(self.borders) < 0).any():
-            return "its document borders do not ascend"
-        if len(self) and (self.lengths.min() < 0 or self.pointers.min() < 0):
-            return "it holds a negative length or place"
-        if (self.pointers % self.dtype.itemsize).any():
-            return f"a sequence begins within a token of {self.dtype.itemsize} bytes"
-        return ""
-
-    def _bytes_needed(self) -> int:
-        if not len(self):
-            return 0
-        ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
-        return int(ends.max())  # unsigned, because a damaged pointer may be close to the maximum of int64
-
 
 _TOKENS = 1 << 22
 
@@ -207,15 +204,6 @@ def _mapped(path: Path) -> NDArray[np.uint8]:
     if os.path.getsize(path) == 0:
         return np.empty(0, np.uint8)
     return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-
-
-def _near(prefix: Path) -> tuple[str, ...]:
-    """Return prefixes in the same directory with similar names."""
-    if not prefix.parent.is_dir():
-        return ()
-    names = sorted(path.stem for path in prefix.parent.glob("*.idx"))
-    close = difflib.get_close_matches(prefix.name, names, n=3, cutoff=0.5)
-    return tuple(str(prefix.parent / name) for name in close)
 
 
 class IndexedWriter:

@@ -4,18 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cached_property
+from math import fsum
 from pathlib import Path
 
 from nxdt_core.data.cache import digest, file_digest
 from nxdt_core.data.packing import Packing
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
-from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, IndexedDataset, SampleSettings, in_shares
+from nxdt_plugin_megatron_data.config import (
+    SPLITS,
+    MegatronDataConfig,
+    read_blend,
+    read_shares,
+    short_names,
+    split_bounds,
+)
+from nxdt_plugin_megatron_data.dataset import (
+    BlendedDataset,
+    ChainedDataset,
+    IndexedDataset,
+    SampleSettings,
+    are_indices,
+    build_indices,
+    cached_indices,
+    count_samples,
+    in_shares,
+)
 from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, provenance_path, read_provenance
-from nxdt_plugin_megatron_data.indices import are_indices, build_indices, cached_indices, count_samples
-from nxdt_plugin_megatron_data.prefixes import SPLITS, Blend, read_blend, read_shares, short_names, split_bounds
 
 
 class MegatronData(DatasetSplits):
@@ -44,35 +60,34 @@ class MegatronData(DatasetSplits):
             OtherTokenizer: the note next to a file names another tokenizer than the run's.
             EmptySplit: a file has not one whole sample of the split.
         """
-        blend = self._blend(name)
-        if blend is None:
-            return None
-        if name != "train":
-            blend = blend.merged()
-        datasets = self._datasets(blend, name)
+        value = self._config.data_prefix
+        if isinstance(value, Mapping):
+            if name not in value:
+                return None
+            prefixes, shares = read_blend(value[name])
+        else:
+            if not self._shares[SPLITS.index(name)]:
+                return None
+            prefixes, shares = read_blend(value)
+        if name != "train":  # each prefix once
+            pairs, prefixes = [*zip(prefixes, shares or (), strict=False)], tuple(dict.fromkeys(prefixes))
+            if shares is not None:
+                shares = tuple(fsum(share for path, share in pairs if path == prefix) for prefix in prefixes)
+        for prefix in prefixes:
+            if (prefix, name) not in self._made:
+                self._made[prefix, name] = self._dataset(self._open(prefix), name)
+        datasets = [self._made[prefix, name] for prefix in prefixes]
         if len(datasets) == 1:
             return datasets[0]
         if name == "train":
-            return ChainedDataset(datasets) if blend.shares is None else BlendedDataset(datasets, blend.shares)
-        sets = datasets if blend.shares is None else in_shares(datasets, blend.shares)
-        return dict(zip(short_names(blend.prefixes), sets, strict=True))
+            return ChainedDataset(datasets) if shares is None else BlendedDataset(datasets, shares)
+        sets = datasets if shares is None else in_shares(datasets, shares)
+        return dict(zip(short_names(prefixes), sets, strict=True))
 
     @cached_property
     def _shares(self) -> tuple[float, float, float]:
         text = self._config.splits_string
         return (1.0, 0.0, 0.0) if text is None else read_shares(text)
-
-    def _blend(self, name: SplitName) -> Blend | None:
-        prefixes = self._config.data_prefix
-        if isinstance(prefixes, Mapping):
-            return read_blend(prefixes[name]) if name in prefixes else None
-        return read_blend(prefixes) if self._shares[SPLITS.index(name)] else None
-
-    def _datasets(self, blend: Blend, name: SplitName) -> list[IndexedDataset]:
-        for prefix in blend.prefixes:
-            if (prefix, name) not in self._made:
-                self._made[prefix, name] = self._dataset(self._open(prefix), name)
-        return [self._made[prefix, name] for prefix in blend.prefixes]
 
     def _open(self, prefix: Path) -> IndexedTokens:
         note, tokenizer = read_provenance(prefix), self._tokenizer

@@ -1,31 +1,315 @@
-"""Conversations as samples of one length: packed, or each with padding behind it."""
+"""The dataloader ``sft-chat``: conversations as tokens, rendered by the template, with the mask of what is trained; and
+as samples of one length, packed or each with padding behind it."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import cached_arrays, digest
-from nxdt_core.data.chat.rendering import runner_of
+from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
+from nxdt_core.data.chat.conversation import ROLES, Conversation
+from nxdt_core.data.chat.records import read_record
+from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
-from nxdt_core.data.files.records import BadRecords, Records, UnusedFields, count_records, describe_unused
+from nxdt_core.data.files.records import (
+    BadRecords,
+    Place,
+    Record,
+    Records,
+    UnusedFields,
+    count_records,
+    describe_unused,
+)
 from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.mixture import mixed
 from nxdt_core.data.packing import shuffled_bins
-from nxdt_core.data.tokens import padding_id
+from nxdt_core.data.tokens import compact_dtype, padding_id
+from nxdt_core.errors.base import one_of
 from nxdt_core.errors.chats import TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
-from nxdt_core.protocols.dataset import DataContext, DataReport, DatasetSplits, MapDataset, SplitName
-from nxdt_plugin_sft_chat.chats import Chats, Encoder, gather
-from nxdt_plugin_sft_chat.config import ChatConfig
-from nxdt_plugin_sft_chat.errors import EmptySplit, EverythingTrained, NothingTrained
-from nxdt_plugin_sft_chat.rendering import Renderer
+from nxdt_core.protocols.dataset import DataContext, DataReport, DatasetSplits, MapDataset, SplitName, TokenCount
+from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
+from nxdt_plugin_sft_chat.config import ChatConfig, Truncation
+from nxdt_plugin_sft_chat.errors import ChatTooLong, EmptySplit, EverythingTrained, NothingTrained
+from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
+
+_log = logging.getLogger(__name__)
+
+TEMPLATE = len(ROLES)
+"""Index of text of the template in :attr:`Encoded.roles`."""
+
+_BATCH = 256
+"""Conversations that the tokenizer gets at once: enough for the threads of its library."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoded:
+    """One conversation; arrays of [tokens]."""
+
+    place: Place
+    ids: NDArray[np.int64]
+    trained: NDArray[np.bool_]
+    """True for each token that is learnt as the label of the one before."""
+    weights: NDArray[np.float32]
+    """Weight of the token in the loss; 1 where no message says otherwise."""
+    roles: NDArray[np.int8]
+    """Index in :data:`ROLES` of who says it, or :data:`TEMPLATE`."""
+    turns: NDArray[np.int16]
+    """Number of the turn, from 1, for tokens of an assistant; 0 elsewhere."""
+    unused: tuple[str, ...] = ()
+    """Fields of the record that the tokens do not depend on."""
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def cut(self, part: slice | NDArray[np.bool_]) -> Encoded:
+        """Return the same with some of the tokens."""
+        arrays = ("ids", "trained", "weights", "roles", "turns")
+        return replace(self, **{name: getattr(self, name)[part] for name in arrays})
+
+
+class Encoder:
+    """Encodes conversations with one template and one tokenizer."""
+
+    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, config: ChatConfig) -> None:
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self._config = config
+        self._reserved = ReservedTokens(tokenizer, allowed=config.special_tokens_in_text)
+
+    def encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
+        """Yield the conversations of records in their order, without those that ``bad`` takes.
+
+        Raises:
+            NxdtError: of a record that is refused, such as:
+            NothingTrained: it has no answer, and no mark of ``train: false`` or ``weight: 0`` leaves it out.
+            SpecialTokenInText: a text would become a special token.
+            TemplateNeedsToken: what ends a turn would become several tokens.
+            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
+        """
+        end_of_turn(self._renderer.runner, self._tokenizer)
+        usable = bad.usable(records, self._rendered)
+        while batch := list(islice(usable, _BATCH)):
+            located = self._tokenizer.locate([rendered.text for _, rendered in batch])
+            yield from (_encoded(*each, ids) for each, ids in zip(batch, located, strict=True))
+
+    def _rendered(self, record: Record) -> tuple[Conversation, Rendered]:
+        place, content = record
+        conversation = read_record(content, place, merge=self._config.turn_order == "merge")
+        said = ((message.content, message.fields) for message in conversation.messages)
+        self._reserved.check(said, str(place), tools=conversation.tools)
+        messages = conversation.messages
+        wanted = [i for i, message in enumerate(messages) if message.role in self._config.train_roles]
+        if self._config.train_turns == "last":
+            wanted = wanted[-1:]
+        marks = [i in wanted if message.train is None else message.train for i, message in enumerate(messages)]
+        rendered = self._renderer.render(conversation, [i for i, trained in enumerate(marks) if trained])
+        marked = any(message.train is False for message in messages)
+        if not marked and not any(start < end for start, end in rendered.learnt):
+            roles = one_of(self._config.train_roles)
+            raise NothingTrained(place=str(place), reason=f"there is no message of {roles} with text")
+        return conversation, rendered
+
+
+def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds) -> Encoded:
+    count = len(located.ids)
+    trained = np.zeros(count, np.bool_)
+    weights = np.ones(count, np.float32)
+    roles = np.full(count, TEMPLATE, np.int8)
+    turns = np.zeros(count, np.int16)
+    turn = place = 0
+    for number, message in enumerate(conversation.messages):
+        # Exact for trained messages; the text of others is searched for in order.
+        content = message.content.strip()
+        at = rendered.text.find(content, place) if content else -1
+        span = rendered.trained.get(number, (at, at + len(content)) if at >= 0 else (place, place))
+        place = max(place, span[1])
+        part = _tokens(span, located)
+        weights[part] = message.weight
+        turn += message.role == "assistant"
+        roles[part] = ROLES.index(message.role)
+        turns[part] = turn if message.role == "assistant" else 0
+    for span in rendered.learnt:
+        trained[_tokens(span, located)] = True
+    return Encoded(
+        place=conversation.place,
+        ids=located.ids,
+        trained=trained,
+        weights=weights,
+        roles=roles,
+        turns=turns,
+        unused=(*conversation.unused, *rendered.ignored),
+    )
+
+
+def _tokens(span: Span, located: LocatedIds) -> slice:
+    """Tokens that have a character of ``span``, as transformers takes them for its mask of assistant tokens."""
+    if span[0] == span[1]:
+        return slice(0, 0)
+    first = np.searchsorted(located.ends, span[0], side="right")
+    return slice(int(first), int(np.searchsorted(located.starts, span[1], side="left")))
+
+
+_NAMES = (*ROLES, "template")
+_TOO_LONG = "longer than a sequence"
+_UNTRAINED = "their marks leave nothing to train"
+_CUT_AWAY = "truncation removes all their trained tokens"
+_BAD = "they cannot be used"
+_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY, _BAD)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chats:
+    """Conversations, each of at least two tokens and with at least one that is trained. Arrays alone, which processes
+    can share."""
+
+    tokens: NDArray[np.unsignedinteger]
+    """[tokens]"""
+    trained: NDArray[np.bool_]
+    """[tokens] whether the token is learnt where it comes next."""
+    weights: NDArray[np.float32]
+    """[tokens] weight of the token in the loss; [0] where all are 1."""
+    starts: NDArray[np.int64]
+    """[conversations + 1] place of the first token of each, and the number of all tokens."""
+    roles: NDArray[np.int64]
+    """[2, roles + 1] tokens of each role and of the template, and how many of them are trained."""
+    turns: NDArray[np.int64]
+    """[2, turns + 1] tokens of the assistant's first, second, … turns behind a 0, and how many of them are trained."""
+    truncated: NDArray[np.int64]
+    """[1] conversations that were cut."""
+    left_out: NDArray[np.int64]
+    """[reasons] conversations that are not among these."""
+    bad: NDArray[np.str_]
+    """[records] place and reason of the first records that cannot be used."""
+    unused_fields: NDArray[np.str_]
+    """[fields] fields of records that nothing uses."""
+    unused_counts: NDArray[np.int64]
+    """[fields] records that have them."""
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def fits(self, most: int, vocab_size: int) -> bool:
+        """Return whether the arrays agree, and each conversation has from 2 to ``most`` tokens of the vocabulary."""
+        tokens, unused = len(self.tokens), len(self.unused_fields)
+        return (
+            are_offsets(self.starts, tokens)
+            and 2 <= self.lengths.min(initial=2) <= self.lengths.max(initial=2) <= most
+            and is_array(self.tokens, "u", tokens)
+            and self.tokens.max(initial=0) < vocab_size
+            and is_array(self.trained, "b", tokens)
+            and is_array(self.weights, "f", tokens if len(self.weights) else 0)
+            and is_array(self.roles, "i", 2, len(_NAMES))
+            and is_array(self.turns, "i", 2, self.turns.shape[-1])
+            and is_array(self.truncated, "i", 1)
+            and is_array(self.left_out, "i", len(_REASONS))
+            and is_array(self.bad, "U", len(self.bad))
+            and is_array(self.unused_fields, "U", unused)
+            and is_array(self.unused_counts, "i", unused)
+        )
+
+    @property
+    def lengths(self) -> NDArray[np.int64]:
+        """[conversations] tokens of each."""
+        return np.diff(self.starts)
+
+    @property
+    def report(self) -> DataReport:
+        """Return statistics of them."""
+        roles = zip(_NAMES, *self.roles.tolist(), strict=True)
+        return DataReport(
+            records=len(self),
+            tokens=TokenCount(tokens=len(self.tokens), trained=int(self.roles[1].sum())),
+            lengths=self.lengths,
+            by_role={name: TokenCount(tokens=count, trained=trained) for name, count, trained in roles if count},
+            by_turn=[TokenCount(tokens=count, trained=trained) for count, trained in self.turns.T[1:].tolist()],
+            truncated=int(self.truncated[0]),
+            left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
+            bad=self.bad.tolist(),
+            unused=dict(zip(self.unused_fields.tolist(), self.unused_counts.tolist(), strict=True)),
+        )
+
+
+def gather(
+    encoded: Iterable[Encoded],
+    bad: BadRecords,
+    *,
+    seq_length: int,
+    truncation: Truncation,
+    vocab_size: int,
+    unused: UnusedFields,
+) -> Chats:
+    """Cut, drop or refuse what is too long, leave out what would train nothing, and put the rest end to end.
+
+    ``bad`` counts the records that ``encoded`` leaves out.
+
+    A conversation of n tokens takes n - 1 places of a sequence: nothing follows its last token.
+
+    Raises:
+        ChatTooLong: one does not fit, and that is refused; lists all that do not.
+        FieldsUnused: a record has fields that nothing uses, and ``unused`` refuses them.
+    """
+    most, dtype = seq_length + 1, compact_dtype(vocab_size)
+    tokens, masks = bytearray(), bytearray()  # which grow in place, where arrays would be held twice
+    lengths: list[int] = []
+    other_weights: dict[int, NDArray[np.float32]] = {}
+    roles, turns, left_out = np.zeros((2, len(_NAMES)), np.int64), (Counter[int](), Counter[int]()), Counter[str]()
+    first: Encoded | None = None
+    too_long = longest = truncated = 0
+    for chat in encoded:
+        unused.add(chat.place, chat.unused)
+        cut = len(chat) > most
+        if cut:
+            first, too_long, longest = first or chat, too_long + 1, max(longest, len(chat))
+            if truncation in ("drop", "refuse"):
+                left_out[_TOO_LONG] += truncation == "drop"
+                continue
+            chat = chat.cut(slice(0, most) if truncation == "keep_start" else slice(len(chat) - most, None))
+        if not chat.trained[1:].any():
+            left_out[_CUT_AWAY if cut else _UNTRAINED] += 1
+            continue
+        truncated += cut
+        tokens += chat.ids.astype(dtype).tobytes()
+        masks += chat.trained.tobytes()
+        if (chat.weights != 1).any():
+            other_weights[len(lengths)] = chat.weights
+        lengths.append(len(chat))
+        trained = chat.cut(chat.trained)
+        for row, part in enumerate((chat, trained)):
+            roles[row] += np.bincount(part.roles, minlength=len(_NAMES))
+            counts = enumerate(np.bincount(part.turns).tolist())
+            turns[row].update({turn: count for turn, count in counts if turn and count})
+    if first is not None and truncation == "refuse":
+        place = str(first.place)
+        raise ChatTooLong(place=place, tokens=len(first), seq_length=seq_length, count=too_long, longest=longest)
+    left_out[_BAD] = bad.count
+    starts = np.cumsum([0, *lengths])
+    weights = np.ones(starts[-1] if other_weights else 0, np.float32)
+    for number, values in other_weights.items():
+        weights[starts[number] : starts[number + 1]] = values
+    numbers = range(max(turns[0], default=0) + 1)
+    return Chats(
+        tokens=np.frombuffer(tokens, dtype),
+        trained=np.frombuffer(masks, np.bool_),
+        weights=weights,
+        starts=starts,
+        roles=roles,
+        turns=np.array([[counter[turn] for turn in numbers] for counter in turns]),
+        truncated=np.array([truncated]),
+        left_out=np.array([left_out[reason] for reason in _REASONS]),
+        bad=np.array(bad.reasons, np.str_),
+        unused_fields=np.array(list(unused.counts), np.str_),
+        unused_counts=np.array(list(unused.counts.values()), np.int64),
+    )
+
 
 _PADDING = -1
 """Document number of padding."""
@@ -102,7 +386,6 @@ class ChatDataset(MapDataset):
         return replace(self._chats.report, efficiency=efficiency, of_records=self._of_records)
 
 
-_log = logging.getLogger(__name__)
 _EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
@@ -171,8 +454,20 @@ class ChatData(DatasetSplits):
         records, source = (records, source) if first is None else (records[:first], digest(source, first))
         source = digest(source, self._tokenizer.fingerprint(), self._settings, decided)
         chats = self._chats(records, source)
-        _check_trained(chats, name)
-        _log_counts(chats, name)
+        report = chats.report
+        if not len(chats):
+            reasons = [f"of {count} records, {reason}" for reason, count in report.left_out.items()]
+            raise NothingTrained(place=f"the {name} data", reason="; ".join(reasons))
+        if int(chats.trained.sum()) >= (labels := len(chats.tokens) - len(chats)):
+            raise EverythingTrained(split=name, tokens=labels)
+        for reason, count in report.left_out.items():
+            _log.warning("%s data: left out %s: %s", name, count_records(count), reason)
+        for reason in report.bad:
+            _log.warning("%s data: left out: %s", name, reason)
+        if report.truncated:
+            _log.warning("%s data: cut %s to the sequence length", name, count_records(report.truncated))
+        if report.unused:
+            _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
         return ChatDataset(
             chats,
             shuffled_bins(chats.lengths - 1, context.seq_length, seed=context.seed) if config.packing else None,
@@ -200,31 +495,10 @@ class ChatData(DatasetSplits):
 
         if directory is None:
             return chats()
+
+        def unkept(error: OSError) -> None:
+            _log.warning("%s: cannot keep tokens there; each process makes its own", error)
+
         name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
         fits = partial(Chats.fits, most=length + 1, vocab_size=self._tokenizer.vocab_size)
-        return cached_arrays(directory, name, Chats, chats, _unkept, fits, most_bytes=self._config.cache_bytes)
-
-
-def _unkept(error: OSError) -> None:
-    _log.warning("%s: cannot keep tokens there; each process makes its own", error)
-
-
-def _check_trained(chats: Chats, split: SplitName) -> None:
-    trained, labels = int(chats.trained.sum()), len(chats.tokens) - len(chats)
-    if not len(chats):
-        reasons = [f"of {count} records, {reason}" for reason, count in chats.report.left_out.items()]
-        raise NothingTrained(place=f"the {split} data", reason="; ".join(reasons))
-    if trained >= labels:
-        raise EverythingTrained(split=split, tokens=labels)
-
-
-def _log_counts(chats: Chats, split: SplitName) -> None:
-    report = chats.report
-    for reason, count in report.left_out.items():
-        _log.warning("%s data: left out %s: %s", split, count_records(count), reason)
-    for reason in report.bad:
-        _log.warning("%s data: left out: %s", split, reason)
-    if report.truncated:
-        _log.warning("%s data: cut %s to the sequence length", split, count_records(report.truncated))
-    if report.unused:
-        _log.warning("%s data: unused: %s", split, describe_unused(report.unused))
+        return cached_arrays(directory, name, Chats, chats, unkept, fits, most_bytes=self._config.cache_bytes)

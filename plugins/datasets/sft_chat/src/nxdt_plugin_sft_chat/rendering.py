@@ -84,7 +84,12 @@ class Renderer:
                 found = {number: [self._between_prefixes(kept, number, text)] for number in trained}
         turns = {number: (spans[0][0], spans[-1][1]) for number, spans in found.items()}
         for number, (start, end) in turns.items():
-            self._check_span(conversation, number, text[start:end])
+            message, said = conversation.messages[number], text[start:end]
+            if message.role == "assistant":
+                if not message.is_contained_in(said):
+                    reason = f"it leaves out what message {number + 1} says or calls"
+                    raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
+                self.runner.check_end(message, said, "no text follows an answer")
         ignored = ignored_fields(conversation, text, lambda other: self._run(other, len(other.messages))[0])
         learnt = tuple(span for spans in found.values() for span in spans)
         return Rendered(text=text, trained=turns, learnt=learnt, ignored=ignored)
@@ -111,7 +116,14 @@ class Renderer:
         marked = dict(zip(spoken, groups, strict=False))
         if self._to_check:
             self._to_check -= 1
-            self._check_blocks(conversation, marked, text)
+            for number, (*_, (_, end)) in marked.items():
+                try:
+                    wanted = self._between_prefixes(conversation, number, text)[1]
+                except (TurnsInseparable, TemplateRefuses):
+                    continue
+                if end < wanted:
+                    reason = f"its generation blocks leave out {text[end:wanted]!r}"
+                    raise EndOfTurnUntrained(origin=self._template.origin, reason=reason)
         return text, {i: marked.get(i) or [self._between_prefixes(conversation, i, text)] for i in trained}
 
     def _run(
@@ -131,7 +143,8 @@ class Renderer:
             raise self._inseparable(conversation, number, "it renders earlier turns differently when later ones follow")
         if message.role != "assistant":  # the header of such a turn belongs neither to a prompt nor to the message
             start = max(start, self._words(conversation, number, text, start, end))
-        return start, _without_trailing_space(text, start, end, message)
+        said = text[start:end].rstrip()  # space after what closes the turn is not generated, unless it closes it
+        return start, end if message.ends(said) else start + len(said)
 
     def _answer_start(self, conversation: Conversation, number: int, text: str) -> int:
         """Length of the text before a message, including its prompt as far as the text matches it."""
@@ -144,7 +157,7 @@ class Renderer:
         if text.startswith(bare) and shared >= len(bare):
             return shared
         start = self._differing(conversation, number, text)
-        if spoken and start is not None and _without_thoughts(text[:start]).startswith(_without_thoughts(bare)):
+        if spoken and start is not None and _THOUGHTS.sub("", text[:start]).startswith(_THOUGHTS.sub("", bare)):
             return start
         raise self._inseparable(conversation, number, "earlier messages are rendered differently when it follows")
 
@@ -166,26 +179,6 @@ class Renderer:
         rendered, _ = self._run(replace(conversation, messages=messages), number + 1)
         place = next((at for at, (one, other) in enumerate(zip(text, rendered, strict=False)) if one != other), end)
         return place if text.startswith(words, place) else text.find(words, start, end)
-
-    def _check_blocks(self, conversation: Conversation, marked: Mapping[int, list[Span]], text: str) -> None:
-        for number, (*_, (_, end)) in marked.items():
-            try:
-                wanted = self._between_prefixes(conversation, number, text)[1]
-            except (TurnsInseparable, TemplateRefuses):
-                continue
-            if end < wanted:
-                reason = f"its generation blocks leave out {text[end:wanted]!r}"
-                raise EndOfTurnUntrained(origin=self._template.origin, reason=reason)
-
-    def _check_span(self, conversation: Conversation, number: int, said: str) -> None:
-        """Check that a turn of the assistant contains the words of the record, and ends."""
-        message = conversation.messages[number]
-        if message.role != "assistant":
-            return
-        if not message.is_contained_in(said):
-            reason = f"it leaves out what message {number + 1} says or calls"
-            raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
-        self.runner.check_end(message, said, "no text follows an answer")
 
     def _inseparable(self, conversation: Conversation, number: int, reason: str) -> TurnsInseparable:
         return TurnsInseparable(
@@ -212,13 +205,6 @@ def _of_turns(blocks: Sequence[Span], between: Sequence[Sequence[Message]], text
     return groups
 
 
-def _without_trailing_space(text: str, start: int, end: int, message: Message) -> int:
-    """The end of a turn without the space after what closes it, which is not generated; space that itself closes the
-    turn stays."""
-    said = text[start:end].rstrip()
-    return end if message.ends(said) else start + len(said)
-
-
 def _end_as_last(through: str, start: int, message: Message, text: str) -> int | None:
     """Return the end of a turn that is rendered differently if it is the last one; None if it cannot be determined.
 
@@ -240,10 +226,6 @@ def _end_as_last(through: str, start: int, message: Message, text: str) -> int |
     said = message.words or next((call["function"]["name"] for call in reversed(message.calls)), "")
     whole = same >= through.rfind(said) + len(said) and message.is_contained_in(text[start:same])
     return same if said and whole and not message.ends(text[start:same].rstrip()) else None
-
-
-def _without_thoughts(text: str) -> str:
-    return _THOUGHTS.sub("", text)
 
 
 def _shared(first: str, second: str) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,8 @@ from nxdt_core.protocols.dataset import DataContext, DatasetSplits, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_text.config import TextConfig
 
+_log = logging.getLogger(__name__)
+
 
 def documents(
     path: Path, content: bytes, *, text_key: str, separator: str | None, weight_key: str | None = None
@@ -42,52 +44,37 @@ def documents(
     Raises:
         EmptyTextFile, TextNotUtf8, BadJsonLine, JsonTextMissing, DocumentWeightWrong: the content is not usable.
     """
-    empty, blank = True, 0
-    text = decode(path, content)
+    empty, blank, text = True, 0, decode(path, content)
     is_json = bare_name(path).endswith(JSON_TEXTS)
-    texts = (
-        _json_texts(path, text, text_key, weight_key) if is_json else ((each, 1.0) for each in _split(text, separator))
-    )
-    for document, weight in texts:
+    records: Iterable[tuple[int, Any]]
+    if is_json:
+        records = json_objects(path, text, example=f'{{"{text_key}": "..."}}')
+    else:
+        records = enumerate([text] if separator is None else text.split(separator))
+    for line, record in records:
+        document: Any = record
+        weight: Any = 1.0
+        if is_json:
+            document = record.get(text_key)
+            if not isinstance(document, str):
+                keys = ", ".join(repr(key) for key in record) or "none"
+                found = (
+                    f"its keys are {keys}" if text_key not in record else f"its value is a {type(document).__name__}"
+                )
+                raise JsonTextMissing(path=str(path), line=line, key=text_key, found=found)
+            weight = None if weight_key is None else record.get(weight_key)
+            weight = 1.0 if weight is None else weight
+            if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= LARGEST:
+                raise DocumentWeightWrong(path=str(path), line=line, key=weight_key, found=repr(weight))
         if document.strip() and weight:
             empty = False
-            yield document, weight
+            yield document, float(weight)
         elif weight and is_json:  # blank text between separators is none
             blank += 1
     if empty:
         raise EmptyTextFile(path=str(path))
     if blank:
         _log.warning("%s: left out %s: the text is blank", path, count_records(blank))
-
-
-_log = logging.getLogger(__name__)
-
-
-def _split(text: str, separator: str | None) -> list[str]:
-    return [text] if separator is None else text.split(separator)
-
-
-def _json_texts(path: Path, text: str, key: str, weight_key: str | None) -> Iterator[tuple[str, float]]:
-    for number, record in json_objects(path, text, example=f'{{"{key}": "..."}}'):
-        yield _text_of(path, number, record, key), _weight_of(path, number, record, weight_key)
-
-
-def _weight_of(path: Path, number: int, record: dict[str, Any], key: str | None) -> float:
-    weight = None if key is None else record.get(key)
-    if weight is None:
-        return 1.0
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= LARGEST:
-        raise DocumentWeightWrong(path=str(path), line=number, key=key, found=repr(weight))
-    return float(weight)
-
-
-def _text_of(path: Path, number: int, record: dict[str, Any], key: str) -> str:
-    value = record.get(key)
-    if not isinstance(value, str):
-        keys = ", ".join(repr(k) for k in record) or "none"
-        found = f"its keys are {keys}" if key not in record else f"its value is a {type(value).__name__}"
-        raise JsonTextMissing(path=str(path), line=number, key=key, found=found)
-    return value
 
 
 class TextData(DatasetSplits):
@@ -118,32 +105,20 @@ class TextData(DatasetSplits):
             TooFewTokens: the split is shorter than one sample.
         """
         if self._config.validation_fraction and name != "test":
-            train, validation = self._divided()
-            return train if name == "train" else validation
+            if self._train_and_validation is None:  # cut in two at a token, so that no token belongs to both
+                stream, source = self._read(self._config.train_files, "data.train_files")
+                fraction = self._config.validation_fraction
+                first, second = stream.split(len(stream) - round(len(stream) * fraction))
+                self._train_and_validation = (
+                    self._packed(first, digest(source, "train", fraction), "train"),
+                    self._packed(second, digest(source, "validation", fraction), "validation"),
+                )
+            return self._train_and_validation[name == "validation"]
         if name == "validation" and self._config.validation_sets:
             sets = self._config.validation_sets.items()
             return {one: self._packed(*self._read(files, f"data.validation_sets.{one}"), one) for one, files in sets}
-        patterns = {
-            "train": self._config.train_files,
-            "validation": self._config.validation_files,
-            "test": self._config.test_files,
-        }[name]
-        if not patterns:
-            return None
-        stream, source = self._read(patterns, f"data.{name}_files")
-        return self._packed(stream, source, name)
-
-    def _divided(self) -> tuple[PackedDataset, PackedDataset]:
-        """Training files cut in two at a token, so that no token belongs to both."""
-        if self._train_and_validation is None:
-            stream, source = self._read(self._config.train_files, "data.train_files")
-            fraction = self._config.validation_fraction
-            first, second = stream.split(len(stream) - round(len(stream) * fraction))
-            self._train_and_validation = (
-                self._packed(first, digest(source, "train", fraction), "train"),
-                self._packed(second, digest(source, "validation", fraction), "validation"),
-            )
-        return self._train_and_validation
+        patterns: tuple[Path, ...] = getattr(self._config, f"{name}_files")
+        return self._packed(*self._read(patterns, f"data.{name}_files"), name) if patterns else None
 
     def _read(self, patterns: tuple[Path, ...], key: str) -> tuple[TokenStream, str]:
         """Tokens of the files that ``key`` names, and a digest of all that decides them."""

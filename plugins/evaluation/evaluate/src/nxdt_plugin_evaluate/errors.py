@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
 
@@ -29,18 +27,13 @@ TaskSamplesOtherwise = NxdtError.define(
 )
 
 
-def _task_unknown(error: Any) -> dict[str, Any]:
-    near = f"; it has {listing(error.candidates)}" if error.candidates else ""
-    return {"near": near}
-
-
 TaskUnknown = NxdtError.define(
     "NXDT-E006",
     "A task that the harness does not have.",
     "The harness has no task {task!r}{near}.",
     "List its tasks with 'lm-eval ls tasks', or pass the directory of your custom tasks with --task-path.",
     defaults={"candidates": ()},
-    also=_task_unknown,
+    also=lambda error: {"near": f"; it has {listing(error.candidates)}" if error.candidates else ""},
 )
 
 TaskUnusable = NxdtError.define(

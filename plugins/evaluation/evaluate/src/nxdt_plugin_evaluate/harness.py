@@ -56,16 +56,10 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
 
     def loglikelihood_rolling(self, requests: list[Instance], disable_tqdm: bool = False) -> list[float]:
         """Return the log-probability of each whole text, window by window."""
-        found = []
-        for request in tqdm(requests, disable=disable_tqdm):
-            windows = get_rolling_token_windows(
-                token_list=self.tok_encode(request.args[0]),
-                prefix_token=self.eot_token_id,
-                max_seq_len=self._loaded.window,
-                context_len=1,
-            )
-            found.append(sum(self._scored(*make_disjoint_window(window))[0] for window in windows))
-        return found
+        limits = {"prefix_token": self.eot_token_id, "max_seq_len": self._loaded.window, "context_len": 1}
+        texts = (self.tok_encode(request.args[0]) for request in tqdm(requests, disable=disable_tqdm))
+        windows = (get_rolling_token_windows(token_list=ids, **limits) for ids in texts)
+        return [sum(self._scored(*make_disjoint_window(window))[0] for window in parts) for parts in windows]
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
         """Return what the model writes behind each context, up to the first of the task's stop strings."""
@@ -98,35 +92,26 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]  # the library has no type
     def _written(self, context: str, asked: dict[str, Any], *, seed: int) -> str:
         settings: dict[str, Any] = {**normalize_gen_kwargs(asked, _MAX_NEW_TOKENS)}
         stops = [stop for stop in settings["until"] if stop]
-        sampling = _sampling(settings, stops, seed)
+        drawn = bool(settings["do_sample"])
+        for name, value in settings.items():
+            idle = value is None or value == _WITHOUT_EFFECT.get(name) or (name in _OF_DRAWS and not drawn)
+            if name not in _UNDERSTOOD and not idle:
+                raise TaskSamplesOtherwise(name=name, value=value, known=tuple(sorted(_UNDERSTOOD)))
+        sampling = Sampling(
+            max_new_tokens=settings["max_gen_toks"],
+            temperature=settings.get("temperature", 1.0) if drawn else 0.0,
+            top_k=settings.get("top_k") or None,
+            top_p=settings.get("top_p"),
+            min_p=settings.get("min_p"),
+            repetition_penalty=settings.get("repetition_penalty") or 1.0,
+            stop=tuple(stops),
+            seed=seed,  # differs between requests, since some have the same text
+        )
         room = self._loaded.window - sampling.max_new_tokens
         ids = (self.tok_encode(context) or [self.eot_token_id])[-room if room > 0 else 0 :]
         ((text,),) = self._loaded.writer.texts([ids], sampling)
         cut: str = postprocess_generated_text(text, stops, None)
         return cut
-
-
-def _sampling(settings: dict[str, Any], stops: Sequence[str], seed: int) -> Sampling:
-    """Return the sampling that a task asks for; ``seed`` differs between its requests, since some have the same text.
-
-    Raises:
-        TaskSamplesOtherwise: it asks for more than is known here.
-    """
-    drawn = bool(settings["do_sample"])
-    for name, value in settings.items():
-        idle = value is None or value == _WITHOUT_EFFECT.get(name) or (name in _OF_DRAWS and not drawn)
-        if name not in _UNDERSTOOD and not idle:
-            raise TaskSamplesOtherwise(name=name, value=value, known=tuple(sorted(_UNDERSTOOD)))
-    return Sampling(
-        max_new_tokens=settings["max_gen_toks"],
-        temperature=settings.get("temperature", 1.0) if drawn else 0.0,
-        top_k=settings.get("top_k") or None,
-        top_p=settings.get("top_p"),
-        min_p=settings.get("min_p"),
-        repetition_penalty=settings.get("repetition_penalty") or 1.0,
-        stop=tuple(stops),
-        seed=seed,
-    )
 
 
 def find_tasks(tasks: Sequence[str], path: str | None) -> TaskManager:
@@ -137,9 +122,7 @@ def find_tasks(tasks: Sequence[str], path: str | None) -> TaskManager:
     """
     if path is not None:
         own = TaskManager(include_path=path, include_defaults=False)
-        if {*own.all_subtasks}.issuperset(
-            tasks
-        ):  # groups may name the library's, whose files take many seconds to read
+        if {*own.all_subtasks}.issuperset(tasks):  # groups may name the library's, which take many seconds to read
             return own
     manager = TaskManager(include_path=path)
     for task in tasks:

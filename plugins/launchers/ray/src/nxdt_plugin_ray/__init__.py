@@ -11,7 +11,7 @@ def nxdt_launchers() -> list[Component]:
     return [
         Component(
             name="ray",
-            target="nxdt_plugin_ray.launcher:RayLauncher",
+            target="nxdt_plugin_ray.driver:RayLauncher",
             config="nxdt_plugin_ray.config:RayOptions",
             summary="write a driver for Ray, with an actor per node in a placement group",
         )

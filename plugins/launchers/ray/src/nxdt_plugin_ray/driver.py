@@ -1,7 +1,9 @@
-"""Runs a job on a Ray cluster: an actor per node in a placement group, all started again after a loss."""
+"""Writes a driver for Ray, which runs a job on a cluster: an actor per node in a placement group, all started again
+after a loss."""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -14,8 +16,10 @@ from typing import Any
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.launch import JobFileUnwritable
+from nxdt_core.protocols.launcher import Job, Launcher, Submission
 from nxdt_core.system.parent import PARENT_VARIABLE
 from nxdt_core.system.regular_files import make_directory, open_regular, regular_opener
+from nxdt_plugin_ray.config import RayOptions
 from nxdt_plugin_ray.errors import NoPlaceOnCluster, RayMissing
 
 _MISTAKE = 2
@@ -23,6 +27,44 @@ _MISTAKE = 2
 _PLACE_S = 300.0
 _STOP_S = 60.0
 _LOST, _STOPPED = 1, 143
+
+
+_DRIVER = '''\
+"""Written by nxdt: {command_line}"""
+
+import json
+import sys
+
+from nxdt_plugin_ray.driver import Work, main
+
+WORK = json.loads({work!r})
+
+if __name__ == "__main__":
+    sys.exit(main(Work(**WORK)))
+'''
+
+
+class RayLauncher(Launcher):
+    """Nodes as actors of Ray. Each calls ``nxdt train``, which starts the processes of its devices."""
+
+    def submission(self, job: Job, options: RayOptions) -> Submission:
+        """Return a driver."""
+        commands = [list(words) for words in (job.compile, job.train) if words]
+        bundle = {"CPU": options.cpus_per_node, "GPU": options.gpus_per_node, **options.resources}
+        work = {
+            "name": job.name,
+            "commands": commands,
+            "nodes": job.nodes,
+            "address": options.address,
+            "bundle": {name: amount for name, amount in bundle.items() if amount},
+            "strategy": options.strategy,
+            "environment": dict(options.environment),
+            "directory": str(job.working_directory),
+            "logs": str(job.directory / "logs"),
+            "max_restarts": options.max_restarts,
+        }
+        text = _DRIVER.format(command_line=job.command_line, work=json.dumps(work))
+        return Submission(files={"job.py": text}, command=(sys.executable, "job.py"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +151,12 @@ def run(work: Work) -> int:
         import ray
     except ImportError as error:
         raise RayMissing(reason=str(error)) from error
-    _make_logs(work)
+    for path in (_log(work, number) for number in range(work.nodes)):
+        try:  # a node that cannot open its own is lost without a reason
+            make_directory(path.parent)
+            os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
+        except OSError as error:
+            raise JobFileUnwritable(path=str(path), reason=error.strerror or str(error)) from error
     if work.address == "local":
         ray.init(address="local", include_dashboard=False, log_to_driver=False)
     else:
@@ -132,16 +179,6 @@ def run(work: Work) -> int:
 
 def _log(work: Work, number: int) -> Path:
     return Path(work.logs) / f"node-{number}.log"
-
-
-def _make_logs(work: Work) -> None:
-    """Make the log of each node: a node that cannot open its own is lost without a reason."""
-    for path in (_log(work, number) for number in range(work.nodes)):
-        try:
-            make_directory(path.parent)
-            os.close(open_regular(path, os.O_WRONLY | os.O_CREAT))
-        except OSError as error:
-            raise JobFileUnwritable(path=str(path), reason=error.strerror or str(error)) from error
 
 
 def _attempt(ray: Any, work: Work) -> int:

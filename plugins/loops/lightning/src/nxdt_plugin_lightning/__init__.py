@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nxdt_core.api import Component, hookimpl
 
 if TYPE_CHECKING:
-    from nxdt_plugin_lightning.datamodule import NxdtDataModule
-    from nxdt_plugin_lightning.module import NxdtModule
+    from nxdt_plugin_lightning.module import NxdtDataModule, NxdtModule
     from nxdt_plugin_lightning.strategy import NxdtStrategy
 
 __all__ = ["NxdtDataModule", "NxdtModule", "NxdtStrategy"]
@@ -36,4 +35,4 @@ if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name f
     def __getattr__(name: str) -> Any:
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{name.removeprefix('Nxdt').lower()}"), name)
+        return getattr(import_module(f"{__name__}.{'strategy' if name == 'NxdtStrategy' else 'module'}"), name)

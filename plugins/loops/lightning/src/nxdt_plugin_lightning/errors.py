@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors import NxdtError
 
 NotOurModule = NxdtError.define(
@@ -30,15 +28,13 @@ NotOurBatch = NxdtError.define(
 )
 
 
-def _trainer_arguments_ignored(error: Any) -> dict[str, Any]:
-    found, instead = zip(*error.arguments, strict=True)
-    return {"found": "; ".join(found), "instead": "; ".join(instead)}
-
-
 TrainerArgumentsIgnored = NxdtError.define(
     "NXDT-T042",
     "Arguments of a Trainer, callbacks or hooks of them, that would have no effect.",
     "The Trainer has arguments, callbacks or hooks that NxdtStrategy does not carry out: {found}.",
     "Leave them out, and use instead: {instead}.",
-    also=_trainer_arguments_ignored,
+    also=lambda error: {
+        "found": "; ".join(argument for argument, _ in error.arguments),
+        "instead": "; ".join(instead for _, instead in error.arguments),
+    },
 )

@@ -1,21 +1,27 @@
 """Lightning's strategy over a parallel engine: placement, the optimizer step, and checkpoints without pickles; with the
-accelerator for device types that Lightning does not know."""
+accelerator for device types that Lightning does not know, checks of a user's Trainer, and the launcher that lets nxdt
+start the processes."""
 
 from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Mapping
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import cached_property
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import Any, cast, final
 
+import pytorch_lightning as pl
 import torch
 import torch.distributed as dist
 from pytorch_lightning.accelerators import Accelerator
+from pytorch_lightning.plugins.environments import LightningEnvironment  # type: ignore[attr-defined]
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.strategies.launchers import _SubprocessScriptLauncher
 from pytorch_lightning.trainer import call
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
@@ -27,11 +33,27 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build, start_engine
-from nxdt_plugin_lightning.launcher import ScriptLauncher, StartedProcesses, check_trainer, complete_variables
+from nxdt_plugin_lightning.errors import NotOurModule, TrainerArgumentsIgnored
 from nxdt_plugin_lightning.module import NxdtModule
 
-if TYPE_CHECKING:
-    import pytorch_lightning as pl
+_log = logging.getLogger(__name__)
+
+_UNCALLED = {
+    **dict.fromkeys(("on_before_backward", "on_after_backward", "on_before_zero_grad"), "on_before_optimizer_step"),
+    **dict.fromkeys(("backward", "optimizer_step", "optimizer_zero_grad"), "a component of the kind optimizer"),
+    "configure_gradient_clipping": "trainer.gradient_clip_val in the configuration",
+}
+"""Hooks of Lightning's own optimization, which the step of nxdt does not call, and what does their work."""
+
+_UNFIT = {
+    **dict.fromkeys(("WeightAveraging", "StochasticWeightAveraging"), "exp_manager.ema in the configuration"),
+    "GradientAccumulationScheduler": "data.global_batch_size and data.micro_batch_size in the configuration",
+    "BatchSizeFinder": "data.micro_batch_size in the configuration, and nxdt plan",
+    "LearningRateFinder": "model.optim.lr in the configuration",
+    "BaseFinetuning": "an adapter, or a callback that calls requires_grad_(False) in on_fit_start",
+    "ModelPruning": "a callback that changes weights in on_train_batch_end",
+}
+"""Lightning's callbacks that look for weights before there are any, copy the module or change Lightning's own loop."""
 
 
 @final
@@ -80,7 +102,85 @@ class EngineAccelerator(Accelerator):
         return "engine"
 
 
-_log = logging.getLogger(__name__)
+def asked_processes(trainer: pl.Trainer) -> tuple[int, int]:
+    """Return ``devices`` and ``num_nodes`` as they were given; ``trainer.num_devices`` is 1 for any own strategy."""
+    given = trainer._accelerator_connector
+    devices = given._devices_flag
+    count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 1
+    return count, int(given._num_nodes_flag)
+
+
+def _ignored(trainer: pl.Trainer, world_size: int, passes: int | None) -> Iterator[tuple[str, str]]:
+    """Arguments, and what does their work here; ``passes`` are those of the configuration."""
+    precision = trainer.precision
+    if precision != "32-true":
+        yield f"precision={precision!r}", "precision.type in the configuration"
+    devices, nodes = asked_processes(trainer)
+    if devices * nodes not in (1, world_size):
+        yield f"devices={devices}, num_nodes={nodes}", f"numbers that agree with the {world_size} processes that run"
+    if trainer.gradient_clip_val is not None:
+        yield f"gradient_clip_val={trainer.gradient_clip_val}", "trainer.gradient_clip_val in the configuration"
+    if trainer.accumulate_grad_batches != 1:
+        yield (
+            f"accumulate_grad_batches={trainer.accumulate_grad_batches}",
+            "data.global_batch_size and data.micro_batch_size in the configuration",
+        )
+    if passes is not None and passes > 0:  # nothing turns them into the steps that a schedule needs
+        yield f"trainer.max_epochs={passes} of the configuration", "trainer.max_steps in the configuration"
+    owners: tuple[object, ...] = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
+    for owner in owners:
+        unfit = (each.__name__ for each in type(owner).__mro__ if each.__module__.startswith("pytorch_lightning"))
+        yield from ((type(owner).__name__, _UNFIT[name]) for name in unfit if name in _UNFIT)
+        stock = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
+        for hook, instead in _UNCALLED.items():
+            method = getattr(owner, hook, None)
+            if method is not None and getattr(method, "__func__", method) is not getattr(stock, hook):
+                yield f"{type(owner).__name__}.{hook}", instead
+    if trainer._accelerator_connector._layer_sync is not None:
+        yield "sync_batchnorm=True", "nothing: models here have no batch norm"
+
+
+@final
+class StartedProcesses(LightningEnvironment):
+    """The processes that nxdt finds; Lightning, which looks for other launchers itself, refuses some of them."""
+
+    @property
+    def creates_processes_externally(self) -> bool:
+        """Return whether another program has started this process as one of several."""
+        return read_rank_environment().world_size > 1 or super().creates_processes_externally
+
+
+@final
+class ScriptLauncher(_SubprocessScriptLauncher):
+    """Runs the script again for each further rank, unless the ``Trainer`` asks for one process."""
+
+    def __init__(self, environment: StartedProcesses, devices: int, nodes: int) -> None:
+        super().__init__(environment, devices, nodes)
+
+    def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
+        """Start the other processes, then call ``function``.
+
+        Raises:
+            TrainerArgumentsIgnored: the ``Trainer`` asks for other numbers than the configuration.
+        """
+        asked = (1, 1) if trainer is None else asked_processes(trainer)
+        if asked == (1, 1):
+            return function(*args, **kwargs)
+        if asked != (self.num_processes, self.num_nodes):
+            argument = f"devices={asked[0]}, num_nodes={asked[1]}"
+            instead = f"trainer.devices={asked[0]} and trainer.num_nodes={asked[1]} in the configuration"
+            raise TrainerArgumentsIgnored(arguments=((argument, instead),))
+        os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
+
+        def as_rank_zero(*args: Any, **kwargs: Any) -> Any:
+            complete_variables()
+            return function(*args, **kwargs)
+
+        try:
+            return super().launch(as_rank_zero, *args, trainer=trainer, **kwargs)
+        except BaseException:
+            self.kill(signal.SIGTERM)  # else they wait for this rank
+            raise
 
 
 class NxdtStrategy(Strategy):
@@ -180,11 +280,17 @@ class NxdtStrategy(Strategy):
         """Take the module that the trainer was given.
 
         Raises:
-            NotOurModule, TrainerArgumentsIgnored: see :func:`check_trainer`.
+            NotOurModule: the model is not an :class:`NxdtModule`.
+            TrainerArgumentsIgnored: arguments whose work the configuration decides, callbacks that cannot work, or
+                hooks that nothing calls.
         """
         super().connect(model)
-        check_trainer(model, self.engine.rank_info.world_size)
         trainer = model.trainer
+        if not isinstance(model, NxdtModule):
+            raise NotOurModule(found=type(model).__name__)
+        passes = self.config.run.trainer.max_epochs
+        if ignored := tuple(_ignored(trainer, self.engine.rank_info.world_size, passes)):
+            raise TrainerArgumentsIgnored(arguments=ignored)
         if trainer.max_steps == -1 and trainer.max_epochs in (None, 1000):  # neither is given
             trainer.fit_loop.epoch_loop.max_steps = self.config.run.trainer.max_steps
             trainer.fit_loop.max_epochs = -1  # else Lightning resets the data to count them (its issue 20550)
@@ -235,7 +341,10 @@ class NxdtStrategy(Strategy):
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
     ) -> None:  # the names are Lightning's
         """Commit a checkpoint under the URI ``filepath`` (a root, or a root with ``step-…`` behind it)."""
-        self._module.save(str(filepath), lightning=_light(checkpoint))
+        # Tensors are saved in another way.
+        heavy = {"state_dict", "optimizer_states", "lr_schedulers", "hparams_name", "hyper_parameters"}
+        lightning = {key: value for key, value in checkpoint.items() if key not in heavy}
+        self._module.save(str(filepath), lightning=lightning)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Find the checkpoint and return what Lightning itself had saved; tensors are loaded after set-up."""
@@ -244,8 +353,13 @@ class NxdtStrategy(Strategy):
         manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
         self._module.resume_from(storage, manifest)
         saved = checkpoint.load_state(storage, manifest)
-        imported = "lightning" not in saved["extra"]  # no run of ours wrote it
-        lightning: dict[str, Any] = self._loops_after(manifest.step) if imported else saved["extra"]["lightning"]
+        lightning: dict[str, Any] = saved["extra"].get("lightning", {})
+        if "lightning" not in saved["extra"]:  # no run of ours wrote it: Lightning's loops, at the step
+            loops = deepcopy(self._module.trainer.fit_loop.state_dict())
+            for count in loops["epoch_loop.manual_optimization.optim_step_progress"].values():
+                count.update(ready=manifest.step, completed=manifest.step)
+            lightning = {"pytorch-lightning_version": version("pytorch-lightning"), "epoch": 0}
+            lightning |= {"global_step": manifest.step, "loops": {"fit_loop": loops}}
         return {**lightning, "state_dict": {}, "optimizer_states": [], "lr_schedulers": []}
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -279,9 +393,9 @@ class NxdtStrategy(Strategy):
         if not isinstance(tensor, torch.Tensor) or self.engine.ranks.world_size == 1:
             return tensor
         mean = reduce_op is None or str(reduce_op).lower() in ("mean", "avg")
-        operation = dist.ReduceOp.SUM if mean else _operation(reduce_op)
+        operation = getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) and not mean else reduce_op
         reduced = tensor.detach().clone()
-        dist.all_reduce(reduced, op=operation, group=group)
+        dist.all_reduce(reduced, op=dist.ReduceOp.SUM if mean else operation, group=group)
         return reduced / dist.get_world_size(group) if mean else reduced
 
     def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
@@ -323,24 +437,14 @@ class NxdtStrategy(Strategy):
             self.engine.shutdown()
             self._started = False
 
-    def _loops_after(self, step: int) -> dict[str, Any]:
-        """Return what Lightning would dump after ``step`` optimizer steps, with its loops otherwise at their start."""
-        loops = deepcopy(self._module.trainer.fit_loop.state_dict())
-        for count in loops["epoch_loop.manual_optimization.optim_step_progress"].values():
-            count.update(ready=step, completed=step)
-        lightning = version("pytorch-lightning")
-        return {"pytorch-lightning_version": lightning, "epoch": 0, "global_step": step, "loops": {"fit_loop": loops}}
-
     @property
     def _module(self) -> NxdtModule:
         return cast("NxdtModule", self.lightning_module)
 
 
-def _operation(name: Any) -> Any:
-    return getattr(dist.ReduceOp, name.upper()) if isinstance(name, str) else name
-
-
-def _light(dumped: dict[str, Any]) -> dict[str, Any]:
-    """Return what Lightning dumped, without the tensors, which are saved in another way."""
-    heavy = {"state_dict", "optimizer_states", "lr_schedulers", "hparams_name", "hyper_parameters"}
-    return {key: value for key, value in dumped.items() if key not in heavy}
+def complete_variables() -> None:
+    """Set ``RANK`` in a process of :class:`ScriptLauncher`: Lightning's launcher leaves it out."""
+    given = os.environ
+    if "RANK" in given or not {"NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"} <= given.keys():
+        return
+    given["RANK"] = str(int(given["NODE_RANK"]) * int(given["LOCAL_WORLD_SIZE"]) + int(given["LOCAL_RANK"]))
