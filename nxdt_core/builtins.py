@@ -267,7 +267,7 @@ def nxdt_stores() -> list[StoreComponent]:
         StoreComponent(
             name="local",
             target="nxdt_core.checkpoint.stores.local:LocalStorage",
-            config="nxdt_core.checkpoint.stores.config:LocalStorageConfig",
+            config="nxdt_core.config.training_schema:LocalStorageConfig",
             summary="a directory; atomic rename, files and directories fsynced",
             uri_schemes=("file",),
         )

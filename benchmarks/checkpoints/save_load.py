@@ -130,7 +130,7 @@ class NoDigest:
 
 
 def write_undigested(state: State, path: Path) -> None:
-    with mock.patch("nxdt_core.checkpoint.format.digests.xxh3_128", NoDigest):
+    with mock.patch("nxdt_core.checkpoint.format.manifest.xxh3_128", NoDigest):
         write_ours(state, path)
 
 

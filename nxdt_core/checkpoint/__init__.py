@@ -25,9 +25,8 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint.signing import Signer, TrustedKeys
     from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
     from nxdt_core.checkpoint.write.manager import CheckpointManager, SaveReport
-    from nxdt_core.checkpoint.write.plan import SavePlan, plan_save
     from nxdt_core.checkpoint.write.retention import Retention, delete_step, prune
-    from nxdt_core.checkpoint.write.save import save
+    from nxdt_core.checkpoint.write.save import SavePlan, plan_save, save
 
 __all__ = [
     "CheckpointFacts",
@@ -82,9 +81,8 @@ _MODULES = {
         "signing": ("Signer", "TrustedKeys"),
         "storage": ("check_writable", "locate", "open_storage"),
         "write.manager": ("CheckpointManager", "SaveReport"),
-        "write.plan": ("SavePlan", "plan_save"),
         "write.retention": ("Retention", "delete_step", "prune"),
-        "write.save": ("save",),
+        "write.save": ("SavePlan", "plan_save", "save"),
     }.items()
     for name in names
 }

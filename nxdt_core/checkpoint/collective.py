@@ -5,8 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
-from dataclasses import dataclass
-from typing import Generic, TypeVar, cast
+from typing import TypeVar, cast
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointRankFailed
@@ -16,12 +15,6 @@ __all__ = ["in_threads", "on_all_ranks", "on_first_rank", "rank_of"]
 
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class _Outcome(Generic[T]):
-    value: T | None
-    error: NxdtError | None = None
 
 
 def rank_of(ranks: RankAgreement | None) -> int:
@@ -42,21 +35,21 @@ def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: s
     """
     if ranks is None:
         return [work()]
+    value: T | None = None
     failure: Exception | None = None
+    shared: NxdtError | None = None
     try:
-        outcome = _Outcome(work())
+        value = work()
     except NxdtError as error:
-        failure, outcome = error, _Outcome(None, error)
+        failure = shared = error
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}"
-        failure, outcome = error, _Outcome(None, CheckpointRankFailed(where=where, reason=reason, rank=ranks.rank))
-    outcomes = ranks.all_gather_object(outcome)
-    if failure is not None:
-        raise failure
-    for result in outcomes:
-        if result.error is not None:
-            raise result.error
-    return [cast(T, result.value) for result in outcomes]
+        failure, reason = error, f"{type(error).__name__}: {error}"
+        shared = CheckpointRankFailed(where=where, reason=reason, rank=ranks.rank)
+    outcomes: list[tuple[T | None, NxdtError | None]] = ranks.all_gather_object((value, shared))
+    for met in (failure, *(error for _, error in outcomes)):
+        if met is not None:
+            raise met
+    return [cast(T, value) for value, _ in outcomes]
 
 
 def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:

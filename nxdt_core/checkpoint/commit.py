@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from nxdt_core.checkpoint.collective import in_threads
-from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import (
     MASTER_WEIGHT,
     attempt_prefix,
@@ -21,7 +20,7 @@ from nxdt_core.checkpoint.format.file_names import (
     step_of,
     step_prefix,
 )
-from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, digest, encode_manifest
 from nxdt_core.checkpoint.signing import (
     Signature,
     Signer,
@@ -204,7 +203,10 @@ def commit(
     """
     key = manifest_key(manifest.step)
     data = data or encode_manifest(manifest)
-    later = _fencing(replaces, manifest.step)
+    later = 0
+    if replaces:
+        with suppress(CheckpointDamaged, CheckpointTooNew):
+            later = decode_manifest(replaces, step=manifest.step, where="").facts.fencing
     if later > manifest.facts.fencing > 0:
         reason = f"the store's owner number {later} did, and this is number {manifest.facts.fencing}"
         raise CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
@@ -215,7 +217,9 @@ def commit(
         written = storage.put_if_match(key, data, replaces) if replaces else storage.put_if_absent(key, data)
     except (OSError, StorageError) as error:
         failure, written = error, False
-    if written or _is_committed(storage, manifest):
+    with suppress(OSError, StorageError):
+        written = written or committed_attempt(storage, manifest.step) == manifest.attempt
+    if written:
         return
     reason = f"the manifest is not that of the attempt {manifest.attempt}"
     raise failure or CheckpointConflict(where=f"{storage.uri}/{key}", reason=reason)
@@ -245,18 +249,3 @@ def clear_other_attempts(
         storage.delete_many([key for key in keys if key != keep and not key.startswith(manifest.prefix)])
     except (OSError, StorageError) as error:
         _log.warning("files of older saves are left under %s/%s: %s", storage.uri, keep, error)
-
-
-def _fencing(data: bytes | None, step: int) -> int:
-    """Number of the ownership under which the manifest ``data`` was committed, as far as this version can read it."""
-    try:
-        return decode_manifest(data, step=step, where="").facts.fencing if data else 0
-    except (CheckpointDamaged, CheckpointTooNew):
-        return 0
-
-
-def _is_committed(storage: CheckpointStore, manifest: Manifest) -> bool:
-    try:
-        return committed_attempt(storage, manifest.step) == manifest.attempt
-    except (OSError, StorageError):
-        return False

@@ -42,7 +42,20 @@ def recognise(path: Path, kernel: Kernel) -> RegisteredComponent | None:
     """
     if not path.exists():
         return None
-    formats = [component for component in kernel.registry.all(_KIND) if _recognises(component, path)]
+    formats = []
+    for component in kernel.registry.all(_KIND):
+        try:
+            if component.load_class(CheckpointFormat)().recognises(path):
+                formats.append(component)
+            continue
+        except NxdtError as error:
+            reason = error.what()
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:
+            reason = describe_failure(error)
+        # The path may be another format's.
+        _log.warning("The checkpoint format %r of %s is skipped: %s", component.record.name, component.dist, reason)
     return kernel.registry.choose(_KIND, str(path), formats) if formats else None
 
 
@@ -133,33 +146,20 @@ def load_format_into(
             raise WeightsDoNotFit(missing=unmatched.missing, extra=unmatched.extra, shapes=[], saved=[])
         text = "%s: parameters that it lacks keep their fresh values: %s; those that the model lacks are left out: %s"
         _log.warning(text, path, ", ".join(unmatched.missing) or "none", ", ".join(unmatched.extra) or "none")
-    on_all_ranks(ranks, lambda: _fill(reader, [name for name in index if name in tensors], tensors), where=str(path))
 
+    def fill() -> None:
+        import torch
 
-def _fill(reader: CheckpointReader, names: list[str], tensors: Mapping[str, torch.Tensor | Piece]) -> None:
-    import torch
+        from nxdt_core.distributed.placement import piece_of
 
-    from nxdt_core.distributed.placement import piece_of
+        names = [name for name in index if name in tensors]
+        due = reader.read([("model", name) for name in names])
+        for name in names:
+            piece = piece_of(tensors[name], name)
+            with torch.no_grad():
+                piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])
 
-    due = reader.read([("model", name) for name in names])
-    for name in names:
-        piece = piece_of(tensors[name], name)
-        with torch.no_grad():
-            piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])
-
-
-def _recognises(component: RegisteredComponent, path: Path) -> bool:
-    """Return whether a format recognises the path; one that fails is skipped, since the path may be another's."""
-    try:
-        return component.load_class(CheckpointFormat)().recognises(path)
-    except NxdtError as error:
-        reason = error.what()
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:
-        reason = describe_failure(error)
-    _log.warning("The checkpoint format %r of %s is skipped: %s", component.record.name, component.dist, reason)
-    return False
+    on_all_ranks(ranks, fill, where=str(path))
 
 
 def _unknown(path: Path, kernel: Kernel, reason: str) -> NxdtError:

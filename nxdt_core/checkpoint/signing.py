@@ -19,9 +19,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from nxdt_core.checkpoint.format.digests import STRONG, Algorithm
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
-from nxdt_core.checkpoint.format.manifest import Manifest
+from nxdt_core.checkpoint.format.manifest import STRONG, Algorithm, Manifest
 from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,

@@ -42,7 +42,16 @@ def read_torch_file(path: Path, allowed: list[Any]) -> Any:
         TorchFileRefused: it names a class or function that is not allowed; none was called.
         TorchFileDamaged: it is not a file of ``torch.save``, or an incomplete one.
     """
-    _check_archive(path)
+    try:
+        require_inside(path, path.parent)
+        require_fetched(path)
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
+        raise TorchFileDamaged(f"it is not an archive of torch.save ({error})") from error
+    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)  # a packed one may expand to any size
+    if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise TorchFileDamaged("its entries are packed, which torch.save never does")
     with safe_globals(allowed):
         try:
             refused = sorted(get_unsafe_globals_in_checkpoint(str(path)))
@@ -52,17 +61,3 @@ def read_torch_file(path: Path, allowed: list[Any]) -> Any:
             reason = str(error).strip().partition("\n")[0] or type(error).__name__
             raise TorchFileDamaged(reason.rstrip(".")) from error
     raise TorchFileRefused(refused)
-
-
-def _check_archive(path: Path) -> None:
-    """Check that the file stores its bytes uncompressed: a compressed archive could expand to any size."""
-    try:
-        require_inside(path, path.parent)
-        require_fetched(path)
-        with zipfile.ZipFile(path) as archive:
-            entries = archive.infolist()
-    except (OSError, ValueError, NotImplementedError, zipfile.BadZipFile) as error:
-        raise TorchFileDamaged(f"it is not an archive of torch.save ({error})") from error
-    stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
-    if not stored or sum(entry.file_size for entry in entries) > path.stat().st_size:
-        raise TorchFileDamaged("its entries are packed, which torch.save never does")

@@ -29,6 +29,7 @@ __all__ = [
     "EarlyStoppingParams",
     "EmaConfig",
     "ExpManagerConfig",
+    "LocalStorageConfig",
     "MonitoringConfig",
     "SignSection",
     "StorageSection",
@@ -321,6 +322,14 @@ class SignSection(Section):
     trusted: tuple[SourcePath, ...] = ()
     """PEM files of Ed25519 public keys. Where any are named, the run refuses to resume from or load a checkpoint that
     none of them has signed, and checkpoints of other programs."""
+
+
+class LocalStorageConfig(Section):
+    """Settings for writing files to a directory."""
+
+    fsync: bool = True
+    """Flush files and directories to the disk before a checkpoint counts as committed. Without it a power failure can
+    damage the newest checkpoint (which is then detected, and skipped)."""
 
 
 class CausalLMConfig(Section):

@@ -8,33 +8,253 @@ what it was; the same export resumes where it stopped.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank, rank_of
-from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
+from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank
+from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, SPECIAL, HFSource, json_bytes, read_json
 from nxdt_core.checkpoint.format.manifest import Manifest
-from nxdt_core.checkpoint.format.shards import TensorSpec, Writable
+from nxdt_core.checkpoint.format.shards import SafetensorsLayout, TensorSpec, Writable, dtype_name, grouped
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.pieces import dtype_name
-from nxdt_core.checkpoint.read.boxes import fill
+from nxdt_core.checkpoint.read.load import fill
 from nxdt_core.checkpoint.storage import explained_os_errors, open_storage
-from nxdt_core.errors.models import HFNotWritable
-from nxdt_core.hf.export import MAX_SHARD_BYTES, HFPlan, HFShard, plan_hf
-from nxdt_core.hf.key_map import HFTensor, room_for
-from nxdt_core.hf.reader import HFWeights
+from nxdt_core.errors.base import listing
+from nxdt_core.errors.models import HFNotWritable, WeightsDoNotFit
+from nxdt_core.hf.key_map import HFTensor, room_for, sources
+from nxdt_core.hf.reader import INDEX, WEIGHTS, HFWeights
+from nxdt_core.models.rope_scaling import older_rope
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["NOTE", "iterate_hf", "load_hf", "read_from", "read_hf_config", "save_hf", "write_hf", "write_shards"]
+__all__ = [
+    "MAX_SHARD_BYTES",
+    "NOTE",
+    "HFPlan",
+    "HFSettings",
+    "HFShard",
+    "hf_settings",
+    "iterate_hf",
+    "load_hf",
+    "plan_hf",
+    "read_from",
+    "read_hf_config",
+    "save_hf",
+    "write_hf",
+    "write_shards",
+]
+
+
+_MOST_SUPPRESSED = 1024
+"""Rows of the embedding beyond the tokenizer's ids that are padding, and are kept from being generated; where there are
+more, the tokenizer is not that of the model."""
+_CARRIED = (
+    *("*_token_id", "use_cache", "pretraining_tp", "task_specific_params", "output_router_logits", "is_decoder"),
+    *("summary_*", "reorder_and_upcast_attn", "classifier_dropout", "max_window_layers", "layer_types"),
+)
+"""Keys of ``config.json`` that say how the model is used, and not what its logits are; the last two of layers with a
+window, which the native models have in all layers or in none."""
+_REWRITTEN = (
+    *("_name_or_path", "_commit_hash", "transformers_version", "torch_dtype", "dtype", "architectures", "model_type"),
+    *("rope_parameters", "rope_scaling", "rope_theta", "rotary_pct", "rotary_emb_base", "partial_rotary_factor"),
+    "original_max_position_embeddings",
+)
+"""Keys of ``config.json`` that an export words otherwise, or that are of the program that wrote the file."""
+_OF_THE_WRITER = ("transformers_version", "_from_model_config")
+"""Keys of ``generation_config.json`` that are of the program that wrote the file."""
+_HOLD_IDS = (
+    *("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "bad_words_ids", "force_words_ids"),
+    *("sequence_bias", "lang_to_id", "task_to_id"),
+)
+"""Keys of ``generation_config.json`` with token ids, in addition to those that end in ``_token_id``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFSettings:
+    """Content of the two JSON files of an export, with notes."""
+
+    config: Mapping[str, Any]
+    """Content of ``config.json``."""
+    generation: Mapping[str, Any] | None
+    """Content of ``generation_config.json``; None: it is left out."""
+    notes: tuple[str, ...]
+    """Notes on what the source had and the export lacks, a sentence each."""
+
+
+def hf_settings(
+    built: Mapping[str, Any], tokenizer: Tokenizer | None, stop_ids: Sequence[int], source: HFSource | None
+) -> HFSettings:
+    """Merge what the run says with what its source said. Where both name a token, the run's tokenizer wins.
+
+    Args:
+        built: ``config.json`` as the builder writes it.
+        tokenizer: the tokenizer of the run.
+        stop_ids: tokens that end what the model writes, by the run's tokenizer and chat template.
+        source: the directory that the weights came from; None: they came from elsewhere.
+    """
+    fits = source is not None and source.fits(tokenizer)
+    source_config: Mapping[str, Any] = built if source is None else source.config if fits else {}
+    token_ids = {key: getattr(tokenizer, f"{key.removesuffix('_token_id')}_id", None) for key in SPECIAL}
+    # The token of the run's tokenizer, within the list of several that the source said, if it is one.
+    tokens = {key: source_config.get(key) for key in SPECIAL}
+    for key, token_id in token_ids.items():
+        stated = tokens[key]
+        if token_id is not None and not (isinstance(stated, (list, tuple)) and token_id in stated):
+            tokens[key] = token_id
+    carried = {key: value for key, value in source_config.items() if _is_carried(key)}
+    config = {**carried, **older_rope(built), **built, **tokens}
+    generation = {
+        key: value
+        for key, value in ({} if source is None else source.generation).items()
+        if key not in _OF_THE_WRITER and (fits or not (key in _HOLD_IDS or key.endswith("_token_id")))
+    }
+    has_file = tokenizer is not None or bool(generation)
+    generation |= {key: value for key, value in token_ids.items() if value is not None}
+    stops = [*dict.fromkeys((*(source.stop_ids if source is not None and fits else ()), *stop_ids))]
+    if stops:
+        generation["eos_token_id"] = stops[0] if len(stops) == 1 else stops
+    padding = [] if tokenizer is None else list(range(tokenizer.vocab_size, built.get("vocab_size") or 0))
+    if 0 < len(padding) <= _MOST_SUPPRESSED:
+        generation["suppress_tokens"] = sorted({*(generation.get("suppress_tokens") or ()), *padding})
+    notes = () if source is None else tuple(_notes(source, config, fits=fits))
+    return HFSettings(config=config, generation=generation if has_file else None, notes=notes)
+
+
+def _is_carried(key: str) -> bool:
+    """Return whether a builder does not know a key that is true of any model with these weights."""
+    return any(fnmatchcase(key, pattern) for pattern in _CARRIED)
+
+
+def _notes(source: HFSource, config: Mapping[str, Any], *, fits: bool) -> Iterator[str]:
+    if not fits:
+        yield f"the token ids of {source.path!r} are not kept: the run's tokenizer gives them to other tokens"
+    lost = [
+        key
+        for key, value in source.config.items()
+        if value is not None and key not in config and key not in _REWRITTEN and not _is_carried(key)
+    ]
+    if lost:
+        yield f"config.json of {source.path!r} has keys that this model's export does not write: {listing(lost)}"
+    if source.left_out:
+        yield f"not copied from {source.path!r}: {listing(source.left_out)}"
+
+
+MAX_SHARD_BYTES = 5_000_000_000
+"""Size of a weights file beyond which another is begun, as in transformers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFShard:
+    """One file of weights in a Hugging Face directory."""
+
+    file: str
+    tensors: Mapping[str, tuple[HFTensor, ...]]
+    """Tensors of each parameter by its name; several where parameters share a tensor."""
+    specs: Mapping[str, TensorSpec]
+    """Dtype and shape in the file, by the same names."""
+
+    @property
+    def layout(self) -> SafetensorsLayout:
+        """Return where each tensor begins and ends in the file."""
+        return SafetensorsLayout(self.specs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFPlan:
+    """The files of a Hugging Face directory that is to be written."""
+
+    shards: tuple[HFShard, ...]
+    texts: Mapping[str, bytes]
+    """The other files by name, ``config.json`` last: without it nothing takes the directory for a model."""
+    notes: tuple[str, ...] = ()
+    """Notes on what the source of the weights had and the directory lacks, a sentence each."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Return the size of all tensors in bytes."""
+        return sum(spec.size_bytes for shard in self.shards for spec in shard.specs.values())
+
+    def digest(self) -> str:
+        """Equal where the files would be the same, given the same weights."""
+        table = [{name: (spec.dtype, spec.shape) for name, spec in shard.specs.items()} for shard in self.shards]
+        texts = {name: content.decode("latin-1") for name, content in self.texts.items()}
+        return hashlib.sha256(json.dumps([table, texts]).encode()).hexdigest()
+
+
+def plan_hf(
+    builder: ModelBuilder,
+    held: Mapping[str, TensorSpec],
+    tokenizer: Tokenizer | None = None,
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    more: Mapping[str, bytes] | None = None,
+    stop_ids: Sequence[int] = (),
+    source: HFSource | None = None,
+) -> HFPlan:
+    """Plan the directory of a model.
+
+    Args:
+        builder: provides the configuration and the names.
+        held: dtype and whole shape of each existing tensor, by global name; copies of tied ones are left out.
+        tokenizer: its special ids go into the configuration; without one they are those of ``source``, or null.
+        dtype: dtype of floating-point tensors in the directory; None keeps their dtypes.
+        max_shard_bytes: limit of one weights file; a larger tensor gets a separate file.
+        more: further files, such as the tokenizer's.
+        stop_ids: tokens that end generation, where the tokenizer's end of text is not the only one.
+        source: the directory that the weights came from, whose settings the new one keeps.
+
+    Raises:
+        HFExchangeUnsupported: the builder has no key map.
+        KeyMapIncomplete: its key map does not fit its model.
+        WeightsDoNotFit: ``held`` does not match the builder's model.
+    """
+    parameter_sources = sources(builder)
+    shapes, users = {source.name: source.shape for source in parameter_sources}, {u for _, u in builder.plan().tied}
+    missing = [name for name in shapes if name not in held]
+    extra = [name for name in held if name not in shapes and name not in users]
+    stored = {name: held[name].shape for name in shapes if name in held}
+    wrong = [f"{name}: {shape} instead of {shapes[name]}" for name, shape in stored.items() if shape != shapes[name]]
+    if missing or extra or wrong:
+        raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
+    tensors: dict[str, tuple[HFTensor, ...]] = {}
+    for tensor in (tensor for source in parameter_sources for tensor in source.tensors()):
+        tensors[tensor.name] = (*tensors.get(tensor.name, ()), tensor)
+    specs: dict[str, TensorSpec] = {}
+    for name, parts in tensors.items():
+        kept = held[parts[0].parameter].dtype
+        changes = dtype is not None and kept.startswith(("float", "bfloat"))
+        specs[name] = TensorSpec(dtype if dtype is not None and changes else kept, parts[0].shape)
+    groups = list(grouped(specs, max_shard_bytes))
+    shards = tuple(
+        HFShard(
+            file=WEIGHTS if len(groups) == 1 else f"model-{number:05}-of-{len(groups):05}.safetensors",
+            tensors={name: tensors[name] for name in group},
+            specs=group,
+        )
+        for number, group in enumerate(groups, start=1)
+    )
+    texts: dict[str, bytes] = dict(more or {})
+    if len(shards) > 1:
+        total = sum(spec.size_bytes for spec in specs.values())
+        files = {name: shard.file for shard in shards for name in shard.tensors}
+        texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": files})
+    settings = hf_settings(builder.config_to_hf(), tokenizer, stop_ids, source)
+    if settings.generation is not None:
+        texts[GENERATION_CONFIG] = json_bytes(settings.generation)
+    texts[CONFIG] = json_bytes({**settings.config, "torch_dtype": next(iter(specs.values())).dtype})
+    return HFPlan(shards=shards, texts=texts, notes=settings.notes)
 
 
 NOTE = "nxdt-export-unfinished"
@@ -68,7 +288,24 @@ def write_hf(
         StorageError: a store failed; the same call resumes.
     """
     note = f"{origin}\n{plan.digest()}\n".encode()
-    done = on_all_ranks(ranks, lambda: _begin(storage, note) if rank_of(ranks) == 0 else {}, where=storage.uri)[0]
+
+    def begin() -> Mapping[str, int]:
+        """Return the sizes by name of what an earlier, equal export has written."""
+        with explained_os_errors(storage.uri):
+            sizes = {info.key: info.size_bytes for info in storage.list()}
+            if not sizes:
+                with storage.open_write(NOTE) as stream:
+                    stream.write(note)
+                return sizes
+            before = b""
+            if NOTE in sizes:
+                with storage.open_read(NOTE) as stream:
+                    before = stream.read()
+            if before != note:
+                raise HFNotWritable(directory=storage.uri)
+            return sizes
+
+    done = on_first_rank(ranks, begin, where=storage.uri)
     left = [shard for shard in plan.shards if done.get(shard.file) != shard.layout.size_bytes]
     mine = left if ranks is None else left[ranks.rank :: ranks.world_size]
 
@@ -77,7 +314,15 @@ def write_hf(
             write_shards(storage.open_write, mine, read, workers=workers)
 
     on_all_ranks(ranks, write, where=storage.uri)
-    on_first_rank(ranks, lambda: _finish(storage, plan), where=storage.uri)
+
+    def finish() -> None:
+        with explained_os_errors(storage.uri):
+            for name, content in plan.texts.items():
+                with storage.open_write(name) as stream:
+                    stream.write(content)
+            storage.delete_many([NOTE])
+
+    on_first_rank(ranks, finish, where=storage.uri)
 
 
 def write_shards(
@@ -124,30 +369,6 @@ def read_from(
         return {name: make() for name, make in made.items()}
 
     return read
-
-
-def _begin(storage: CheckpointStore, note: bytes) -> Mapping[str, int]:
-    """Sizes by name of what an earlier, equal export has written."""
-    with explained_os_errors(storage.uri):
-        sizes = {info.key: info.size_bytes for info in storage.list()}
-        if not sizes:
-            with storage.open_write(NOTE) as stream:
-                stream.write(note)
-        elif NOTE not in sizes:
-            raise HFNotWritable(directory=storage.uri)
-        else:
-            with storage.open_read(NOTE) as stream:
-                if stream.read() != note:
-                    raise HFNotWritable(directory=storage.uri)
-        return sizes
-
-
-def _finish(storage: CheckpointStore, plan: HFPlan) -> None:
-    with explained_os_errors(storage.uri):
-        for name, content in plan.texts.items():
-            with storage.open_write(name) as stream:
-                stream.write(content)
-        storage.delete_many([NOTE])
 
 
 def read_hf_config(directory: str | Path) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """A model as one GGUF file, which llama.cpp and Ollama run: Llama, Mistral, Mixtral, Qwen2 and Qwen3.
 
-The file is made of the Hugging Face directory that :func:`nxdt_core.hf.export.plan_hf` plans: its weights
+The file is made of the Hugging Face directory that :func:`nxdt_core.hf.directory.plan_hf` plans: its weights
 by llama.cpp's names, ``config.json`` as metadata, and the tokenizer. The package ``gguf`` writes it.
 """
 
@@ -19,7 +19,7 @@ from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, HFS
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
-from nxdt_core.hf.export import HFPlan, HFShard
+from nxdt_core.hf.directory import HFPlan, HFShard
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_core.models.rotary import frequencies
 from nxdt_core.system.regular_files import replacing
@@ -36,6 +36,15 @@ GgufDtype = Literal["float32", "float16", "q8_0"]
 _FILE_TYPES = {"float32": "ALL_F32", "float16": "MOSTLY_F16", "q8_0": "MOSTLY_Q8_0"}
 _MODELS = {"llama": "llama", "mistral": "llama", "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 """``model_type`` → llama.cpp's architecture. That of Llama alone rotates neighbouring channels instead of halves."""
+_SIZES = {
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "head_count": "num_attention_heads",
+    "head_count_kv": "num_key_value_heads",
+}
+"""The writer's method for a size → its key in ``config.json``."""
 _BLOCK = 32
 """Elements of a row that share a scale of ``q8_0``."""
 _EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps"}
@@ -108,17 +117,29 @@ def write_gguf(
     except ImportError as error:
         raise GgufLibraryMissing(reason=str(error)) from error
     config = json.loads(plan.texts[CONFIG])
-    _check(config)
+    model_type, scaling = config["model_type"], config.get("rope_scaling") or {}
+    rope, plain = scaling.get("rope_type", "default"), model_type in ("qwen2", "qwen3")
+    if model_type not in _MODELS:
+        raise GgufUnsupported(reason=f"it is of the type {model_type!r}", known=[*_MODELS])
+    if rope not in ("default", "linear", *(() if plain else ("llama3",))):
+        raise GgufUnsupported(reason=f"its rotary embedding is scaled by {rope!r}", known=[*_MODELS])
+    if plain and config.get("attention_bias"):
+        raise GgufUnsupported(reason="it is a Qwen3 with attention_bias", known=[*_MODELS])
     specs = {tensor: spec for shard in plan.shards for tensor, spec in shard.specs.items()}
     sources = {tensor: source for shard in plan.shards for tensor, source in shard.tensors.items()}
     tensors = list(_tensors(specs, config))
-    writer = gguf.GGUFWriter(None, _MODELS[config["model_type"]])
+    writer = gguf.GGUFWriter(None, _MODELS[model_type])
     writer.add_name(name)
     notes = [*_add_config(writer, config), *_add_tokenizer(writer, plan.texts, config)]
     kinds = {item.name: _kind(item, dtype) for item in tensors}
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
-    factors = _rope_factors(config)
+    factors: NDArray[np.float32] | None = None
+    if rope == "llama3":  # by how much it lengthens the wave of each pair, [head_dim / 2]
+        head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+        theta = float(config["rope_theta"])
+        scaled = frequencies(head_dim, theta, RopeScalingConfig(**scaling))
+        factors = (frequencies(head_dim, theta) / scaled).numpy()
     if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
     size_bytes = sum(_announce(writer, item, kinds[item.name]) for item in tensors)
@@ -137,18 +158,6 @@ def write_gguf(
             writer.write_tensor_data(gguf.quants.quantize(item.of(read(part)).numpy(), kind))
         file.flush()
     return size_bytes, tuple(notes)
-
-
-def _check(config: Mapping[str, Any]) -> None:
-    """Raise GgufUnsupported for a model that llama.cpp computes otherwise or not at all."""
-    kind, rope = config["model_type"], (config.get("rope_scaling") or {}).get("rope_type", "default")
-    if kind not in _MODELS:
-        raise GgufUnsupported(reason=f"it is of the type {kind!r}", known=[*_MODELS])
-    plain = kind in ("qwen2", "qwen3")
-    if rope not in ("default", "linear", *(() if plain else ("llama3",))):
-        raise GgufUnsupported(reason=f"its rotary embedding is scaled by {rope!r}", known=[*_MODELS])
-    if plain and config.get("attention_bias"):
-        raise GgufUnsupported(reason="it is a Qwen3 with attention_bias", known=[*_MODELS])
 
 
 def _announce(writer: Any, tensor: _Tensor, kind: str) -> int:
@@ -198,16 +207,11 @@ def _kind(tensor: _Tensor, dtype: GgufDtype) -> str:
 
 
 def _add_config(writer: Any, config: Mapping[str, Any]) -> Iterator[str]:
-    head_dim = _head_dim(config)
-    writer.add_context_length(int(config["max_position_embeddings"]))
-    writer.add_embedding_length(int(config["hidden_size"]))
-    writer.add_block_count(int(config["num_hidden_layers"]))
-    writer.add_feed_forward_length(int(config["intermediate_size"]))
-    writer.add_head_count(int(config["num_attention_heads"]))
-    writer.add_head_count_kv(int(config["num_key_value_heads"]))
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_rope_dimension_count(head_dim)
+    head_dim = int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
+    for key, name in _SIZES.items():
+        getattr(writer, f"add_{key}")(int(config[name]))
+    for key in ("key_length", "value_length", "rope_dimension_count"):
+        getattr(writer, f"add_{key}")(head_dim)
     writer.add_rope_freq_base(float(config.get("rope_theta") or 10_000.0))
     writer.add_layer_norm_rms_eps(float(config["rms_norm_eps"]))
     writer.add_vocab_size(int(config["vocab_size"]))
@@ -223,22 +227,6 @@ def _add_config(writer: Any, config: Mapping[str, Any]) -> Iterator[str]:
     window = config.get("sliding_window")
     if window and window < config["max_position_embeddings"]:
         yield f"llama.cpp does not know the window of {window:,} tokens: beyond it, the file computes something else"
-
-
-def _head_dim(config: Mapping[str, Any]) -> int:
-    return int(config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"])
-
-
-def _rope_factors(config: Mapping[str, Any]) -> NDArray[np.float32] | None:
-    """Return by how much Llama 3's scaling lengthens the wave of each pair, [head_dim / 2]; None without it."""
-    scaling = config.get("rope_scaling") or {}
-    if scaling.get("rope_type") != "llama3":
-        return None
-    head_dim = _head_dim(config)
-    theta = float(config["rope_theta"])
-    scaled = frequencies(head_dim, theta, RopeScalingConfig(**scaling))
-    factors: NDArray[np.float32] = (frequencies(head_dim, theta) / scaled).numpy()
-    return factors
 
 
 def _add_tokenizer(writer: Any, texts: Mapping[str, bytes], config: Mapping[str, Any]) -> Iterator[str]:

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from nxdt_core.checkpoint.pieces import filled_up
+from nxdt_core.checkpoint.format.shards import filled_up
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors.models import KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
@@ -206,30 +206,28 @@ class HFTensor:
     """Name of the tensor in the directory."""
     parameter: str
     """Global name of the parameter."""
-    parameter_shape: tuple[int, ...]
-    """Shape of the whole parameter."""
     box: Box
-    transform: str
-    sections: tuple[int, ...] = ()
+    transform: _Copy
+    """How the whole parameter is made of the tensors of the directory."""
+
+    @property
+    def parameter_shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole parameter."""
+        return self.transform.shape
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the tensor's shape in the directory."""
-        return self._transform.hf_shape(self.box)
+        return self.transform.hf_shape(self.box)
 
     def of(self, box: torch.Tensor) -> torch.Tensor:
         """Return the tensor, as a view of the elements of its box; a copy where rows change places."""
-        return self._transform.write(box)
+        return self.transform.write(box)
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the elements of the box, as a view of the tensor ``whole`` that several parameters share."""
-        transform = self._transform
-        assert isinstance(transform, _Part)
-        return transform.within(whole)
-
-    @property
-    def _transform(self) -> _Copy:
-        return _TRANSFORMS[self.transform](self.parameter_shape, self.sections)
+        assert isinstance(self.transform, _Part)
+        return self.transform.within(whole)
 
 
 def room_for(parts: Sequence[HFTensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
@@ -273,16 +271,9 @@ class Source:
 
     def tensors(self) -> Iterator[HFTensor]:
         """Yield the Hugging Face tensors that the parameter is written as, in order."""
-        boxes = _TRANSFORMS[self.transform](self.shape, self.sections).boxes()
-        for name, box in zip(self.hf_names, boxes, strict=True):
-            yield HFTensor(
-                name=name,
-                parameter=self.name,
-                parameter_shape=self.shape,
-                box=box,
-                transform=self.transform,
-                sections=self.sections,
-            )
+        transform = _TRANSFORMS[self.transform](self.shape, self.sections)
+        for name, box in zip(self.hf_names, transform.boxes(), strict=True):
+            yield HFTensor(name=name, parameter=self.name, box=box, transform=transform)
 
 
 def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> list[Source]:
@@ -314,10 +305,16 @@ def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> l
 
 def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int, ...]) -> Source:
     for entry in key_map:
-        numbers = _wildcards(entry.name, name)
-        if numbers is None:
+        match = re.fullmatch(r"([^.]+)".join(map(re.escape, entry.name.split("*"))), name)
+        if match is None:
             continue
-        reason = _misfit(entry, shape)
+        numbers = list(match.groups())
+        if entry.transform not in _TRANSFORMS:
+            reason: str | None = f"there is no transform {entry.transform!r}"
+        elif len(entry.hf_names) != 1 and entry.transform != "concat":
+            reason = f"transform {entry.transform!r} takes one name, not {len(entry.hf_names)}"
+        else:
+            reason = _TRANSFORMS[entry.transform](shape, entry.sections).problem(len(entry.hf_names))
         if reason:
             raise KeyMapIncomplete(builder=builder, parameter=name, reason=reason)
         hf_names = [_filled(hf_name, numbers) for hf_name in entry.hf_names]
@@ -327,15 +324,6 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int
             name=name, shape=shape, hf_names=tuple(hf_names), transform=entry.transform, sections=entry.sections
         )
     raise KeyMapIncomplete(builder=builder, parameter=name, reason="no entry matches")
-
-
-def _misfit(entry: KeyMap, shape: tuple[int, ...]) -> str | None:
-    """Why the entry cannot describe a parameter of this shape, or None."""
-    if entry.transform not in _TRANSFORMS:
-        return f"there is no transform {entry.transform!r}"
-    if len(entry.hf_names) != 1 and entry.transform != "concat":
-        return f"transform {entry.transform!r} takes one name, not {len(entry.hf_names)}"
-    return _TRANSFORMS[entry.transform](shape, entry.sections).problem(len(entry.hf_names))
 
 
 def _usable(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -353,12 +341,6 @@ def _usable(name: str, tensor: torch.Tensor) -> torch.Tensor:
 def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
     """Rows in ``outer`` groups of ``inner`` blocks each, as ``inner`` groups of ``outer`` blocks."""
     return tensor.reshape(outer, inner, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 2)
-
-
-def _wildcards(pattern: str, name: str) -> list[str] | None:
-    """Return the text that each ``*`` of ``pattern`` matches in ``name``; None where they do not match."""
-    match = re.fullmatch(r"([^.]+)".join(map(re.escape, pattern.split("*"))), name)
-    return None if match is None else list(match.groups())
 
 
 def _filled(pattern: str, values: Sequence[str]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import product
 from pathlib import Path
@@ -11,6 +11,7 @@ from typing import Any, Self
 
 import torch
 from safetensors import SafetensorError, safe_open
+from torch.nn import functional
 
 from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
@@ -20,7 +21,6 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
 from nxdt_core.hf.key_map import Source, sources
-from nxdt_core.hf.mxfp4 import BLOCKS, SCALES, PackedMatrices
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.format import CheckpointReader
@@ -28,7 +28,76 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_core.system.regular_files import require_fetched, require_inside
 
-__all__ = ["INDEX", "WEIGHTS", "HFReader", "HFWeights"]
+__all__ = [
+    "BLOCKS",
+    "INDEX",
+    "SCALES",
+    "WEIGHTS",
+    "HFReader",
+    "HFWeights",
+    "PackedMatrices",
+]
+
+
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the names of the two tensors."""
+
+_POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+"""Values by their three bits; the fourth is the sign."""
+_BIAS = 127
+"""Bias of the exponents."""
+
+
+class PackedMatrices:
+    """One tensor of an open file of safetensors, made of two: has the methods of a file and of a slice of it."""
+
+    def __init__(self, blocks: Any, scales: Any, name: str) -> None:
+        """
+        Args:
+            blocks: open file that has the tensor ``name`` + ``_blocks``.
+            scales: open file that has ``name`` + ``_scales``.
+            name: of the matrices.
+        """
+        self._blocks, self._scales, self._name = blocks, scales, name
+
+    def problem(self) -> str | None:
+        """Return why the two tensors do not belong together; None where they do."""
+        blocks, scales = (
+            self._blocks.get_slice(f"{self._name}{BLOCKS}"),
+            self._scales.get_slice(f"{self._name}{SCALES}"),
+        )
+        shape = blocks.get_shape()
+        if len(shape) != 4 or shape[:-1] != scales.get_shape() or {blocks.get_dtype(), scales.get_dtype()} != {"U8"}:
+            return f"'{self._name}{BLOCKS}' {shape} and its scales {scales.get_shape()} are not bytes of one matrix"
+        return None
+
+    def get_slice(self, name: str) -> PackedMatrices:
+        """Return what has shape and dtype."""
+        return self
+
+    def get_dtype(self) -> str:
+        """Return the dtype that is read."""
+        return "BF16"
+
+    def get_shape(self) -> list[int]:
+        """Return [experts, in, out]."""
+        *outer, rows, groups, half = self._blocks.get_slice(f"{self._name}{BLOCKS}").get_shape()
+        return [*outer, groups * half * 2, rows]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """Return the matrices in bfloat16, a transposed view."""
+        blocks = self._blocks.get_tensor(f"{self._name}{BLOCKS}")
+        scales = self._scales.get_tensor(f"{self._name}{SCALES}")
+        signed = torch.tensor((*_POSITIVE, *(-number for number in _POSITIVE)), dtype=torch.bfloat16, device=HOST)
+        byte = torch.arange(256, device=HOST)
+        pairs = torch.stack((signed[byte % 16], signed[byte // 16]), -1)
+        factors = torch.exp2(scales.float() - _BIAS).bfloat16()
+        *experts, inputs, outputs = self.get_shape()
+        matrices = torch.empty(*experts, outputs, inputs, dtype=torch.bfloat16, device=HOST)
+        for matrix, packed, factor in zip(matrices, blocks, factors, strict=True):  # an expert at a time
+            numbers = functional.embedding(packed.int(), pairs).flatten(-2)  # [out, in / 32, 32]
+            torch.mul(numbers, factor.unsqueeze(-1), out=matrix.view(numbers.shape))
+        return matrices.mT
 
 
 WEIGHTS = "model.safetensors"
@@ -57,7 +126,11 @@ class HFWeights:
         try:
             for file in self._files():
                 self._open(file)
-            self._check_index()
+            for name, file in self._index.items():
+                located = self._located.get(name)
+                if located is not None and located[0].name != file:  # it may belong to other weights
+                    reason = f"it says that '{name}' is in '{file}', and that is in '{located[0].name}'"
+                    raise HFFileDamaged(path=str(self._directory / INDEX), reason=reason)
             self._unpack()
         except BaseException:
             self._stack.close()
@@ -97,7 +170,13 @@ class HFWeights:
             directory = str(self._directory)
             raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong, directory=directory, says_sizes=True)
         owners = {owner for owner, _ in builder.plan().tied}
-        self._check_copies([source.hf_names[0] for source in wanted if source.name in owners], used)
+        copies = [source.hf_names[0] for source in wanted if source.name in owners]
+        for name, owner in product(self._located.keys() - used, copies):
+            alike = self._slice(name).get_shape() == self._slice(owner).get_shape()
+            if alike and not torch.equal(self._get(name), self._get(owner)):
+                reason = f"it is not '{owner}', and the model has one matrix for both (tie_word_embeddings)"
+                advice = f"Set tie_word_embeddings to false in config.json to keep both, or remove '{name}'."
+                raise WeightsUnusable(tensor=name, reason=reason, advice=advice, path=str(self._directory))
         return wanted
 
     def _filled(self, source: Source, builder: ModelBuilder) -> Source:
@@ -124,14 +203,6 @@ class HFWeights:
         except WeightsUnusable as error:
             error.path = str(self._directory)
             raise
-
-    def _check_copies(self, owners: Collection[str], used: Collection[str]) -> None:
-        for extra, owner in product(self._located.keys() - used, owners):
-            shape, other = (self._slice(name).get_shape() for name in (extra, owner))
-            if shape == other and not torch.equal(self._get(extra), self._get(owner)):
-                reason = f"it is not '{owner}', and the model has one matrix for both (tie_word_embeddings)"
-                advice = f"Set tie_word_embeddings to false in config.json to keep both, or remove '{extra}'."
-                raise WeightsUnusable(tensor=extra, reason=reason, advice=advice, path=str(self._directory))
 
     def _files(self) -> list[str]:
         if (self._directory / WEIGHTS).is_file():  # before an index, as in transformers
@@ -166,18 +237,6 @@ class HFWeights:
         for name in handle.keys():  # noqa: SIM118 - no mapping
             if name not in self._located or self._index.get(name) == file:
                 self._located[name] = (path, handle)
-
-    def _check_index(self) -> None:
-        """Check that each tensor is where the index says: one that is elsewhere may belong to other weights.
-
-        Raises:
-            HFFileDamaged: a tensor is only in another file.
-        """
-        for name, file in self._index.items():
-            located = self._located.get(name)
-            if located is not None and located[0].name != file:
-                reason = f"it says that '{name}' is in '{file}', and that is in '{located[0].name}'"
-                raise HFFileDamaged(path=str(self._directory / INDEX), reason=reason)
 
     def _unpack(self) -> None:
         """Let matrices of four bits be tensors like others."""
@@ -254,7 +313,23 @@ class HFReader(CheckpointReader):
             ArchitectureUnread: no installed plugin does.
             HFFileDamaged: its values cannot be those of its weights.
         """
-        self._check_architecture()
+        try:
+            named = architectures_of(self._config)
+        except HFFileDamaged as error:
+            error.path = str(self._path / CONFIG)
+            raise
+        registry = Kernel.start().registry
+        if not registry.readers(named):  # a configuration would fall back to some model that does not read it
+            records = (component.record for component in registry.all("model"))
+            readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
+            install, blocked = registry.reading_dists(named)
+            raise ArchitectureUnread(
+                path=str(self._path),
+                architectures=list(named),
+                available=sorted(readable),
+                unusable=blocked,
+                install=install,
+            )
         reason = unusable(self._config, weights=weights_in(self._path) or (0, 0))
         if reason is not None:
             raise HFFileDamaged(path=str(self._path / CONFIG), reason=reason)
@@ -282,23 +357,3 @@ class HFReader(CheckpointReader):
         with HFWeights(self._path) as weights:
             for _, name in places:
                 yield weights.read(self._sources[name])
-
-    def _check_architecture(self) -> None:
-        """Check that a plugin reads the architecture: a configuration would fall back to some model that does not."""
-        try:
-            named = architectures_of(self._config)
-        except HFFileDamaged as error:
-            error.path = str(self._path / CONFIG)
-            raise
-        kernel = Kernel.start()
-        if not kernel.registry.readers(named):
-            records = (component.record for component in kernel.registry.all("model"))
-            readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
-            install, unusable = kernel.registry.reading_dists(named)
-            raise ArchitectureUnread(
-                path=str(self._path),
-                architectures=list(named),
-                available=sorted(readable),
-                unusable=unusable,
-                install=install,
-            )

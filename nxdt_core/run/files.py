@@ -7,13 +7,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nxdt_core.checkpoint.ownership import Ownership, own
-from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.secrets import shown_words
 from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
@@ -21,8 +21,12 @@ from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.file_lock import FileLock, take_file_lock, this_process
 from nxdt_core.system.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 from nxdt_core.train.run_dir import run_dir_explained
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Ownership
 
 _CONFIG = "config.yaml"
 _COMMANDS = "cmd-args.log"
@@ -112,40 +116,48 @@ _LOCK = ".nxdt-lock-run"
 
 def directory_lock(run_dir: Path) -> CheckpointStore:
     """Return the store whose owner is the run that may write to ``run_dir``."""
-    return LocalStorage(str(run_dir / _LOCK))
+    return checkpoint.open_storage(str(run_dir / _LOCK))
 
 
 @contextmanager
 def owned_on_rank_zero(
-    config: ResolvedConfig, storage: CheckpointStore, say: Callable[[str], None], ranks: RankAgreement
+    config: ResolvedConfig, storage: CheckpointStore | None, say: Callable[[str], None], ranks: RankAgreement
 ) -> Iterator[Ownership | None]:
-    """Own the run's directory for a block, and ``storage`` unless the run saves nothing, on the first rank; collective.
+    """Own the run's directory for a block, and ``storage`` where the run saves, on the first rank; collective.
     Yields the ownership of ``storage``, None where there is none.
 
     Raises:
         StoreInUse: on every rank: another run writes to one of them.
         CannotWriteRunDirectory: on every rank.
     """
-    held: list[Ownership] = []
+    ownerships: list[Ownership] = []
     with ExitStack() as stack:
 
         def take() -> None:
             stack.callback(_own_directory(config, say).release)
-            if config.run.checkpoint.enabled:
-                held.append(own(storage, run=config.run.name, say=say))
-                stack.callback(held[0].release)
+            if storage is not None and config.run.checkpoint.enabled:
+                ownerships.append(checkpoint.own(storage, run=config.run.name, say=say))
+                stack.callback(ownerships[0].release)
 
         ranks.on_rank_zero(take)
-        yield held[0] if held else None
+        yield ownerships[0] if ownerships else None
 
 
-def _own_directory(config: ResolvedConfig, say: Callable[[str], None]) -> Ownership:
+def _own_directory(config: ResolvedConfig, say: Callable[[str], None]) -> Ownership | FileLock:
     with run_dir_explained(config):
         config.run_dir.mkdir(parents=True, exist_ok=True)
-    if (config.run_dir / _LOCK).is_symlink():  # the root of a store may be one
+    folder = config.run_dir / _LOCK
+    if folder.is_symlink():  # the root of a store may be one
         raise CannotWriteRunDirectory(path=str(config.run_dir), reason=f"{_LOCK} is a symbolic link")
+    # The lock of an owned store, which is free as a rule; where it is not, or cannot be, the store waits, takes a lease
+    # instead, or says why.
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        lock = take_file_lock(folder / ".nxdt-lock-owner", this_process(config.run.name).encode())
+        if lock is not None:
+            return lock
     try:
-        return own(directory_lock(config.run_dir), run=config.run.name, say=say)
+        return checkpoint.own(directory_lock(config.run_dir), run=config.run.name, say=say)
     except StoreInUse as error:
         raise StoreInUse(where=str(config.run_dir), owner=error.owner, reason=error.reason) from None
     except StorageError as error:

@@ -17,7 +17,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO, final
 
-from nxdt_core.checkpoint.ownership import is_owned
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
@@ -254,6 +253,8 @@ def mark_failed(config: ResolvedConfig, text: str, *, interrupted: bool = False)
     paths = {key: config.run_dir / Path(name).expanduser() for key, name in files.items() if name is not None}
     if not paths or (code and code[1] == StoreInUse.code):
         return
+    from nxdt_core.checkpoint.ownership import is_owned
+
     with suppress(OSError, StorageError):
         if is_owned(directory_lock(config.run_dir)):
             return

@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets import shown_words
@@ -20,6 +20,9 @@ from nxdt_core.train import build
 from nxdt_core.train.session import TrainSession
 from nxdt_core.train.weights.average import has_average
 from nxdt_core.train.weights.saved_config import config_to_save
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import CheckpointFacts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

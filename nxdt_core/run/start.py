@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.collective import on_first_rank
-from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.read.status import newest_first
-from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import BaseDtypeChanged
 from nxdt_core.errors.exchange import ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
@@ -26,6 +24,9 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Manifest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +43,16 @@ class ForeignStart:
     """Weights of another program that a run begins with."""
 
     path: Path
+
+
+def may_resume(config: ResolvedConfig, ranks: RankAgreement) -> bool:
+    """Return whether there may be something to load, without a look into a store. Collective."""
+    wanted, uri = config.run.checkpoint, config.checkpoint_uri
+    if not wanted.resume_if_exists or wanted.resume_from is not None:
+        return wanted.resume_from is not None
+    if not wanted.resume_ignore_no_checkpoint or "://" in uri:
+        return True
+    return ranks.broadcast_object(expand_home(uri).exists())
 
 
 def decide_start(
@@ -63,15 +74,17 @@ def decide_start(
         ForeignHasWeightsOnly: a resume from a checkpoint of another program was requested.
         CheckpointNotTrusted: it lacks a valid signature of one of ``checkpoint.sign.trusted``.
     """
+    from nxdt_core.checkpoint.read.status import newest_first
+
     wanted = config.run.checkpoint
     if wanted.resume_if_exists:
         newest = checkpoint.latest(own, warn=say, ranks=ranks, trusted=build.trusted_keys(config))
         if newest is not None:
             return Start(storage=own, manifest=newest, weights_only=False)
-    else:
+    elif wanted.enabled:
         committed = (status.step for status in newest_first(own) if status.state == "committed")
         newest_step = on_first_rank(ranks, lambda: next(committed, None), where=own.uri)
-        if newest_step is not None and wanted.enabled:
+        if newest_step is not None:
             raise RunAlreadyHasCheckpoints(uri=own.uri, step=newest_step)
     if wanted.resume_from is not None:
         return _named(config, wanted.resume_from, say, ranks)
@@ -144,6 +157,9 @@ def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) 
 def _named(
     config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None, began: int | None = None
 ) -> Start | ForeignStart:
+    from nxdt_core.checkpoint.foreign import format_of
+    from nxdt_core.checkpoint.signing import refuse_foreign
+
     weights_only, trusted = config.run.checkpoint.weight_init_only, build.trusted_keys(config)
     format = on_first_rank(ranks, lambda: format_of(Path(uri), config.kernel), where=uri)
     if format is not None:
@@ -160,6 +176,8 @@ def _named(
 
 def _check_fits(config: ResolvedConfig, path: Path) -> None:
     """Compare names and shapes before the run takes memory for the model that its configuration describes."""
+    from nxdt_core.checkpoint.foreign import open_checkpoint
+
     _, found = open_checkpoint(path, config.kernel, fill_rows=bool(build.added_tokens(config)))
     found.listing(build.model_builder(config), weights_only=True)
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TypeGuard
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 
 from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
-from nxdt_core.checkpoint import Ownership
 from nxdt_core.config import ResolvedConfig, Selected
 from nxdt_core.config.annotations import seconds_of
 from nxdt_core.distributed.device_settings import ignored_settings
@@ -22,11 +22,8 @@ from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.models.token_flops import token_flops
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.run.callbacks.checkpoints import CheckpointSaver, SaveMetrics
 from nxdt_core.run.callbacks.console import Console
 from nxdt_core.run.callbacks.metrics import MetricsWriter
-from nxdt_core.run.callbacks.monitor import Monitor, MonitorReports, monitored
-from nxdt_core.run.callbacks.profiler import CompileTime, Profiler
 from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
 from nxdt_core.run.files import (
     keep_inputs,
@@ -48,6 +45,7 @@ from nxdt_core.run.start import (
     decide_base,
     decide_start,
     epochs_to_steps,
+    may_resume,
     with_start_step,
 )
 from nxdt_core.system.garbage_collection import collect_as_usual
@@ -60,6 +58,12 @@ from nxdt_core.train.run_dir import run_dir_explained
 from nxdt_core.train.session import TrainSession
 from nxdt_core.train.step import start_engine
 from nxdt_core.train.weights.saved_optimizer import continues_optimizer
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Ownership
+    from nxdt_core.run.callbacks.monitor import Monitor
+
+# What a run can leave out (checkpoints, the monitor, the profiler) is imported where the run asks for it.
 
 
 def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSummary:
@@ -100,16 +104,24 @@ def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Supervisor 
         bar=config.run.trainer.enable_progress_bar,
         prints=config.run.exp_manager.log_format == "text",
     )
-    store = build.storage(config)
-    ranks.on_rank_zero(lambda: build.check_signing(config))
+    wanted, monitoring = config.run.checkpoint, config.run.exp_manager.monitoring
+    store = None
+    if wanted.enabled or may_resume(config, ranks):
+        store = build.storage(config)
+        ranks.on_rank_zero(lambda: build.check_signing(config))
+    monitors: AbstractContextManager[Monitor | None] = nullcontext()
+    if any(output is not None for output in (monitoring.port, monitoring.health_file, monitoring.metrics_file)):
+        from nxdt_core.run.callbacks.monitor import monitored
+
+        monitors = monitored(config, ranks)
     # Nothing below the run's directory changes before it is owned: another run may use it.
     with printed(config, engine.rank_info), owned_on_rank_zero(config, store, console.say, ranks) as ownership:
         if supervisor is not None:
             supervisor.keep_stacks_in(config.run_dir)
-        with run_log(config, engine.rank_info), monitored(config, ranks) as monitor, exits_explained():
-            if monitor.url is not None:
+        with run_log(config, engine.rank_info), monitors as monitor, exits_explained():
+            if monitor is not None and monitor.url is not None:
                 console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")
-            if config.run.checkpoint.enabled:
+            if store is not None and wanted.enabled:
                 ranks.on_rank_zero(lambda: checkpoint.check_writable(store))
             signals = StopSignals(console, ranks, supervisor)
             return _train(config, engine, console, store, ownership, signals, monitor)
@@ -119,10 +131,10 @@ def _train(
     config: ResolvedConfig,
     engine: ParallelEngine,
     console: Console,
-    store: CheckpointStore,
+    store: CheckpointStore | None,
     ownership: Ownership | None,
     signals: StopSignals,
-    monitor: Monitor,
+    monitor: Monitor | None,
 ) -> RunSummary:
     """Train in a directory that this run owns: from the decision where it begins to its summary."""
     ranks, say = engine.ranks, console.say
@@ -130,9 +142,9 @@ def _train(
     # Where the run begins.
     data, other = RunData(config), previous_source(config)
     ranks.on_rank_zero(lambda: keep_inputs(config))
-    start = decide_start(config, store, say, ranks)
+    start = None if store is None else decide_start(config, store, say, ranks)
     if isinstance(start, Start):
-        if other is not None and _resumes(start) and start.storage.uri == store.uri:
+        if other is not None and _resumes(start) and store is not None and start.storage.uri == store.uri:
             say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
         check_adapter(config, start)
         if _resumes(start):
@@ -150,17 +162,20 @@ def _train(
                 f" the last {left} samples do not fill a step and are not trained on"
             )
         console.set_max_steps(steps)
-    max_steps = monitor.max_steps = config.run.trainer.max_steps
+    max_steps = config.run.trainer.max_steps
+    if monitor is not None:
+        monitor.max_steps = max_steps
     saved = build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
     if _resumes(start) and start.manifest.step >= max_steps:
         step, tokens = start.manifest.step, start.manifest.facts.consumed_tokens
         say(f"step {step}: nothing to do, trainer.max_steps is {max_steps}; raise it, or set another name")
-        if start.storage.uri == store.uri:
+        if store is not None and start.storage.uri == store.uri:
             for adapter in build.adapters(config):
                 adapter.finish(saved, config, ranks)
-        monitor.row({"step": step, "consumed_tokens": tokens})
-        monitor.checkpoint(step, start.manifest.created)
-        monitor.enter("finished")
+        if monitor is not None:
+            monitor.row({"step": step, "consumed_tokens": tokens})
+            monitor.checkpoint(step, start.manifest.created)
+            monitor.enter("finished")
         return RunSummary(
             step=step,
             max_steps=max_steps,
@@ -185,7 +200,11 @@ def _train(
     PROGRESS.spent("data")
     session = TrainSession(config, engine=engine, data=data)
     files = MetricFiles(config.run_dir if ranks.rank == 0 else None, signals.fail)
-    save_metrics, policy = SaveMetrics(files), build.precision(config)
+    policy, saver, compile_time, reports = build.precision(config), None, None, None
+    if store is not None and config.run.checkpoint.enabled:
+        from nxdt_core.run.callbacks.checkpoints import CheckpointSaver
+
+        saver = CheckpointSaver(store, config, files, ownership)
     metrics = MetricsWriter(
         files,
         console,
@@ -193,15 +212,23 @@ def _train(
         flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
         compute_dtype=policy.autocast or policy.parameters,
         parameter_norm=config.run.exp_manager.log_parameter_norm,
-        more=lambda: save_metrics.row,
+        more=dict if saver is None else saver.columns,
     )
     observers = _built(config.callbacks, config.run_dir)
     ranks.on_rank_zero(lambda: observers.update(_built(config.loggers, config.run_dir)))
+    if config.run.model.compile or policy.stochastic_rounding:
+        from nxdt_core.run.callbacks.profiler import CompileTime
+
+        compile_time = CompileTime()
+    if monitor is not None and monitor.enabled:
+        from nxdt_core.run.callbacks.monitor import MonitorReports
+
+        reports = MonitorReports(monitor, metrics)
     stopping, max_time = config.run.exp_manager.early_stopping_callback_params, config.run.trainer.max_time
     # The metrics first, then what acts on them, then saving; what stops the run on request comes after all of them.
     callbacks: dict[str, Callback | None] = {
         "profiler": _profiler(config, ranks.rank),
-        "compile time": CompileTime() if config.run.model.compile or policy.stochastic_rounding else None,
+        "compile time": compile_time,
         "metrics": metrics,
         "nonfinite": NonFiniteGuard(config.run.trainer.log_every_n_steps)
         if config.run.trainer.nonfinite == "stop"
@@ -210,11 +237,9 @@ def _train(
         "early stopping": EarlyStop(stopping, min_steps=config.run.trainer.min_steps or 0)
         if config.run.exp_manager.create_early_stopping_callback
         else None,
-        "checkpoints": CheckpointSaver(store, config, save_metrics, ownership)
-        if config.run.checkpoint.enabled
-        else None,
+        "checkpoints": saver,
         "time limit": TimeLimit(seconds_of(max_time), signals) if max_time is not None else None,
-        "monitor": MonitorReports(monitor, metrics) if monitor.enabled else None,
+        "monitor": reports,
         "signals": signals,
     }
     used = {name: callback for name, callback in callbacks.items() if callback is not None}
@@ -247,10 +272,11 @@ def _train(
                 PROGRESS.spent("weights")
             with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):
                 fit(run)
-        if run.saved is not None:
+        if store is not None and run.saved is not None:
             saved = build.step_uri(store, run.saved.step)
         for adapter in build.adapters(config):  # writes its files next to a checkpoint of the run's own store
-            adapter.finish(saved if saved is not None and saved.startswith(f"{store.uri}/") else None, config, ranks)
+            within = saved is not None and store is not None and saved.startswith(f"{store.uri}/")
+            adapter.finish(saved if within else None, config, ranks)
     except BaseException as error:
         run.status, run.error = "failed", error
         raise
@@ -262,7 +288,8 @@ def _train(
     # The summary.
     if signals.failure is not None:
         raise signals.failure
-    monitor.enter(run.status)
+    if monitor is not None:
+        monitor.enter(run.status)
     resumable = saved is not None or bool(config.run.trainer.fast_dev_run)
     return RunSummary(
         step=run.step,
@@ -301,10 +328,12 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
     return found
 
 
-def _profiler(config: ResolvedConfig, rank: int) -> Profiler | None:
+def _profiler(config: ResolvedConfig, rank: int) -> Callback | None:
     kind = config.run.trainer.profiler
     if kind is None:
         return None
+    from nxdt_core.run.callbacks.profiler import Profiler
+
     directory = config.run_dir / "profile" / f"rank-{rank:05d}"
     with run_dir_explained(config):
         require_plain_files(make_directory(directory.parent) / directory.name)

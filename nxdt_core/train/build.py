@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Signer, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.storage import scheme_of
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.capabilities import check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
@@ -34,6 +32,9 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.hidden_state import check_schedule
 from nxdt_core.train.trainable import Trainable
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Signer, TrustedKeys
 
 __all__ = [
     "adapters",
@@ -247,6 +248,8 @@ def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStore, int | Non
 
     The options of ``checkpoint.storage`` apply to URIs with the same scheme as the run's URI.
     """
+    from nxdt_core.checkpoint.storage import scheme_of
+
     own = scheme_of(uri) == scheme_of(config.checkpoint_uri)
     return checkpoint.locate(uri, config.kernel, config.selected("store").config if own else None)
 
@@ -254,14 +257,14 @@ def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStore, int | Non
 def signer(config: ResolvedConfig) -> Signer | None:
     """Return what signs the run's checkpoints; None where ``checkpoint.sign.key`` is not set."""
     key = config.run.checkpoint.sign.key
-    return None if key is None else Signer(key)
+    return None if key is None else checkpoint.Signer(key)
 
 
 def trusted_keys(config: ResolvedConfig) -> TrustedKeys | None:
     """Return the keys, one of which must have signed what the run loads; None where ``checkpoint.sign.trusted`` is
     empty."""
     paths = config.run.checkpoint.sign.trusted
-    return TrustedKeys(paths) if paths else None
+    return checkpoint.TrustedKeys(paths) if paths else None
 
 
 def check_signing(config: ResolvedConfig) -> None:

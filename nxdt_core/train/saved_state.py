@@ -11,14 +11,12 @@ import math
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
-from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.section import keys_of
 from nxdt_core.errors.models import WeightsDoNotFit
@@ -32,6 +30,10 @@ from nxdt_core.train.state import TrainState, capture_rng, versions_of
 from nxdt_core.train.weights.average import WeightAverage, pop_average
 from nxdt_core.train.weights.base import base_digest, load_weights, without_base
 from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import CheckpointFacts, Manifest
+    from nxdt_core.checkpoint.format.manifest import Keep
 
 Tensors = dict[str, torch.Tensor | Piece]
 
@@ -102,7 +104,7 @@ def save_parts(
         held |= average.state_dict()
     # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
     updates = max(0, state.updates - (0 if optimizer is None else int(optimizer.skipped_steps)))
-    facts = CheckpointFacts(
+    facts = checkpoint.CheckpointFacts(
         consumed_samples=state.consumed_samples,
         consumed_tokens=state.consumed_tokens,
         updates=updates,

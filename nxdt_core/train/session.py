@@ -21,13 +21,10 @@ from functools import cached_property
 from itertools import chain
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self, overload
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import CheckpointManager, Manifest
-from nxdt_core.checkpoint.foreign import format_of, load_format_into
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
-from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
 from nxdt_core.data.chat.rendering import stop_ids
@@ -62,6 +59,9 @@ from nxdt_core.train.weights.base import trained_parameters
 from nxdt_core.train.weights.found import teacher_of
 from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
 from nxdt_core.train.weights.saved_config import config_to_save
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import CheckpointManager, Manifest
 
 __all__ = ["SaveFacts", "TrainSession"]
 
@@ -254,6 +254,9 @@ class TrainSession:
         Raises:
             CheckpointNotSigned: ``checkpoint.sign.trusted`` requires a signature.
         """
+        from nxdt_core.checkpoint.foreign import load_format_into
+        from nxdt_core.checkpoint.signing import refuse_foreign
+
         refuse_foreign(build.trusted_keys(self.config), path)
         weights = {name: weight for name, weight in self.model.state_dict().items() if name not in self.model.added}
         builder = build.model_builder(self.config)
@@ -421,51 +424,62 @@ class TrainSession:
             self.load_checkpoint(storage, manifest)
         return manifest
 
+    @overload
     def save(
         self,
-        storage: CheckpointStore | None = None,
+        to: CheckpointStore | None = None,
         *,
         extra: dict[str, Any] | None = None,
         about: SaveFacts = _NO_FACTS,
         before_commit: Callable[[], None] | None = None,
-    ) -> Manifest:
-        """Commit weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
+    ) -> Manifest: ...
+    @overload
+    def save(
+        self,
+        to: CheckpointManager,
+        *,
+        asynchronous: bool,
+        extra: dict[str, Any] | None = None,
+        about: SaveFacts = _NO_FACTS,
+    ) -> bool: ...
+    def save(
+        self,
+        to: CheckpointStore | CheckpointManager | None = None,
+        *,
+        asynchronous: bool = False,
+        extra: dict[str, Any] | None = None,
+        about: SaveFacts = _NO_FACTS,
+        before_commit: Callable[[], None] | None = None,
+    ) -> Manifest | bool:
+        """Save weights, optimizer state, counters and random-number generators under ``step-<state.step>``.
 
-        Collective: every rank calls it and writes a share; it succeeds on all or fails on all. It returns once the
-        checkpoint is committed; :meth:`begin_save` returns before that. A session without an optimizer saves weights
-        and counters. ``checkpoint.sign.key`` signs the manifest.
+        Collective: every rank calls it and writes a share; it succeeds on all or fails on all. A session without an
+        optimizer saves weights and counters. ``checkpoint.sign.key`` signs the manifest.
 
         Args:
-            storage: where to; None is ``checkpoint.uri``.
+            to: a store, or a manager that was made with ``engine.ranks``; None is ``checkpoint.uri``.
+            asynchronous: return as soon as the next step may change what is saved, and not only once it is committed.
+                Needs a manager. Call ``manager.poll()`` after every step: it raises the errors of a save.
+                ``manager.wait()`` ends the last save.
             extra: further JSON-able state of the caller's loop; tensors are allowed as leaves.
             about: metrics of the checkpoint, and how retention treats it.
-            before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks.
+            before_commit: called on rank 0 directly before the commit; what it raises prevents that on all ranks. That
+                of a manager is given to the manager.
+
+        Returns:
+            The committed manifest; of a manager, False where it skips saves while one is in flight, and one is.
         """
-        storage, ranks = build.storage(self.config) if storage is None else storage, self.engine.ranks
+        parts = self._parts(extra, about)
+        if isinstance(to, checkpoint.CheckpointManager):
+            return to.save(**parts, asynchronous=asynchronous)
+        storage, ranks = build.storage(self.config) if to is None else to, self.engine.ranks
         return checkpoint.save(
             storage,
-            checkpoint.plan_save(storage, **self._parts(extra, about), ranks=ranks),
+            checkpoint.plan_save(storage, **parts, ranks=ranks),
             ranks=ranks,
             before_commit=None if before_commit is None else lambda manifest: before_commit(),
             signer=build.signer(self.config),
         )
-
-    def begin_save(
-        self, manager: CheckpointManager, *, extra: dict[str, Any] | None = None, about: SaveFacts = _NO_FACTS
-    ) -> bool:
-        """Begin the save of :meth:`save`, returning as soon as the next step may change what is saved.
-
-        Call ``manager.poll()`` after every step: it raises the errors of a save. ``manager.wait()`` ends the last save.
-
-        Args:
-            manager: made with ``engine.ranks``.
-            extra: as of :meth:`save`.
-            about: as of :meth:`save`.
-
-        Returns:
-            False where the manager skips saves while one is in flight, and one is.
-        """
-        return manager.save(**self._parts(extra, about))
 
     def load_checkpoint(
         self,
@@ -523,9 +537,12 @@ class TrainSession:
         for manifest in (self.resumed, None if self._weights is None else self._weights[1]):
             if manifest is not None and manifest.facts.hf:
                 return manifest.facts.hf
-        if self._foreign is None or format_of(self._foreign, self.config.kernel) != "hf":
+        if self._foreign is None:
             return {}
-        return read_hf_source(self._foreign).facts()
+        from nxdt_core.checkpoint.foreign import format_of
+
+        is_hf = format_of(self._foreign, self.config.kernel) == "hf"
+        return read_hf_source(self._foreign).facts() if is_hf else {}
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:

@@ -32,7 +32,9 @@ class Gated(LocalStorage):
         return super().open_write(key)
 
 
-def begin(manager: CheckpointManager, step: int, value: float = 0.0, **facts: Any) -> bool:
+def begin(
+    manager: CheckpointManager, step: int, value: float = 0.0, *, asynchronous: bool = True, **facts: Any
+) -> bool:
     """Begin a save of one tensor that is ``value`` everywhere, and of one of each rank."""
     return manager.save(
         step=step,
@@ -40,6 +42,7 @@ def begin(manager: CheckpointManager, step: int, value: float = 0.0, **facts: An
         optimizer={},
         state={"own": torch.tensor([step])},  # a shard on every rank
         facts=CheckpointFacts(updates=step, **facts),
+        asynchronous=asynchronous,
     )
 
 

@@ -22,9 +22,9 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.pieces import storable_piece
+from nxdt_core.checkpoint.format.shards import storable_piece
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.checkpoint.write.background import StagingBuffers
+from nxdt_core.checkpoint.write.manager import StagingBuffers
 from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until
@@ -116,8 +116,8 @@ def test_a_second_save_is_left_out_where_told_so(tmp_path: Path) -> None:
 def test_saving_at_once_takes_no_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(StagingBuffers, "stage", lambda *_: pytest.fail("a copy was made"))
     told: list[SaveReport] = []
-    manager = CheckpointManager(LocalStorage(str(tmp_path)), asynchronous=False, on_saved=told.append)
-    begin(manager, 1, 1.0)
+    manager = CheckpointManager(LocalStorage(str(tmp_path)), on_saved=told.append)
+    begin(manager, 1, 1.0, asynchronous=False)
     assert committed(manager.storage) == [1]
     assert told[0].blocked_s >= told[0].seconds
 

@@ -28,9 +28,9 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.format.digests import BLOCK_BYTES, BlockDigests, digest
+from nxdt_core.checkpoint.format.digested_files import BLOCK_BYTES, BlockDigests
 from nxdt_core.checkpoint.format.file_names import manifest_key
-from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, encode_manifest
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, digest, encode_manifest
 from nxdt_core.checkpoint.read.status import find_problems
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.retention import delete_step

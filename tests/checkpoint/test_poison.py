@@ -27,10 +27,10 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.format.digests import BlockDigests, digest
+from nxdt_core.checkpoint.format.digested_files import BlockDigests
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.format.hf_source import HFSource
-from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, encode_manifest
+from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, digest, encode_manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.difference import Side, compare_checkpoints

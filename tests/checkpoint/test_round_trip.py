@@ -13,11 +13,10 @@ from safetensors.torch import load_file
 
 from nxdt_core.checkpoint import CheckpointFacts, load_model, load_optimizer, load_state, read_manifest, verify
 from nxdt_core.checkpoint.commit import commit
-from nxdt_core.checkpoint.format.digested_files import AttemptWriter
-from nxdt_core.checkpoint.format.digests import BLOCK_BYTES
+from nxdt_core.checkpoint.format.digested_files import BLOCK_BYTES, AttemptWriter
 from nxdt_core.checkpoint.format.file_names import attempt_prefix
 from nxdt_core.checkpoint.format.manifest import Manifest
-from nxdt_core.checkpoint.format.shards import write_pieces
+from nxdt_core.checkpoint.format.shards import list_pieces, write_listed
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.read.load import read_tensors
 from nxdt_core.checkpoint.stores.local import LocalStorage
@@ -120,10 +119,9 @@ def test_tensors_are_aligned_to_their_elements(save: Any) -> None:
 def test_tensors_larger_than_a_block_and_many_shards(store: LocalStorage) -> None:
     model = {f"w{i}": torch.randn(BLOCK_BYTES // 8 + i) for i in range(7)}
     writer = AttemptWriter(store, attempt_prefix(1, "x"))
-    pieces = {
-        name: Piece(tensor, tuple(tensor.shape), Box.whole(tuple(tensor.shape))) for name, tensor in model.items()
-    }
-    parts = write_pieces(writer, "model", pieces, rank=0, shard_bytes=BLOCK_BYTES + 100)
+    _, shards = list_pieces("model", model)
+    read = lambda names: (model[name] for name in names)  # noqa: E731
+    parts = write_listed(writer, "model", shards, read, rank=0, shard_bytes=BLOCK_BYTES + 100)
     index = {name: TensorEntry(dtype="float32", shape=part.shape, parts=(part,)) for name, part in parts.items()}
     manifest = _commit(store, writer, index)
     assert len(manifest.files) == 4
@@ -164,7 +162,8 @@ def test_a_tensor_in_parts_of_several_ranks_is_put_together() -> None:
     parts = []
     for rank, box in enumerate(boxes):
         piece = Piece(whole[box.within(Box.whole((6, 5)))], (6, 5), box)
-        parts.append(write_pieces(writer, "model", {"w": piece}, rank=rank)["w"])
+        _, shards = list_pieces("model", {"w": piece})
+        parts.append(write_listed(writer, "model", shards, lambda _, t=piece.tensor: [t], rank=rank)["w"])
     entry = TensorEntry(dtype="float32", shape=(6, 5), parts=tuple(parts))
     manifest = _commit(storage, writer, {"w": entry})
     assert manifest.tensors["model"]["w"] == entry

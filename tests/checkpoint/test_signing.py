@@ -29,9 +29,8 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import manifest_key, signature_key
-from nxdt_core.checkpoint.format.manifest import encode_manifest
+from nxdt_core.checkpoint.format.manifest import digest, encode_manifest
 from nxdt_core.checkpoint.signing import Signature, read_signature, write_signature
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.copy import copy_checkpoint

@@ -69,12 +69,12 @@ class Job:
         arguments = {
             "storage": storage,
             "ranks": ranks,
-            "asynchronous": background,
             "deadline_s": deadline_s,
             "newest": newest,
             "before_commit": None if self.ownership is None else self.ownership.check,
             "after_commit": lambda manifest: prune(storage, KEEP, deep=False),
         }
+        self.background = background
         self.manager = CheckpointManager(**mutant(arguments))
 
     def save(self, step: int) -> Exception | None:
@@ -88,6 +88,7 @@ class Job:
                 optimizer={f"stage{rank}/step": torch.tensor(float(step))},
                 state={"step": step, "own": torch.tensor([rank])},
                 facts=CheckpointFacts(updates=step, fencing=0 if self.ownership is None else self.ownership.fencing),
+                asynchronous=self.background,
             )
             self.manager.wait()
         except Exception as error:

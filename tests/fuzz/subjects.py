@@ -34,8 +34,9 @@ from nxdt_plugin_sft_chat.loader import ChatData
 from safetensors.torch import save_file
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint.format.digests import BlockDigests, DigestingWriter, digest
+from nxdt_core.checkpoint.format.digested_files import BlockDigests, DigestingWriter
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key
+from nxdt_core.checkpoint.format.manifest import digest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.cli.plot import read_run as read_plotted

@@ -65,8 +65,8 @@ ALLOWED = {
         f"{CORE}/run/environment.py: module.read_bytes()",
     },
     "files of the operating system": {
-        f"{CORE}/checkpoint/ownership.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
-        f"{CORE}/checkpoint/ownership.py: (_PROC / str(pid) / 'stat').read_text()",
+        f"{CORE}/system/file_lock.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
+        f"{CORE}/system/file_lock.py: (_PROC / str(pid) / 'stat').read_text()",
         f"{CORE}/cli/app.py: open(os.devnull, 'w', encoding='utf-8')",
         f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/cli/train.py: os.open(os.devnull, os.O_WRONLY)",
@@ -107,6 +107,7 @@ ALLOWED = {
     "of the store of checkpoints: a directory, and a name for a file that it has made": {
         f"{CORE}/checkpoint/stores/local.py: os.link(temporary, path)",
         f"{CORE}/checkpoint/stores/local.py: os.open(folder, os.O_RDONLY | os.O_DIRECTORY)",
+        f"{CORE}/checkpoint/stores/local.py: os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)",
     },
 }
 

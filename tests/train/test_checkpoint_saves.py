@@ -15,7 +15,7 @@ from nxdt_testing.ranks import RankPool, RanksFailed
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.checkpoint.write.background import StagingBuffers
+from nxdt_core.checkpoint.write.manager import StagingBuffers
 from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
 from nxdt_core.run import train

@@ -1,6 +1,7 @@
 """A loop of one's own over a session does what ``nxdt train`` does, on one rank and on several."""
 
 import gc
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -112,7 +113,7 @@ def test_a_session_saves_while_it_trains(small_run):
     with TrainSession(config) as session:
         first = losses_of(session, 2)
         manager = CheckpointManager(build.storage(config), ranks=session.engine.ranks)
-        assert session.begin_save(manager)
+        assert session.save(manager, asynchronous=True)
         with torch.no_grad():
             for _, parameter in session.model.named_parameters():
                 parameter.zero_()
@@ -207,16 +208,45 @@ def test_random_generators_come_back_in_the_same_layout_only(small_run, same):
         assert torch.equal(torch.get_rng_state(), saved if same else before)
 
 
-def test_a_run_imports_what_it_uses(tmp_path):
-    code = (
-        "import sys\n"
-        "from nxdt_core.cli import main\n"
-        "assert main(sys.argv[1:]) == 0\n"
-        f"print([name for name in {UNUSED} if name in sys.modules])\n"
-    )
+IMPORTS = """
+import inspect, json, sys
+called = set()
+
+def profile(frame, event, _):
+    code = frame.f_code
+    if event == "call" and code.co_flags & inspect.CO_OPTIMIZED and code.co_filename != "<string>":  # of dataclasses
+        called.add(f"{frame.f_globals.get('__name__')}.{code.co_name}")
+
+from nxdt_core.cli import main
+sys.setprofile(profile)
+assert main([*sys.argv[1:], "name=unsaved", "checkpoint.enabled=false"]) == 0
+sys.setprofile(None)
+unsaved = list(sys.modules)
+assert main(sys.argv[1:]) == 0
+print(json.dumps({"called": sorted(called), "unsaved": unsaved, "saved": list(sys.modules)}))
+"""
+OFF = (
+    *(f"nxdt_core.checkpoint.{name}" for name in ("commit", "foreign", "ownership", "read", "signing", "storage")),
+    *("nxdt_core.checkpoint.stores", "nxdt_core.checkpoint.write", "nxdt_core.hf", "nxdt_core.train.weights.export"),
+    *(f"nxdt_core.run.callbacks.{name}" for name in ("checkpoints", "monitor", "profiler", "prometheus")),
+    *("http.server", "nxdt_core.system.http_server"),
+)
+"""Modules of what a run leaves out that saves nothing and has neither a monitor nor a profiler."""
+
+
+def test_a_run_imports_and_calls_only_what_it_uses(tmp_path):
     words = ["train", "recipe:llama-tiny", *SMALL, "trainer.max_steps=1", f"exp_manager.exp_dir={tmp_path}"]
-    done = subprocess.run([sys.executable, "-c", code, *words], check=True, capture_output=True, text=True)
-    assert done.stdout.splitlines()[-1] == "[]"
+    done = subprocess.run([sys.executable, "-c", IMPORTS, *words], check=True, capture_output=True, text=True)
+    names = json.loads(done.stdout.splitlines()[-1])
+    assert [name for name in UNUSED if name in names["saved"]] == []
+    assert [name for name in names["unsaved"] if name.startswith(OFF)] == []
+    at_import = ("<dictcomp>", "__getattr__")  # of tables of names
+    calls = [
+        name for name in names["called"] if name.startswith("nxdt_core.checkpoint") and not name.endswith(at_import)
+    ]
+    assert calls == []
+    assert any(name.startswith("nxdt_core.train.step.") for name in names["called"])
+    assert any(name.startswith("nxdt_core.checkpoint.write") for name in names["saved"])
 
 
 def test_a_session_collects_garbage_between_steps_and_leaves_the_collector_as_it_was(small_run):

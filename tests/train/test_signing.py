@@ -169,7 +169,7 @@ def test_a_loop_of_ones_own_signs_and_checks_as_configured(small_run, key):
         session.save()
         manager = CheckpointManager(store, signer=build.signer(config))
         session.step(next(iter(session.batches())))
-        session.begin_save(manager)
+        session.save(manager, asynchronous=True)
         manager.wait()
     for step in (0, 1):
         load_trusted(store, trusted, step)

@@ -8,33 +8,28 @@ the bytes would be taken for another tensor.
 from __future__ import annotations
 
 import json
+import math
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, BinaryIO
 
-from nxdt_core.checkpoint.format.digests import (
-    BLOCK_BYTES,
-    FAST,
-    Algorithm,
-    BlockDigests,
-    DigestingWriter,
-    block_digest,
-    digest,
-)
 from nxdt_core.checkpoint.format.file_names import digests_name
-from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest
+from nxdt_core.checkpoint.format.manifest import FAST, HASHES, Algorithm, FileEntry, Manifest, block_digest, digest
 from nxdt_core.checkpoint.format.tensor_index import DTYPES, ITEM_BYTES
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.progress import PROGRESS
 
 __all__ = [
+    "BLOCK_BYTES",
     "AttemptWriter",
+    "BlockDigests",
+    "DigestingWriter",
     "StoredTensor",
     "VerifiedFile",
     "Wanted",
@@ -43,6 +38,106 @@ __all__ = [
     "read_whole",
     "tensors_by_file",
 ]
+
+
+BLOCK_BYTES = 8 * 2**20
+"""Bytes that one digest covers."""
+
+_WORTH_A_THREAD_BYTES = 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BlockDigests:
+    """The digests of the blocks of one file; the last block may be short."""
+
+    size_bytes: int
+    blocks: tuple[str, ...]
+    block_bytes: int = BLOCK_BYTES
+    algorithm: Algorithm = FAST
+
+    def encode(self) -> bytes:
+        """Return the bytes that are stored next to the file."""
+        table = {
+            "algorithm": self.algorithm,
+            "block_bytes": self.block_bytes,
+            "size_bytes": self.size_bytes,
+            "blocks": self.blocks,
+        }
+        return json.dumps(table, separators=(",", ":")).encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> BlockDigests:
+        """Return the digests from bytes of :meth:`encode`.
+
+        Raises:
+            ValueError: ``data`` is something else.
+        """
+        try:
+            table = json.loads(data)
+            if table["algorithm"] not in HASHES:
+                raise ValueError(f"algorithm {table['algorithm']!r} is not known")
+            digests = cls(
+                size_bytes=int(table["size_bytes"]),
+                blocks=tuple(str(block) for block in table["blocks"]),
+                block_bytes=int(table["block_bytes"]),
+                algorithm=table["algorithm"],
+            )
+        except (KeyError, TypeError, OverflowError, RecursionError) as error:
+            raise ValueError("it is not a table of digests") from error
+        if digests.block_bytes < 1 or len(digests.blocks) != -(-digests.size_bytes // digests.block_bytes):
+            raise ValueError("its number of digests does not fit its size")
+        return digests
+
+
+class DigestingWriter:
+    """Passes bytes on to ``stream`` and digests them on their way, block by block.
+
+    Args:
+        stream: takes the bytes.
+        helper: digests a large part of a block while ``stream`` takes it; both leave the interpreter's lock.
+        algorithm: computes the digests of blocks.
+    """
+
+    def __init__(self, stream: BinaryIO, helper: Executor, algorithm: Algorithm = FAST) -> None:
+        self._stream = stream
+        self._helper = helper
+        self._algorithm: Algorithm = algorithm
+        self._running = HASHES[algorithm]()
+        self._filled = 0
+        self._blocks: list[str] = []
+        self._size = 0
+
+    def write(self, data: bytes | memoryview) -> None:
+        """Write all of ``data``; a memoryview must be one of bytes."""
+        view = memoryview(data)
+        while view:
+            chunk = view[: BLOCK_BYTES - self._filled]
+            if len(chunk) < _WORTH_A_THREAD_BYTES:
+                self._running.update(chunk)
+                self._stream.write(chunk)
+            else:
+                digested = self._helper.submit(self._running.update, chunk)
+                try:
+                    self._stream.write(chunk)
+                finally:
+                    digested.result()
+            self._filled += len(chunk)
+            self._size += len(chunk)
+            if self._filled == BLOCK_BYTES:
+                self._close_block()
+            view = view[len(chunk) :]
+
+    def finish(self) -> BlockDigests:
+        """Return the digests of everything that was written; call it once."""
+        if self._filled:
+            self._close_block()
+        return BlockDigests(size_bytes=self._size, blocks=tuple(self._blocks), algorithm=self._algorithm)
+
+    def _close_block(self) -> None:
+        self._blocks.append(self._running.hexdigest())
+        PROGRESS.advance()
+        self._running = HASHES[self._algorithm]()
+        self._filled = 0
 
 
 _MOST_DIGESTS_BYTES = 64 * 2**20
@@ -108,14 +203,30 @@ class VerifiedFile:
         self._storage = storage
         self._key = manifest.prefix + name
         self._where = f"{storage.uri}/{self._key}"
-        self._digests_where = digests_name(self._where)
+        where = digests_name(self._where)
         if name not in manifest.files:
             raise CheckpointDamaged(where=self._where, reason="the manifest does not list it")
-        self._entry = manifest.files[name]
-        self._algorithm: Algorithm = manifest.digests
-        self.digests_file = self._read_digests_file()
+        self._entry = entry = manifest.files[name]
+        if not 0 <= entry.digests_bytes <= _MOST_DIGESTS_BYTES:
+            raise CheckpointDamaged(where=where, reason=f"the manifest gives it {entry.digests_bytes} bytes")
+        try:
+            with storage.open_read(digests_name(self._key)) as stream:
+                data = stream.read(entry.digests_bytes + 1)
+        except FileNotFoundError as error:
+            raise CheckpointDamaged(where=where, reason="it is missing") from error
+        if len(data) != entry.digests_bytes or digest(data, manifest.digests) != entry.digests_digest:
+            raise CheckpointDamaged(where=where, reason="it differs from its digest in the manifest")
+        self.digests_file = data
         """The bytes of the file of its digests."""
-        self._digests = self._decode_digests()
+        try:
+            self._digests = BlockDigests.decode(data)
+        except ValueError as error:
+            raise CheckpointDamaged(where=where, reason=str(error)) from error
+        if self._digests.size_bytes != entry.size_bytes:
+            raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
+        if self._digests.algorithm != manifest.digests:
+            reason = f"its digests are {self._digests.algorithm}, those of the manifest {manifest.digests}"
+            raise CheckpointDamaged(where=where, reason=reason)
 
     @property
     def size_bytes(self) -> int:
@@ -143,7 +254,11 @@ class VerifiedFile:
             raise self.damaged("the manifest names the same bytes twice")
         for first, last in _runs(wanted, self._digests.block_bytes):
             for offset, block in self._visit(first, last):
-                _scatter(block, offset, wanted)
+                for span in wanted[bisect_left(wanted, offset, key=lambda range_: range_.end) :]:
+                    if span.start >= offset + len(block):
+                        break
+                    begin, end = max(span.start, offset), min(span.end, offset + len(block))
+                    span.into[begin - span.start : end - span.start] = block[begin - offset : end - offset]
 
     def _visit(self, first: int, last: int) -> Iterator[tuple[int, memoryview]]:
         """Read the blocks ``[first, last)`` in one stream; each with its offset, once it equals its digest."""
@@ -155,40 +270,19 @@ class VerifiedFile:
                 for number in range(first, last):
                     offset = number * block_bytes
                     block = buffer[: min(block_bytes, size - offset)]
-                    if not _fill(stream, block):
-                        raise self.damaged("it is shorter than its digests say")
+                    done = 0
+                    while done < len(block):  # reads may be short
+                        data = stream.read(len(block) - done)
+                        if not data:
+                            raise self.damaged("it is shorter than its digests say")
+                        block[done : done + len(data)] = data
+                        done += len(data)
                     if block_digest(block, self._digests.algorithm) != self._digests.blocks[number]:
                         raise self.damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
                     PROGRESS.advance()
                     yield offset, block
         except FileNotFoundError as error:
             raise self.damaged("it is missing") from error
-
-    def _read_digests_file(self) -> bytes:
-        where, entry = self._digests_where, self._entry
-        if not 0 <= entry.digests_bytes <= _MOST_DIGESTS_BYTES:
-            raise CheckpointDamaged(where=where, reason=f"the manifest gives it {entry.digests_bytes} bytes")
-        try:
-            with self._storage.open_read(digests_name(self._key)) as stream:
-                data = stream.read(entry.digests_bytes + 1)
-        except FileNotFoundError as error:
-            raise CheckpointDamaged(where=where, reason="it is missing") from error
-        if len(data) != entry.digests_bytes or digest(data, self._algorithm) != entry.digests_digest:
-            raise CheckpointDamaged(where=where, reason="it differs from its digest in the manifest")
-        return data
-
-    def _decode_digests(self) -> BlockDigests:
-        where = self._digests_where
-        try:
-            digests = BlockDigests.decode(self.digests_file)
-        except ValueError as error:
-            raise CheckpointDamaged(where=where, reason=str(error)) from error
-        if digests.size_bytes != self._entry.size_bytes:
-            raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
-        if digests.algorithm != self._algorithm:
-            reason = f"its digests are {digests.algorithm}, those of the manifest {self._algorithm}"
-            raise CheckpointDamaged(where=where, reason=reason)
-        return digests
 
     def damaged(self, reason: str) -> CheckpointDamaged:
         """Return the error that names this file."""
@@ -233,27 +327,6 @@ def _runs(wanted: Sequence[Wanted], block_bytes: int) -> Iterator[tuple[int, int
         yield first, last
 
 
-def _fill(stream: BinaryIO, block: memoryview) -> bool:
-    """Fill ``block`` from ``stream``, whose reads may be short; False where the stream ends before."""
-    done = 0
-    while done < len(block):
-        data = stream.read(len(block) - done)
-        if not data:
-            return False
-        block[done : done + len(data)] = data
-        done += len(data)
-    return True
-
-
-def _scatter(block: memoryview, offset: int, wanted: Sequence[Wanted]) -> None:
-    """Copy from ``block``, which is at ``offset`` of its file, into every range that it overlaps."""
-    for span in wanted[bisect_left(wanted, offset, key=lambda range_: range_.end) :]:
-        if span.start >= offset + len(block):
-            break
-        begin, end = max(span.start, offset), min(span.end, offset + len(block))
-        span.into[begin - span.start : end - span.start] = block[begin - offset : end - offset]
-
-
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100 * 2**20
 """Longest header that the safetensors library accepts; a longer one is forged, and must not get the memory it asks
@@ -291,15 +364,28 @@ def check_header(file: VerifiedFile, expected: Collection[StoredTensor]) -> None
         CheckpointDamaged: they differ, or the file has no header.
     """
     try:
-        header, end = _read_header(file)
+        head = bytearray(min(BLOCK_BYTES, file.size_bytes))  # one block, which is read whole in any case
+        file.read([Wanted(0, memoryview(head))])
+        size = int.from_bytes(head[:_LENGTH_BYTES], "little")
+        end = _LENGTH_BYTES + size
+        if len(head) < _LENGTH_BYTES or end > file.size_bytes or size > _MOST_HEADER_BYTES:
+            raise ValueError(f"a length of {size} bytes")
+        rest = bytearray(max(0, end - len(head)))
+        file.read([Wanted(len(head), memoryview(rest))])
+        header = json.loads((head + rest)[_LENGTH_BYTES:end])
         stored: dict[int, list[StoredTensor]] = defaultdict(list)  # empty tensors begin where the next one does
         for entry in _entries(header, end, file.size_bytes):
             stored[entry.start].append(entry)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise file.damaged(f"it has no header of the safetensors format ({error})") from error
     for tensor in expected:
-        there = stored[tensor.start]
-        same = next((entry for entry in there if _same(entry, tensor)), None)
+        there, same = stored[tensor.start], None
+        for entry in there:
+            plain, _, number = entry.name.rpartition("@")
+            name = plain if number.isdecimal() and plain == tensor.name else entry.name
+            if (name, entry.dtype, entry.shape) == (tensor.name, tensor.dtype, tensor.shape):
+                same = entry
+                break
         if same is None:
             description = _described(there[0]) if there else "no tensor"
             raise file.damaged(
@@ -311,25 +397,6 @@ def check_header(file: VerifiedFile, expected: Collection[StoredTensor]) -> None
         raise file.damaged(f"its header says {_described(unlisted)}, which the manifest does not list")
 
 
-def _same(stored: StoredTensor, expected: StoredTensor) -> bool:
-    plain, _, number = stored.name.rpartition("@")
-    name = plain if number.isdecimal() and plain == expected.name else stored.name
-    return (name, stored.dtype, stored.shape) == (expected.name, expected.dtype, expected.shape)
-
-
-def _read_header(file: VerifiedFile) -> tuple[Mapping[str, Any], int]:
-    """The header and the byte at which the elements begin."""
-    head = bytearray(min(BLOCK_BYTES, file.size_bytes))  # one block, which is read whole in any case
-    file.read([Wanted(0, memoryview(head))])
-    size = int.from_bytes(head[:_LENGTH_BYTES], "little")
-    end = _LENGTH_BYTES + size
-    if len(head) < _LENGTH_BYTES or end > file.size_bytes or size > _MOST_HEADER_BYTES:
-        raise ValueError(f"a length of {size} bytes")
-    rest = bytearray(max(0, end - len(head)))
-    file.read([Wanted(len(head), memoryview(rest))])
-    return json.loads((head + rest)[_LENGTH_BYTES:end]), end
-
-
 def _entries(header: Mapping[str, Any], begin: int, size_bytes: int) -> Iterator[StoredTensor]:
     last = begin
     for name, row in header.items():
@@ -337,21 +404,15 @@ def _entries(header: Mapping[str, Any], begin: int, size_bytes: int) -> Iterator
             continue
         shape, (start, end) = tuple(row["shape"]), row["data_offsets"]
         stored = StoredTensor(name, DTYPES[row["dtype"]], shape, begin + start)
-        if end - start != _size_bytes(stored):
-            raise ValueError(f"{name!r} takes {end - start} bytes instead of {_size_bytes(stored)}")
+        if any(type(length) is not int or length < 0 for length in shape):
+            raise ValueError(f"{name!r} has the shape {shape}")
+        size = math.prod(shape) * ITEM_BYTES[stored.dtype]
+        if end - start != size:
+            raise ValueError(f"{name!r} takes {end - start} bytes instead of {size}")
         last = max(last, begin + end)
         yield stored
     if last != size_bytes:
         raise ValueError(f"its tensors end at byte {last} of {size_bytes}")
-
-
-def _size_bytes(stored: StoredTensor) -> int:
-    size = ITEM_BYTES[stored.dtype]
-    for length in stored.shape:
-        if type(length) is not int or length < 0:
-            raise ValueError(f"{stored.name!r} has the shape {stored.shape}")
-        size *= length
-    return size
 
 
 def _described(tensor: StoredTensor) -> str:

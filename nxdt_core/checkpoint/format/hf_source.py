@@ -6,7 +6,7 @@ that no export writes. A checkpoint keeps them in its manifest (``CheckpointFact
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -141,11 +141,9 @@ class HFSource:
         if tokenizer is None:
             return True
         ids = {id_ for key in SPECIAL for id_ in (*self.special(key), *_ids(self.config.get(key))) if id_ >= 0}
-        return all(id_ < tokenizer.vocab_size and self._same_text(id_, tokenizer) for id_ in ids)
-
-    def _same_text(self, id_: int, tokenizer: Tokenizer) -> bool:
-        text = self.tokens.get(str(id_))
-        return text is None or tokenizer.spell([id_]) == text
+        within = all(id_ < tokenizer.vocab_size for id_ in ids)
+        named = [id_ for id_ in ids if str(id_) in self.tokens]
+        return within and all(tokenizer.spell([id_]) == self.tokens[str(id_)] for id_ in named)
 
 
 def read_hf_source(directory: Path) -> HFSource:
@@ -159,19 +157,30 @@ def read_hf_source(directory: Path) -> HFSource:
     ids: set[int] = set()
     for file, content in ((CONFIG, config), (GENERATION_CONFIG, generation)):
         for key in SPECIAL:
-            _check(content.get(key), key, directory / file)
-            ids.update(_ids(content.get(key)))
+            value = content.get(key)
+            if not _are_ids(value):
+                reason = f"{key} must be a token id, a list of token ids or null, and is {value!r}"
+                raise HFFileDamaged(path=str(directory / file), reason=reason)
+            ids.update(_ids(value))
+    added, tokens = read_optional_json(directory, "tokenizer.json").get("added_tokens"), dict[str, str]()
+    for token in added if isinstance(added, list) else ():
+        if not isinstance(token, dict) or type(token.get("id")) is not int or token["id"] not in ids:
+            continue
+        if isinstance(token.get("content"), str):
+            tokens[str(token["id"])] = token["content"]
+    paths = [path for path in sorted(directory.iterdir()) if not path.name.startswith(".")]
+    others = [p for p in paths if not any(fnmatchcase(p.name, pattern) for pattern in (*_WRITTEN, *_WEIGHTS))]
     return HFSource(
         path=str(directory.absolute()),
         config=config,
         generation=generation,
-        tokens=dict(_texts(directory, ids)),
-        left_out=tuple(_others(directory))[:_MOST_FILES],
+        tokens=tokens,
+        left_out=tuple(f"{path.name}/" if path.is_dir() else path.name for path in others[:_MOST_FILES]),
     )
 
 
 def _ids(value: Any) -> tuple[int, ...]:
-    """Return the ids of a value that :func:`_check` has accepted."""
+    """Return the ids of a value that :func:`_are_ids` accepts."""
     if value is None:
         return ()
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
@@ -180,26 +189,3 @@ def _ids(value: Any) -> tuple[int, ...]:
 def _are_ids(value: object) -> bool:
     """Return whether a value is a token id, a list of them or None."""
     return value is None or all(type(item) is int for item in (value if isinstance(value, list) else [value]))
-
-
-def _check(value: object, key: str, path: Path) -> None:
-    if not _are_ids(value):
-        reason = f"{key} must be a token id, a list of token ids or null, and is {value!r}"
-        raise HFFileDamaged(path=str(path), reason=reason)
-
-
-def _texts(directory: Path, ids: Iterable[int]) -> Iterator[tuple[str, str]]:
-    added = read_optional_json(directory, "tokenizer.json").get("added_tokens")
-    wanted = set(ids)
-    for token in added if isinstance(added, list) else ():
-        if not isinstance(token, dict) or type(token.get("id")) is not int:
-            continue
-        if token["id"] in wanted and isinstance(token.get("content"), str):
-            yield str(token["id"]), token["content"]
-
-
-def _others(directory: Path) -> Iterator[str]:
-    for path in sorted(directory.iterdir()):
-        name = path.name
-        if not name.startswith(".") and not any(fnmatchcase(name, pattern) for pattern in (*_WRITTEN, *_WEIGHTS)):
-            yield f"{name}/" if path.is_dir() else name

@@ -51,7 +51,36 @@ def encode_tree(
     Raises:
         UnsavableState: a leaf is neither JSON nor a tensor; the ``where`` of the error is its place.
     """
-    return _encode(tree, at, put_tensor, 0)
+
+    def encode(value: Any, at: str, depth: int) -> Any:
+        if value is None or type(value) in (bool, int, str):
+            return value
+        if type(value) is float:
+            return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
+        if depth == _DEEPEST:
+            reason = f"it is nested deeper than {_DEEPEST} levels, perhaps within itself"
+            raise UnsavableState(where=at or "/", reason=reason)
+        if type(value) in (list, tuple):
+            items = [encode(item, f"{at}/{i}", depth + 1) for i, item in enumerate(value)]
+            return items if type(value) is list else {_TAG: "tuple", "items": items}
+        if isinstance(value, Mapping):
+            pairs = []
+            for key, item in value.items():
+                if type(key) not in (str, int):
+                    reason = f"it has the key {key!r}, neither a string nor an integer"
+                    raise UnsavableState(where=at or "/", reason=reason)
+                # Escaped as in RFC 6901, so that two places never have one name.
+                pairs.append([key, encode(item, f"{at}/{str(key).replace('~', '~0').replace('/', '~1')}", depth + 1)])
+            plain = all(type(key) is str for key in value) and _TAG not in value
+            return dict(pairs) if plain else {_TAG: "dict", "items": pairs}
+        name = put_tensor(at, value)
+        if name is None:
+            kind = type(value)
+            module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+            raise UnsavableState(where=at or "/", reason=f"it is a {module}{kind.__qualname__}")
+        return {_TAG: "tensor", "name": name}
+
+    return encode(tree, at, 0)
 
 
 def decode_tree(form: Any, tensors: Mapping[str, Any] | None = None) -> Any:
@@ -103,45 +132,6 @@ def _leaves(tree: Any, at: str = "") -> Iterator[tuple[str, Any]]:
         return
     for key, child in children:
         yield from _leaves(child, f"{at}.{key}" if at else str(key))
-
-
-def _encode(value: Any, at: str, put_tensor: Callable[[str, object], str | None], depth: int) -> Any:
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if type(value) is float:
-        return value if math.isfinite(value) else {_TAG: "float", "value": repr(value)}
-    if depth == _DEEPEST:
-        raise UnsavableState(
-            where=at or "/", reason=f"it is nested deeper than {_DEEPEST} levels, perhaps within itself"
-        )
-    if type(value) in (list, tuple):
-        items = [_encode(item, f"{at}/{i}", put_tensor, depth + 1) for i, item in enumerate(value)]
-        return items if type(value) is list else {_TAG: "tuple", "items": items}
-    if isinstance(value, Mapping):
-        return _encode_mapping(value, at, put_tensor, depth)
-    name = put_tensor(at, value)
-    if name is None:
-        kind = type(value)
-        module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
-        raise UnsavableState(where=at or "/", reason=f"it is a {module}{kind.__qualname__}")
-    return {_TAG: "tensor", "name": name}
-
-
-def _encode_mapping(
-    value: Mapping[Any, Any], at: str, put_tensor: Callable[[str, object], str | None], depth: int
-) -> Any:
-    for key in value:
-        if type(key) not in (str, int):
-            raise UnsavableState(where=at or "/", reason=f"it has the key {key!r}, neither a string nor an integer")
-    pairs = [(key, _encode(item, _below(at, key), put_tensor, depth + 1)) for key, item in value.items()]
-    if all(type(key) is str for key in value) and _TAG not in value:
-        return dict(pairs)
-    return {_TAG: "dict", "items": [list(pair) for pair in pairs]}
-
-
-def _below(at: str, key: str | int) -> str:
-    """The place of ``key``; escaped as in RFC 6901, so that two places never have one name."""
-    return f"{at}/{str(key).replace('~', '~0').replace('/', '~1')}"
 
 
 def _decode(form: Any, tensors: Mapping[str, Any]) -> Any:

@@ -24,44 +24,28 @@ __all__ = [
     "encode_index",
 ]
 
-ITEM_BYTES: Mapping[str, int] = {
-    "bool": 1,
-    "uint8": 1,
-    "int8": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int16": 2,
-    "uint16": 2,
-    "float16": 2,
-    "bfloat16": 2,
-    "int32": 4,
-    "uint32": 4,
-    "float32": 4,
-    "int64": 8,
-    "uint64": 8,
-    "float64": 8,
+_DTYPES = {
+    "bool": (1, "BOOL"),
+    "uint8": (1, "U8"),
+    "int8": (1, "I8"),
+    "float8_e4m3fn": (1, "F8_E4M3"),
+    "float8_e5m2": (1, "F8_E5M2"),
+    "int16": (2, "I16"),
+    "uint16": (2, "U16"),
+    "float16": (2, "F16"),
+    "bfloat16": (2, "BF16"),
+    "int32": (4, "I32"),
+    "uint32": (4, "U32"),
+    "float32": (4, "F32"),
+    "int64": (8, "I64"),
+    "uint64": (8, "U64"),
+    "float64": (8, "F64"),
 }
+ITEM_BYTES: Mapping[str, int] = {name: size for name, (size, _) in _DTYPES.items()}
 """Bytes of an element by the name of the torch dtype, for every dtype that a checkpoint can hold."""
-
-SAFETENSORS_NAMES: Mapping[str, str] = {
-    "bool": "BOOL",
-    "uint8": "U8",
-    "int8": "I8",
-    "float8_e4m3fn": "F8_E4M3",
-    "float8_e5m2": "F8_E5M2",
-    "int16": "I16",
-    "uint16": "U16",
-    "float16": "F16",
-    "bfloat16": "BF16",
-    "int32": "I32",
-    "uint32": "U32",
-    "float32": "F32",
-    "int64": "I64",
-    "uint64": "U64",
-    "float64": "F64",
-}
+SAFETENSORS_NAMES: Mapping[str, str] = {name: code for name, (_, code) in _DTYPES.items()}
 """Name of the safetensors format by the name of the torch dtype."""
-DTYPES: Mapping[str, str] = {theirs: ours for ours, theirs in SAFETENSORS_NAMES.items()}
+DTYPES: Mapping[str, str] = {code: name for name, code in SAFETENSORS_NAMES.items()}
 """Name of the torch dtype by the format's name, for every dtype that a checkpoint can hold."""
 
 _MOST_CUT = 8
@@ -98,7 +82,17 @@ class TensorEntry:
 
 def encode_index(index: Mapping[str, TensorEntry]) -> dict[str, Any]:
     """JSON-able: a part is ``[file, start]``, followed by its offsets and shape unless it is the whole tensor."""
-    return {name: _encode_entry(entry) for name, entry in index.items()}
+    table: dict[str, Any] = {}
+    for name, entry in index.items():
+        table[name] = {"dtype": entry.dtype, "shape": entry.shape}
+        if entry.same_as is not None:
+            table[name]["same_as"] = entry.same_as
+            continue
+        table[name]["parts"] = [
+            [part.file, part.start, *(() if part.shape == entry.shape else (part.offsets, part.shape))]
+            for part in entry.parts
+        ]
+    return table
 
 
 def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
@@ -107,7 +101,32 @@ def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
     Raises:
         ValueError: an entry contradicts itself. (``KeyError``, ``TypeError``, ``AttributeError``: it is malformed.)
     """
-    index = {name: _decode_entry(name, row) for name, row in table.items()}
+    index: dict[str, TensorEntry] = {}
+    for name, row in table.items():
+        dtype, shape = str(row["dtype"]), _sizes(row["shape"])
+        if dtype not in ITEM_BYTES:
+            raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
+        if "same_as" in row:
+            index[name] = TensorEntry(dtype=dtype, shape=shape, same_as=str(row["same_as"]))
+            continue
+        parts = tuple(
+            TensorPart(
+                file=str(file),
+                start=_sizes([start])[0],
+                offsets=_sizes(box[0]) if box else (0,) * len(shape),
+                shape=_sizes(box[1]) if box else shape,
+            )
+            for file, start, *box in row["parts"]
+        )
+        if not parts or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
+            raise ValueError(f"the parts of tensor {name!r} do not make it up")
+        for part in parts:
+            ends = (offset + size for offset, size in zip(part.offsets, part.shape, strict=True))
+            if any(end > size for end, size in zip(ends, shape, strict=True)):
+                raise ValueError(f"a part of tensor {name!r} is outside of it")
+        if not _tile(parts, shape):
+            raise ValueError(f"the parts of tensor {name!r} overlap")
+        index[name] = TensorEntry(dtype=dtype, shape=shape, parts=parts)
     for name, entry in index.items():
         if entry.same_as is not None and not index[entry.same_as].parts:
             raise ValueError(f"tensor {name!r} shares the memory of one that is not stored")
@@ -139,36 +158,6 @@ def check_places(sections: Mapping[str, Mapping[str, TensorEntry]], sizes: Mappi
                 raise ValueError(f"tensors {name!r} and {other!r} have the same bytes of {file!r}")
 
 
-def _encode_entry(entry: TensorEntry) -> dict[str, Any]:
-    row: dict[str, Any] = {"dtype": entry.dtype, "shape": entry.shape}
-    if entry.same_as is not None:
-        return {**row, "same_as": entry.same_as}
-    return {**row, "parts": [_encode_part(part, entry) for part in entry.parts]}
-
-
-def _encode_part(part: TensorPart, entry: TensorEntry) -> list[Any]:
-    whole = part.shape == entry.shape
-    return [part.file, part.start] if whole else [part.file, part.start, part.offsets, part.shape]
-
-
-def _decode_entry(name: str, row: Mapping[str, Any]) -> TensorEntry:
-    dtype, shape = str(row["dtype"]), _sizes(row["shape"])
-    if dtype not in ITEM_BYTES:
-        raise ValueError(f"tensor {name!r} has the unknown dtype {dtype!r}")
-    if "same_as" in row:
-        return TensorEntry(dtype=dtype, shape=shape, same_as=str(row["same_as"]))
-    parts = tuple(_decode_part(part, shape) for part in row["parts"])
-    if not parts or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
-        raise ValueError(f"the parts of tensor {name!r} do not make it up")
-    for part in parts:
-        ends = (offset + size for offset, size in zip(part.offsets, part.shape, strict=True))
-        if any(end > size for end, size in zip(ends, shape, strict=True)):
-            raise ValueError(f"a part of tensor {name!r} is outside of it")
-    if not _tile(parts, shape):
-        raise ValueError(f"the parts of tensor {name!r} overlap")
-    return TensorEntry(dtype=dtype, shape=shape, parts=parts)
-
-
 def _tile(parts: tuple[TensorPart, ...], shape: tuple[int, ...]) -> bool:
     """Return whether boxes inside a box, with as many elements in total as that box, cover each element once.
 
@@ -187,12 +176,6 @@ def _tile(parts: tuple[TensorPart, ...], shape: tuple[int, ...]) -> bool:
         ends = ((part.offsets[dim], part.offsets[dim] + part.shape[dim]) for dim in cut)
         odd.symmetric_difference_update(product(*ends))
     return not odd
-
-
-def _decode_part(row: list[Any], whole: tuple[int, ...]) -> TensorPart:
-    file, start, *box = row
-    offsets, shape = (_sizes(box[0]), _sizes(box[1])) if box else ((0,) * len(whole), whole)
-    return TensorPart(file=str(file), start=_sizes([start])[0], offsets=offsets, shape=shape)
 
 
 def _sizes(values: list[Any]) -> tuple[int, ...]:

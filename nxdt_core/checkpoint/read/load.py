@@ -5,6 +5,8 @@ Whole tensors onto the host, for one process that wants all of them; or into wha
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -13,16 +15,23 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint.collective import on_all_ranks
-from nxdt_core.checkpoint.format.digested_files import read_whole
+from nxdt_core.checkpoint.format.digested_files import (
+    VerifiedFile,
+    Wanted,
+    check_header,
+    check_size,
+    read_whole,
+    tensors_by_file,
+)
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
-from nxdt_core.checkpoint.format.shards import TensorSpec, grouped
-from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.checkpoint.pieces import empty_like, filled_up, storable_piece
-from nxdt_core.checkpoint.read.boxes import check_fits, fill
+from nxdt_core.checkpoint.format.shards import TensorSpec, bytes_of, empty_like, filled_up, grouped, storable_piece
+from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.distributed.buckets import buckets
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
+from nxdt_core.errors.checkpoints import CheckpointDamaged, TensorNotInCheckpoint
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.models.quantised import QuantisedWeight
@@ -32,7 +41,92 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 
 _AT_ONCE_BYTES = 256 * 2**20
-"""Tensors that :func:`iterate_model` holds at a time: each read parses headers and verifies whole blocks."""
+"""Buffers, and tensors of :func:`iterate_model`, at a time (more where a single tensor needs it): each batch parses
+headers, and reads and verifies the blocks that it touches once."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """Rows of a part, and the destination of those elements of them that are wanted."""
+
+    file: str
+    start: int
+    buffer: torch.Tensor
+    """Whole rows; the target's own memory where :attr:`copy_to` is None."""
+    copy_to: torch.Tensor | None = None
+    rows_box: tuple[slice, ...] = ()
+
+
+@torch.no_grad()
+def fill(
+    storage: CheckpointStore, manifest: Manifest, wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]
+) -> None:
+    """Fill the pieces ``wanted`` in place; only blocks that hold elements of them are read.
+
+    Args:
+        storage: the store that holds the checkpoint.
+        manifest: the manifest of the checkpoint.
+        wanted: pieces by name; their dtype and device may differ from the checkpoint's, their whole shape may not.
+        entries: the location of each tensor by name; no two tensors share bytes.
+
+    Raises:
+        CheckpointDamaged: a file is not what was written.
+    """
+    files: dict[str, VerifiedFile] = {}
+    needed = {part.file for entry in entries.values() for part in entry.parts}
+    stored = tensors_by_file(manifest, needed)
+    sized = lambda read: 0 if read.copy_to is None else read.buffer.nbytes  # noqa: E731
+    for batch in buckets(_reads(wanted, entries), sized, _AT_ONCE_BYTES):
+        ranges: dict[str, list[Wanted]] = defaultdict(list)
+        for read in batch:
+            ranges[read.file].append(Wanted(read.start, bytes_of(read.buffer)))
+        for name, chosen in ranges.items():
+            if name not in files:
+                files[name] = VerifiedFile(storage, manifest, name)
+                check_header(files[name], stored[name])
+            files[name].read(chosen)
+        for read in batch:
+            if read.copy_to is not None:
+                read.copy_to.copy_(read.buffer[read.rows_box])
+
+
+def check_fits(storage: CheckpointStore, manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
+    """Check, before memory is taken, that forged shapes do not ask for more than the files hold.
+
+    Raises:
+        CheckpointDamaged: they do; or a file has another size than the manifest says, which may be forged, too.
+    """
+    ends: dict[str, int] = {}
+    for entry in entries:
+        for part in entry.parts:
+            ends[part.file] = max(ends.get(part.file, 0), part.start + entry.part_bytes(part))
+    for name, end in ends.items():
+        if name not in manifest.files or end > manifest.files[name].size_bytes:
+            where = f"{storage.uri}/{manifest.prefix}{name}"
+            raise CheckpointDamaged(where=where, reason="the manifest names bytes beyond its end")
+        check_size(storage, manifest, name)
+
+
+def _reads(wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]) -> Iterator[_Read]:
+    """Yield how to read what each part has of a piece: the rows (first dimension) that it spans."""
+    for name, piece in wanted.items():
+        dtype_name = entries[name].dtype
+        dtype = getattr(torch, dtype_name)
+        for part in entries[name].parts:
+            inner = Box(part.offsets, part.shape)
+            common = piece.box.intersection(inner)
+            if common is None:
+                continue
+            first = common.offsets[0] - part.offsets[0] if common.shape else 0
+            start = part.start + first * math.prod(part.shape[1:]) * ITEM_BYTES[dtype_name]
+            target = piece.tensor[common.within(piece.box)]
+            whole_rows = common.shape[1:] == part.shape[1:]
+            if whole_rows and target.dtype == dtype and profile_of(target.device).host and target.is_contiguous():
+                yield _Read(part.file, start, target)
+                continue
+            buffer = torch.empty((common.shape[0], *part.shape[1:]) if part.shape else (), dtype=dtype)
+            rows_box = (slice(None), *common.within(inner)[1:]) if part.shape else ()
+            yield _Read(part.file, start, buffer, target, rows_box)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +223,13 @@ def load_model_into(
             short = {name: target for name, target in present.items() if index[name].shape != tuple(target.shape)}
             rest = {name: target for name, target in present.items() if name not in short}
             _fill(storage, manifest, index, rest, where)
-            _fill_tables(storage, manifest, short, where)
+            for name, target in short.items():  # tables, one of which is whole on the host at a time
+                with explained_os_errors(where):
+                    saved = read_tensors(storage, manifest, "model", [name])[name]
+                piece = storable_piece(name, target)
+                with torch.no_grad():
+                    rows = filled_up(saved, piece.shape[0])
+                    piece.tensor.copy_(rows[piece.box.within(Box.whole(piece.shape))])
 
     on_all_ranks(ranks, read, where=where)
     if replicas is not None:
@@ -166,7 +266,11 @@ def load_optimizer_like(
     where = f"{storage.uri}/{manifest.prefix}optim"
     index = manifest.tensors.get("optim", {})
     if strict:
-        _check_optimizer(index, parameters, ranks)
+        names = list(parameters)
+        known_names = set(chain.from_iterable([names] if ranks is None else ranks.all_gather_object(names)))
+        unknown = sorted({key.rpartition("/")[0] for key in index} - known_names)
+        if unknown:
+            raise OptimizerStateDoesNotFit(parameters=unknown)
     state: dict[str, torch.Tensor | Piece] = {}
 
     def read() -> None:
@@ -193,8 +297,16 @@ def load_state(
         CheckpointDamaged: a file is not what was written; the error names it.
     """
     states: list[dict[str, Any]] = []
-    where = f"{storage.uri}/{manifest.prefix}{state_name(rank)}"
-    on_all_ranks(ranks, lambda: states.append(_state_of(storage, manifest, rank)), where=where)
+    name = state_name(rank)
+    where = f"{storage.uri}/{manifest.prefix}{name}"
+
+    def read() -> None:
+        with explained_os_errors(where):
+            data = read_whole(storage, manifest, name)
+            tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
+        states.append(decode_rank_state(data, tensors, manifest, where=where))
+
+    on_all_ranks(ranks, read, where=where)
     return states[0]
 
 
@@ -277,27 +389,6 @@ def _fill(
             fill(storage, manifest, {name: rest.pop(name) for name in entries}, entries)
 
 
-def _fill_tables(
-    storage: CheckpointStore, manifest: Manifest, tensors: Mapping[str, torch.Tensor | Piece], where: str
-) -> None:
-    """Fill tables that have more rows than the checkpoint's; one is whole on the host at a time."""
-    for name, tensor in tensors.items():
-        with explained_os_errors(where):
-            saved = read_tensors(storage, manifest, "model", [name])[name]
-        piece = storable_piece(name, tensor)
-        with torch.no_grad():
-            piece.tensor.copy_(filled_up(saved, piece.shape[0])[piece.box.within(Box.whole(piece.shape))])
-
-
-def _state_of(storage: CheckpointStore, manifest: Manifest, rank: int) -> dict[str, Any]:
-    name = state_name(rank)
-    where = f"{storage.uri}/{manifest.prefix}{name}"
-    with explained_os_errors(where):
-        data = read_whole(storage, manifest, name)
-        tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
-    return decode_rank_state(data, tensors, manifest, where=where)
-
-
 def check_model(
     index: Mapping[str, TensorEntry],
     tensors: Mapping[str, torch.Tensor | Piece],
@@ -319,34 +410,12 @@ def check_model(
     all_shapes = dict(chain.from_iterable(rank_shapes.items() for rank_shapes in gathered))
     missing = [name for name in all_shapes if name not in index]
     extra = [name for name in index if name not in all_shapes]
-    shapes = [
-        f"{name}: {index[name].shape} instead of {shape}"
-        for name, shape in all_shapes.items()
-        if name in index and index[name].shape != shape and not _is_short(index[name].shape, shape, table_rows)
-    ]
+    shapes = []
+    for name, shape in all_shapes.items():
+        saved = index[name].shape if name in index else shape
+        lacks_rows = shape[:1] == (table_rows,) and saved[1:] == shape[1:] and 0 < saved[0] < shape[0]
+        if saved != shape and not lacks_rows:
+            shapes.append(f"{name}: {saved} instead of {shape}")
     if shapes or (strict and (missing or extra)):
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
     return Unmatched(missing=missing, extra=extra)
-
-
-def _is_short(saved: tuple[int, ...], shape: tuple[int, ...], table_rows: int | None) -> bool:
-    """Return whether ``saved`` is the shape of a table without its last rows."""
-    return shape[:1] == (table_rows,) and saved[1:] == shape[1:] and 0 < saved[0] < shape[0]
-
-
-def _check_optimizer(
-    index: Mapping[str, TensorEntry], parameters: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement | None
-) -> None:
-    """Check that every parameter with state in ``index`` is on some rank.
-
-    Collective.
-
-    Raises:
-        OptimizerStateDoesNotFit: some are on none; the same on every rank.
-    """
-    names = list(parameters)
-    gathered = [names] if ranks is None else ranks.all_gather_object(names)
-    all_names = set(chain.from_iterable(gathered))
-    unknown = sorted({key.rpartition("/")[0] for key in index} - all_names)
-    if unknown:
-        raise OptimizerStateDoesNotFit(parameters=unknown)

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Literal
 
@@ -16,7 +18,6 @@ from nxdt_core.checkpoint.collective import in_threads, on_all_ranks, on_first_r
 from nxdt_core.checkpoint.commit import read_manifest
 from nxdt_core.checkpoint.foreign import recognise
 from nxdt_core.checkpoint.format.digested_files import (
-    StoredTensor,
     VerifiedFile,
     check_header,
     read_whole,
@@ -178,7 +179,13 @@ def find_problems(
                             break
                         progress(len(block))
                     if not stop.is_set():
-                        _check_content(file, stored.get(name, ()), storage, manifest, name)
+                        # What loading relies on in a file with correct bytes.
+                        if name in stored:
+                            check_header(file, stored[name])
+                        if is_state_name(name):
+                            tensors = dict.fromkeys(state_tensors(manifest, name))
+                            data, at = read_whole(storage, manifest, name), f"{storage.uri}/{manifest.prefix}{name}"
+                            decode_rank_state(data, tensors, manifest, where=at)
             except CheckpointDamaged as error:
                 return f"{error.where}: {error.reason}"
             return None
@@ -190,18 +197,6 @@ def find_problems(
         if problems and storage.stat(manifest_key(step)) is None:
             raise CheckpointNotFound(where=where, reason="it was deleted while it was read")
         return problems
-
-
-def _check_content(
-    file: VerifiedFile, stored: Collection[StoredTensor], storage: CheckpointStore, manifest: Manifest, name: str
-) -> None:
-    """Check that a file with correct bytes holds what loading it relies on."""
-    if stored:
-        check_header(file, stored)
-    if is_state_name(name):
-        tensors = dict.fromkeys(state_tensors(manifest, name))
-        where = f"{storage.uri}/{manifest.prefix}{name}"
-        decode_rank_state(read_whole(storage, manifest, name), tensors, manifest, where=where)
 
 
 def latest(
@@ -228,14 +223,19 @@ def latest(
         CheckpointTooNew: the newest sound one was written by a later version. (Resuming from an older one would
             throw its steps away.)
     """
-    statuses = newest_first(storage)
+    statuses, share = newest_first(storage), (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
     while (status := on_first_rank(ranks, lambda: next(statuses, None), where=storage.uri)) is not None:
         if status.state == "unfinished":
             continue
         problems = [status.problem]
         if status.state == "committed":
+            step, where = status.step, status.uri
+            read = partial(read_manifest, storage, step, trusted=trusted)
+            find = partial(find_problems, storage, step, "bytes", threads=_THREADS, share=share)
             try:
-                manifest, problems = _verified_by_all(storage, status, ranks, trusted)
+                with explained_os_errors(where):
+                    manifest = on_first_rank(ranks, read, where=where)
+                problems = [*chain.from_iterable(on_all_ranks(ranks, find, where=where))]
             except CheckpointNotFound:
                 continue
             if not problems:
@@ -243,20 +243,6 @@ def latest(
         if rank_of(ranks) == 0:
             warn(f"Checkpoint {step_name(status.step)} is damaged and skipped: {problems[0]}")
     return None
-
-
-def _verified_by_all(
-    storage: CheckpointStore, status: CheckpointStatus, ranks: RankAgreement | None, trusted: TrustedKeys | None
-) -> tuple[Manifest, list[str]]:
-    """The manifest, and what the ranks find wrong, each in its share of the files."""
-    share = (0, 1) if ranks is None else (ranks.rank, ranks.world_size)
-
-    def find() -> list[str]:
-        return find_problems(storage, status.step, "bytes", threads=_THREADS, share=share)
-
-    with explained_os_errors(status.uri):
-        manifest = on_first_rank(ranks, lambda: read_manifest(storage, status.step, trusted=trusted), where=status.uri)
-    return manifest, [problem for problems in on_all_ranks(ranks, find, where=status.uri) for problem in problems]
 
 
 def find_checkpoint(
@@ -310,6 +296,7 @@ def _status(
     own_name = step_name(step)
 
     def status(state: State, problem: str = "", manifest: Manifest | None = None) -> CheckpointStatus:
+        signed = manifest is not None and signature_key(step, manifest.attempt) in sizes  # else without a read
         return CheckpointStatus(
             step=step,
             state=state,
@@ -319,7 +306,7 @@ def _status(
             is_link=own_name in sizes,
             created=manifest.created if manifest else "",
             facts=manifest.facts if manifest else None,
-            signed_by=_signer_named(storage, manifest, sizes) if manifest else "",
+            signed_by=claimed_signer(storage, manifest) if manifest and signed else "",
         )
 
     unreadable = _unreadable(storage, own_name) if own_name in sizes else ""
@@ -339,11 +326,6 @@ def _status(
         return status("damaged", f"{error.where}: {error.reason}")
     problems = _wrong_sizes(storage, manifest, sizes)
     return status("damaged", problems[0], manifest) if problems else status("committed", "", manifest)
-
-
-def _signer_named(storage: CheckpointStore, manifest: Manifest, sizes: Mapping[str, int]) -> str:
-    """Return :func:`claimed_signer`, without a read for an unsigned checkpoint."""
-    return claimed_signer(storage, manifest) if signature_key(manifest.step, manifest.attempt) in sizes else ""
 
 
 def _wrong_sizes(storage: CheckpointStore, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:

@@ -24,8 +24,8 @@ from typing import IO, BinaryIO, ClassVar, cast
 from urllib.parse import unquote, urlsplit
 
 from nxdt_core.checkpoint.storage import explained
-from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.config.sources import expand_home
+from nxdt_core.config.training_schema import LocalStorageConfig
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile
 from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
 from nxdt_core.system.file_lock import FileLock, take_file_lock
@@ -54,7 +54,18 @@ class LocalStorage(CheckpointStore):
     scheme: ClassVar[str] = "file"
 
     def __init__(self, uri: str, config: LocalStorageConfig | None = None) -> None:
-        self._root = _root_of(uri, self.scheme)
+        if "\0" in unquote(uri) or not uri.strip():
+            raise BadStorageUri(where=uri, reason="it is empty or holds a NUL")
+        if uri.startswith(f"{self.scheme}:"):
+            split = urlsplit(uri)
+            if split.netloc not in ("", "localhost"):
+                reason = "the path begins at the third slash, and the text before it is a host"
+                raise BadStorageUri(where=uri, reason=reason)
+            if not split.path.startswith("/"):
+                raise BadStorageUri(where=uri, reason=f"a {self.scheme}:// address is absolute")
+            self._root = Path(unquote(split.path)).absolute()
+        else:
+            self._root = expand_home(uri).absolute()
         self._fsync = (config or LocalStorageConfig()).fsync
         self.uri = str(self._root)
 
@@ -146,13 +157,17 @@ class LocalStorage(CheckpointStore):
         with self._explained(path), self._temporary(path.parent) as (stream, temporary):
             stream.write(data)
             self._flush(stream)
-            with _folder_lock(path.parent):
-                try:
-                    if _read_bytes(path) != expected:
-                        return False
-                except FileNotFoundError:
+            folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                with suppress(OSError):  # some network file systems have no locks
+                    fcntl.flock(folder, fcntl.LOCK_EX)
+                if _read_bytes(path) != expected:
                     return False
                 temporary.replace(path)
+            except FileNotFoundError:
+                return False
+            finally:
+                os.close(folder)
             self._sync_directory(path.parent)
             return True
 
@@ -209,7 +224,21 @@ class LocalStorage(CheckpointStore):
     def _temporary(self, folder: Path) -> Iterator[tuple[IO[bytes], Path]]:
         """A new, locked, hidden file in ``folder``. Unless it was renamed it is gone afterwards, and after an
         exception so are the directories that were made for it."""
-        stream, path = self._create_temporary(folder)
+        for _ in range(_ATTEMPTS):
+            path = self._hidden_path(folder)
+            try:
+                self._make_folder(folder)
+                stream = open(path, "xb")  # noqa: SIM115  (closed below)
+            except FileNotFoundError:  # a directory was removed, empty, by a concurrent delete_many
+                continue
+            with suppress(OSError):  # some network file systems have no locks; there leftovers are not swept
+                fcntl.flock(stream, fcntl.LOCK_EX)
+            if os.fstat(stream.fileno()).st_nlink:
+                break
+            stream.close()  # swept between its creation and its lock
+        else:
+            reason = "the directory vanishes as soon as it is made, or is a dangling link"
+            raise FileNotFoundError(errno.ENOENT, reason, str(folder))
         try:
             with stream:
                 yield stream, path
@@ -230,23 +259,6 @@ class LocalStorage(CheckpointStore):
                 return
             if is_link:
                 raise NotRegularFile(errno.ELOOP, "it is a symbolic link", path)
-
-    def _create_temporary(self, folder: Path) -> tuple[IO[bytes], Path]:
-        for _ in range(_ATTEMPTS):
-            path = self._hidden_path(folder)
-            try:
-                self._make_folder(folder)
-                stream = open(path, "xb")  # noqa: SIM115  (closed by _temporary)
-            except FileNotFoundError:  # a directory was removed, empty, by a concurrent delete_many
-                continue
-            with suppress(OSError):  # some network file systems have no locks; there leftovers are not swept
-                fcntl.flock(stream, fcntl.LOCK_EX)
-            if os.fstat(stream.fileno()).st_nlink:
-                return stream, path
-            stream.close()  # swept between its creation and its lock
-        raise FileNotFoundError(
-            errno.ENOENT, "the directory vanishes as soon as it is made, or is a dangling link", str(folder)
-        )
 
     def _make_folder(self, folder: Path) -> None:
         """Make a folder and its parents, so that new directories survive a power failure."""
@@ -310,7 +322,8 @@ class LocalStorage(CheckpointStore):
         """Objects below ``folder``, whose keys begin with ``keys``; directories that hold no key with ``prefix`` are
         left out."""
         try:
-            entries = _entries(folder)
+            with os.scandir(folder) as opened:
+                entries = list(opened)
         except (FileNotFoundError, NotADirectoryError):
             return
         for entry in entries:
@@ -329,7 +342,13 @@ class LocalStorage(CheckpointStore):
     def _remove_empty(self, folder: Path) -> None:
         """Remove ``folder`` and its parents below the root as long as only abandoned temporary files are in them."""
         while folder != self._root and folder.is_relative_to(self._root):
-            _sweep(folder)
+            with suppress(OSError):
+                for path in folder.glob(f"{_TEMPORARY}*"):
+                    with suppress(OSError):
+                        path.rmdir()  # fails for files; a process that is about to rename it makes another
+                    with suppress(OSError), open(open_regular(path), "rb") as stream:  # one with a living writer stays
+                        fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        path.unlink()
             try:
                 folder.rmdir()
             except OSError:
@@ -349,35 +368,6 @@ def _read_bytes(path: Path) -> bytes:
         return stream.read()
 
 
-@contextmanager
-def _folder_lock(folder: Path) -> Iterator[None]:
-    """Wait for the lock on ``folder``; some network file systems have none."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        with suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _entries(folder: str) -> list[os.DirEntry[str]]:
-    """The entries of ``folder``, with the directory closed again."""
-    with os.scandir(folder) as entries:
-        return list(entries)
-
-
-def _sweep(folder: Path) -> None:
-    """Delete temporary files in ``folder`` that no living writer holds the lock of, and temporary directories."""
-    with suppress(OSError):
-        for path in folder.glob(f"{_TEMPORARY}*"):
-            with suppress(OSError):
-                path.rmdir()  # fails for files; a process that is about to rename it makes another
-            with suppress(OSError), open(open_regular(path), "rb") as stream:
-                fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                path.unlink()
-
-
 class _FileRange(io.RawIOBase):
     """The bytes ``[start, start + length)`` of a file."""
 
@@ -395,16 +385,3 @@ class _FileRange(io.RawIOBase):
         count = self._raw.readinto(memoryview(buffer)[: self._left])
         self._left -= count or 0
         return count
-
-
-def _root_of(uri: str, scheme: str) -> Path:
-    if "\0" in unquote(uri) or not uri.strip():
-        raise BadStorageUri(where=uri, reason="it is empty or holds a NUL")
-    if not uri.startswith(f"{scheme}:"):
-        return expand_home(uri).absolute()
-    split = urlsplit(uri)
-    if split.netloc not in ("", "localhost"):
-        raise BadStorageUri(where=uri, reason="the path begins at the third slash, and the text before it is a host")
-    if not split.path.startswith("/"):
-        raise BadStorageUri(where=uri, reason=f"a {scheme}:// address is absolute")
-    return Path(unquote(split.path)).absolute()

@@ -87,27 +87,22 @@ def with_best(
     if last != "best" or any(list_checkpoints(storage)):
         return storage, step
     storage, _ = locate(_in_run(root or "."))
-    return storage, _best_step(storage)
-
-
-def _in_run(uri: str) -> str:
-    """Return the directory of checkpoints where ``uri`` names the directory of a run."""
-    below = Path(uri, "checkpoints")
-    return str(below) if below.is_dir() else uri
-
-
-def _best_step(storage: CheckpointStore) -> int | None:
-    """Return the step that ranks first; None where nothing is committed."""
     committed = [status for status in list_checkpoints(storage) if status.state == "committed"]
     if not committed or committed[-1].facts is None:
-        return None
+        return storage, None
     saved = committed[-1].facts.config.get("checkpoint", {})
     monitor, mode = str(saved.get("monitor", "step")), saved.get("mode")
     policy = Retention(monitor=monitor, mode=mode_of(monitor, mode if mode in ("min", "max") else None) or "max")
     best = max(committed, key=policy.score)
     if policy.monitor == "step" or not policy.score(best)[0]:
         raise NoBestCheckpoint(where=storage.uri, monitor=policy.monitor)
-    return best.step
+    return storage, best.step
+
+
+def _in_run(uri: str) -> str:
+    """Return the directory of checkpoints where ``uri`` names the directory of a run."""
+    below = Path(uri, "checkpoints")
+    return str(below) if below.is_dir() else uri
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,28 +123,23 @@ def plan_prune(
     *,
     deep: bool = True,
     passed_over: Callable[[int], bool] = lambda step: False,
+    statuses: Sequence[CheckpointStatus] | None = None,
 ) -> PrunePlan:
-    """Return what :func:`prune` would delete; nothing is deleted. Arguments are those of :func:`prune`."""
+    """Return what :func:`prune` would delete; nothing is deleted.
+
+    Args:
+        storage, keep, deep, passed_over: as in :func:`prune`.
+        statuses: the steps of the store, ascending; None looks them up.
+    """
     if isinstance(keep, int):
         if keep < 1:
             raise ValueError(f"keep_last is {keep}; the last checkpoint is never deleted")
         keep = Retention(keep_last=keep)
-    return _plan_of(
-        list_checkpoints(storage),
-        keep,
-        is_sound=lambda step: not verify(storage, step, deep=deep),
-        passed_over=passed_over,
-    )
+    statuses = list_checkpoints(storage) if statuses is None else statuses
 
+    def is_sound(step: int) -> bool:
+        return not verify(storage, step, deep=deep)
 
-def _plan_of(
-    statuses: Sequence[CheckpointStatus],
-    keep: Retention,
-    *,
-    is_sound: Callable[[int], bool],
-    passed_over: Callable[[int], bool],
-) -> PrunePlan:
-    """Return the plan of :func:`plan_prune` for the steps ``found``, which ascend; ``is_sound`` verifies one."""
     usable = [status for status in statuses if status.state == "committed" and not passed_over(status.step)]
     staying = keep.kept(usable)
     sound = next((step for step in sorted(staying, reverse=True) if is_sound(step)), None)
@@ -160,8 +150,13 @@ def _plan_of(
         others.pop()
     if sound is None:
         return PrunePlan(keep=tuple(sorted(staying)), delete=(), sound=False)
+
+    def stays(status: CheckpointStatus) -> bool:
+        """Return whether it is permanent and shows no damage: a fault of reading may have been taken for one."""
+        return status.state == "committed" and _kind(status) == "permanent"
+
     unusable = [status for status in statuses if status not in usable and not status.is_link]
-    broken = [status.step for status in unusable if status.step < sound and not _stays_intact(status)]
+    broken = [status.step for status in unusable if status.step < sound and not stays(status)]
     return PrunePlan(keep=tuple(sorted(staying)), delete=tuple(sorted([*others, *broken])), sound=True)
 
 
@@ -223,7 +218,7 @@ class RunRetention:
         self._resumed_step = -1
         self._committed: set[int] = set()
         """Steps that this run has committed."""
-        self._found: dict[int, CheckpointStatus] | None = None
+        self._checkpoints: dict[int, CheckpointStatus] | None = None
         """Checkpoints in the store, reduced to what the policy needs; None until the first commit."""
 
     def resumed(self, manifest: Manifest) -> None:
@@ -238,13 +233,17 @@ class RunRetention:
             with explained_os_errors(self._storage.uri):
                 return self._delete(manifest)
         except BaseException:
-            self._found = None
+            self._checkpoints = None
             raise
 
     def _delete(self, manifest: Manifest) -> list[int]:
-        if self._found is None:
-            self._found = self._list_steps()
-        checkpoints = self._found
+        if self._checkpoints is None and not self._keeps_all:
+            self._checkpoints = self._read()
+        elif self._checkpoints is None:
+            self._checkpoints = {status.step: status for status in newest_first(self._storage, names_only=True)}
+            for step in filter(self._is_skipped, list(self._checkpoints)):  # a permanent one stays
+                self._checkpoints |= self._read(step)
+        checkpoints = self._checkpoints
         checkpoints[manifest.step] = CheckpointStatus(
             step=manifest.step,
             state="committed",
@@ -252,54 +251,34 @@ class RunRetention:
             size_bytes=self._size_bytes(manifest.step),
             facts=_needed(manifest.facts),
         )
-        while (plan := self._plan(checkpoints)).delete and self._update_counted(checkpoints):
-            pass
+        while True:
+            present = (checkpoints[step] for step in sorted(checkpoints) if not self._is_skipped(step))
+            usable = [status for status in present if status.state == "committed"]
+            if len(self._policy.kept(usable)) == len(checkpoints):
+                return []
+            statuses = [checkpoints[step] for step in sorted(checkpoints)]
+            plan = plan_prune(self._storage, self._policy, deep=False, passed_over=self._is_skipped, statuses=statuses)
+            if not plan.delete or self._policy.save_top_k < 0:  # then the others stay, however many there are
+                break
+            # Another program may have changed what counts.
+            counted = self._policy.counted(usable)
+            changed = [step for step in counted if self._size_bytes(step) != checkpoints[step].size_bytes]
+            if not changed:
+                break
+            for step in changed:
+                del checkpoints[step]
+                checkpoints |= self._read(step)
         for step in plan.delete:
             delete_step(self._storage, step)
             del checkpoints[step]
         return list(plan.delete)
 
-    def _plan(self, checkpoints: dict[int, CheckpointStatus]) -> PrunePlan:
-        usable = self._usable(checkpoints)
-        staying = self._policy.kept(usable)
-        if len(staying) == len(checkpoints):
-            return PrunePlan(keep=tuple(sorted(staying)), delete=(), sound=False)
-        return _plan_of(
-            [checkpoints[step] for step in sorted(checkpoints)],
-            self._policy,
-            is_sound=lambda step: not verify(self._storage, step, deep=False),
-            passed_over=self._is_skipped,
-        )
-
-    def _update_counted(self, checkpoints: dict[int, CheckpointStatus]) -> bool:
-        """Look again at counted checkpoints whose size differs from the known one; return whether there were any."""
-        if self._policy.save_top_k < 0:  # others stay regardless of how many there are
-            return False
-        counted = self._policy.counted(self._usable(checkpoints))
-        changed = [step for step in counted if self._size_bytes(step) != checkpoints[step].size_bytes]
-        for step in changed:
-            del checkpoints[step]
-            checkpoints |= self._read(step)
-        return bool(changed)
-
-    def _list_steps(self) -> dict[int, CheckpointStatus]:
-        if not self._keeps_all:
-            return self._read()
-        checkpoints = {status.step: status for status in newest_first(self._storage, names_only=True)}
-        for step in filter(self._is_skipped, list(checkpoints)):  # a permanent one stays
-            checkpoints |= self._read(step)
-        return checkpoints
-
     def _read(self, step: int | None = None) -> dict[int, CheckpointStatus]:
-        """Steps without the configuration, which every manifest has."""
+        """Return the steps without the configuration, which every manifest has."""
         return {
             status.step: replace(status, facts=status.facts and _needed(status.facts))
             for status in newest_first(self._storage, step)
         }
-
-    def _usable(self, checkpoints: dict[int, CheckpointStatus]) -> list[CheckpointStatus]:
-        usable = (checkpoints[step] for step in sorted(checkpoints) if not self._is_skipped(step))
-        return [status for status in usable if status.state == "committed"]
 
     def _is_skipped(self, step: int) -> bool:
         """Return whether the run did not resume from ``step`` although it is later: it is damaged."""
@@ -311,11 +290,6 @@ class RunRetention:
 
 def _needed(facts: CheckpointFacts) -> CheckpointFacts:
     return CheckpointFacts(metrics=facts.metrics, keep=facts.keep)
-
-
-def _stays_intact(status: CheckpointStatus) -> bool:
-    """Return whether ``status`` is permanent and shows no damage: a fault of reading may have been taken for one."""
-    return status.state == "committed" and _kind(status) == "permanent"
 
 
 def _kind(status: CheckpointStatus) -> str:

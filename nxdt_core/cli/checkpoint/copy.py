@@ -18,9 +18,8 @@ import click
 from nxdt_core.checkpoint.collective import in_threads
 from nxdt_core.checkpoint.commit import clear_other_attempts, commit, read_object
 from nxdt_core.checkpoint.format.digested_files import VerifiedFile
-from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key, step_name, step_prefix
-from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest
+from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, digest
 from nxdt_core.checkpoint.signing import Signature, TrustedKeys, read_signature, write_signature
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys

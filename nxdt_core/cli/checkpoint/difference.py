@@ -18,7 +18,7 @@ from nxdt_core.checkpoint.format.file_names import SECTIONS, is_state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_trees
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
-from nxdt_core.checkpoint.read.boxes import check_fits, fill
+from nxdt_core.checkpoint.read.load import check_fits, fill
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.distributed.buckets import buckets
 from nxdt_core.protocols.piece import Box, Piece

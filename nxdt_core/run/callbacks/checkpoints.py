@@ -188,12 +188,12 @@ class CheckpointSaver(Callback):
         self,
         storage: CheckpointStore,
         config: ResolvedConfig,
-        save_metrics: SaveMetrics,
+        files: MetricFiles,
         ownership: Ownership | None = None,
     ) -> None:
         self._config = config.run.checkpoint
         self._storage = storage
-        self._save_metrics = save_metrics
+        self._save_metrics = SaveMetrics(files)
         self._ownership = ownership
         self._retention = RunRetention(
             storage,
@@ -213,6 +213,10 @@ class CheckpointSaver(Callback):
         self._saved_at = 0.0
         self._after_validation: Keep | None = None
 
+    def columns(self) -> dict[str, float | int | None]:
+        """Return the columns about saves for a row of metrics; none until a checkpoint exists."""
+        return self._save_metrics.row
+
     def on_fit_start(self, run: Run) -> None:
         """Get ready to save; a resumed step is saved already."""
         self._saved, self._saved_at = run.step, time.monotonic()
@@ -221,7 +225,6 @@ class CheckpointSaver(Callback):
         self._manager = CheckpointManager(
             self._storage,
             ranks=ranks,
-            asynchronous=self._config.async_save,
             when_busy=self._config.when_busy,
             deadline_s=self._config.deadline_s,
             refuse_same_weights=self._config.refuse_same_weights,
@@ -305,7 +308,8 @@ class CheckpointSaver(Callback):
         }
         about = SaveFacts(metrics=metrics, keep=keep, fencing=fencing)
         extra = {"callbacks": run.state_dict(), "horizon": run.session.horizon.max_steps}
-        begun = run.session.begin_save(self._manager_made, extra=extra, about=about)
+        manager, background = self._manager_made, self._config.async_save
+        begun = run.session.save(manager, asynchronous=background, extra=extra, about=about)
         self._saved_at = time.monotonic()
         if not begun:
             run.say(f"step {run.step}: no checkpoint, the one before is still being written")

@@ -9,18 +9,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.config.training_schema import EmaConfig
 from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import CheckpointHasNoAverage
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.piece import Piece
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Manifest
+    from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 
 __all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "pop_average"]
 

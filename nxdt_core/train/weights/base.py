@@ -8,15 +8,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest, TrustedKeys
-from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
 from nxdt_core.checkpoint.format.shards import TensorSpec
-from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.distributed.placement import piece_of
@@ -32,6 +30,9 @@ from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Manifest, TrustedKeys
 
 __all__ = [
     "BaseWeights",
@@ -168,6 +169,9 @@ def _found(
     named = base or (began.resume_from if began.weight_init_only else None)
     if named is None:
         return _fresh(build.model_builder(config), config.run.seed, build.precision(config).parameters)
+    from nxdt_core.checkpoint.foreign import format_of
+    from nxdt_core.checkpoint.signing import refuse_foreign
+
     if format_of(Path(named), config.kernel) is not None:
         refuse_foreign(trusted, named)
         return _foreign(named, config)
@@ -186,6 +190,8 @@ def _of_checkpoint(storage: CheckpointStore, manifest: Manifest) -> BaseWeights:
 
 
 def _foreign(path: str, config: ResolvedConfig) -> BaseWeights:
+    from nxdt_core.checkpoint.foreign import open_checkpoint
+
     _, found = open_checkpoint(Path(path), config.kernel, fill_rows=bool(build.added_tokens(config)))
     listed = found.listing(build.model_builder(config)).items()
     specs = {name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"}

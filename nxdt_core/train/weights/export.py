@@ -22,8 +22,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.data.chat.templates import named_template
 from nxdt_core.errors.checkpoints import CheckpointNotFound
-from nxdt_core.hf.directory import ReadShard, read_from, write_hf, write_shards
-from nxdt_core.hf.export import MAX_SHARD_BYTES, HFPlan, plan_hf
+from nxdt_core.hf.directory import MAX_SHARD_BYTES, HFPlan, ReadShard, plan_hf, read_from, write_hf, write_shards
 from nxdt_core.hf.gguf import GgufDtype, write_gguf
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement

@@ -8,12 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest, TrustedKeys
-from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint, recognise
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
-from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.placement import piece_of
@@ -30,8 +28,10 @@ from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.piece import Box
 from nxdt_core.train import build
 from nxdt_core.train.weights.base import base_digest, base_weights, load_weights
-from nxdt_core.train.weights.importing import described_run
 from nxdt_core.train.weights.saved_config import locate, named_config, one_process_run, saved_run
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Manifest, TrustedKeys
 
 __all__ = ["FoundWeights", "find_weights", "teacher_of", "teacher_run"]
 
@@ -70,6 +70,9 @@ def find_weights(
         AdapterBaseUnknown: an adapter whose base is not named by a path that exists, or is an adapter itself.
         NxdtError: what is wrong with the checkpoint or the directory.
     """
+    from nxdt_core.checkpoint.foreign import recognise
+    from nxdt_core.checkpoint.signing import refuse_foreign
+
     own, keys = named_config(config, trusted)
     kernel = Kernel.start() if own is None else own.kernel
     adapter = _adapter_at(Path(uri), kernel)
@@ -190,6 +193,9 @@ def _check_added(run: ResolvedConfig, manifest: Manifest) -> None:
 
 
 def _foreign(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeights:
+    from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint
+    from nxdt_core.train.weights.importing import described_run
+
     name, reader = open_checkpoint(Path(path), kernel)
     run, keys = described_run(path, name, reader), ChatKeys()
     if own is not None:

@@ -18,7 +18,7 @@ from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.write.plan import SavePlan, agree_on_assignment, encode_state
+from nxdt_core.checkpoint.write.save import Planner, SavePlan, encode_state
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
@@ -99,7 +99,7 @@ def import_checkpoint(
     on_all_ranks(ranks, prepare, where=source)
     train = foreign.train_state()
     where = build.step_uri(storage, train.step)
-    assignment = agree_on_assignment(ranks, lambda: foreign.listing, where=where)
+    assignment = Planner(ranks).plan(lambda: foreign.listing, where=where)
     writes = partial(foreign.write, train=train, rank=rank_of(ranks))
     plan = SavePlan(step=train.step, facts=foreign.facts(train), assignment=assignment, write=writes)
     manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(foreign.run))

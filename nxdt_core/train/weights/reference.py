@@ -11,13 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from tokenize import TokenError
+from typing import TYPE_CHECKING
 from zipfile import BadZipFile
 
 import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from nxdt_core.checkpoint import Manifest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.cache import digest
 from nxdt_core.distributed.devices import HOST
@@ -30,6 +30,9 @@ from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.system.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
 from nxdt_core.train.run_dir import run_dir_explained
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Manifest
 
 __all__ = [
     "DatasetWithReference",

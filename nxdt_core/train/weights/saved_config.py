@@ -10,13 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest, TrustedKeys
 from nxdt_core.checkpoint.format.file_names import step_name, step_of
-from nxdt_core.checkpoint.write.retention import with_best
 from nxdt_core.config import Origin, ResolvedConfig, load
 from nxdt_core.config.huggingface import unusable
 from nxdt_core.config.interpolation import interpolations
@@ -31,6 +29,9 @@ from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Manifest, TrustedKeys
 
 __all__ = [
     "SavedRun",
@@ -105,7 +106,7 @@ def named_config(path: str | None, trusted: Sequence[str] = ()) -> tuple[Resolve
     """
     config = None if path is None else load(path)
     if trusted or config is None:
-        return config, TrustedKeys(tuple(trusted)) if trusted else None
+        return config, checkpoint.TrustedKeys(tuple(trusted)) if trusted else None
     return config, build.trusted_keys(config)
 
 
@@ -115,6 +116,8 @@ def locate(uri: str, config: ResolvedConfig | None) -> tuple[CheckpointStore, in
     Raises:
         NoBestCheckpoint: as :func:`~nxdt_core.checkpoint.write.retention.with_best` raises it.
     """
+    from nxdt_core.checkpoint.write.retention import with_best
+
     return with_best(uri, checkpoint.locate if config is None else partial(build.locate, config))
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
-from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
+from nxdt_core.checkpoint.format.manifest import digest
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import sharded_over
@@ -21,6 +21,9 @@ from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train.weights.average import AVERAGE
 from nxdt_core.train.weights.saved_config import saved_optimizer
+
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint import Manifest
 
 __all__ = ["check_shared_state", "continues_optimizer"]
 

@@ -29,7 +29,7 @@ from typing import Any, ClassVar
 import pytest
 
 from nxdt_core.callback import Callback, uncalled_methods
-from nxdt_core.checkpoint.write.plan import encode_state
+from nxdt_core.checkpoint.write.save import encode_state
 from nxdt_core.config import ResolvedConfig
 from nxdt_testing.contract import difference, no_error
 from nxdt_testing.ranks import RankPool, RanksFailed

@@ -36,13 +36,13 @@ def save_thrice(uri: str, overrides: tuple[str, ...], asynchronous: bool) -> Non
     engine.start()
     model, storage = initialize_parallel_model(config, engine), LocalStorage(uri)
     form = HFForm(config, storage, engine.ranks, every=2)
-    manager = CheckpointManager(storage, ranks=engine.ranks, asynchronous=asynchronous, add_files=form)
+    manager = CheckpointManager(storage, ranks=engine.ranks, add_files=form)
     for step in (1, 2, 3):
         with torch.no_grad():
             for _, parameter in model.named_parameters():
                 parameter.mul_(1.5)
         state = TrainState(step=step)
-        TrainSession(config, engine=engine, model=model, state=state).begin_save(manager)
+        TrainSession(config, engine=engine, model=model, state=state).save(manager, asynchronous=asynchronous)
     manager.wait()
     engine.shutdown()
 
@@ -84,9 +84,9 @@ def test_a_form_that_cannot_be_written_fails_the_save_and_leaves_nothing(tmp_pat
     model, storage = initialize_parallel_model(config, engine), LocalStorage(str(tmp_path))
     full = FaultyStorage(storage, 12)
     form = HFForm(config, full, engine.ranks, every=1)
-    manager = CheckpointManager(storage, asynchronous=False, add_files=form)
+    manager = CheckpointManager(storage, add_files=form)
     with pytest.raises(StorageFull):
-        TrainSession(config, engine=engine, model=model, state=TrainState(step=1)).begin_save(manager)
+        TrainSession(config, engine=engine, model=model, state=TrainState(step=1)).save(manager, asynchronous=False)
     assert full.calls > 12
     assert list_checkpoints(storage) == []
 

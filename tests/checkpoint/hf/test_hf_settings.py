@@ -11,7 +11,7 @@ import pytest
 from nxdt_core.checkpoint.format.hf_source import HFSource, json_bytes, read_hf_source
 from nxdt_core.cli import main
 from nxdt_core.errors.models import HFFileDamaged
-from nxdt_core.hf.export import hf_settings
+from nxdt_core.hf.directory import hf_settings
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.importing import import_checkpoint

@@ -21,7 +21,7 @@ from nxdt_core.checkpoint import (
     load_state,
     read_manifest,
 )
-from nxdt_core.checkpoint.pieces import storable_piece
+from nxdt_core.checkpoint.format.shards import storable_piece
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks

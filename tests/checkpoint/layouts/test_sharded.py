@@ -24,7 +24,7 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.checkpoint.write.plan import assign, merge
+from nxdt_core.checkpoint.write.save import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.piece import Box, ShardInfo
 from tests.calls import Call, run_in_turn

@@ -12,8 +12,8 @@ import pytest
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import locate, open_storage
-from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.config.training_schema import LocalStorageConfig
 from nxdt_core.errors.plugins import UnknownScheme
 from nxdt_core.kernel import Kernel, PluginPolicy
 

@@ -18,8 +18,8 @@ import torch
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import list_checkpoints, load_model, read_manifest, verify
-from nxdt_core.checkpoint.format.digests import digest
 from nxdt_core.checkpoint.format.file_names import manifest_key
+from nxdt_core.checkpoint.format.manifest import digest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.copy import copy_checkpoint
 from nxdt_core.errors.checkpoints import (

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from nxdt_testing.store_contract import StoreContract
 
-from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.config.training_schema import LocalStorageConfig
 from tests.checkpoint.memory import MemoryStorage
 
 

@@ -25,8 +25,8 @@ from nxdt_core.checkpoint import (
     prune,
     verify,
 )
-from nxdt_core.checkpoint.stores.config import LocalStorageConfig
 from nxdt_core.checkpoint.stores.local import LocalStorage
+from nxdt_core.config.training_schema import LocalStorageConfig
 from nxdt_core.errors.checkpoints import (
     BadStorageUri,
     CheckpointDamaged,

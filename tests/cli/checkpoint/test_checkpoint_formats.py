@@ -34,7 +34,9 @@ FORMAT = dedent("""
         def listing(self, builder, *, weights_only=False):
             named = dict(builder.build().named_parameters())
             held = {{name: tuple(each.shape) for name, each in named.items()}}
-            return {{("model", n): ShardInfo(dtype="float32", shape=s, box=Box.whole(s)) for n, s in held.items()}}
+            return {{
+                ("model", n): ShardInfo(dtype="float32", shape=s, box=Box.whole(s)) for n, s in held.items()
+            }}
 
         def read(self, places):
             from nxdt_core.config import load

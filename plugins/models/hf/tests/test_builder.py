@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from click.testing import CliRunner
-from nxdt_plugin_hf.builder import HFBuilder
+from nxdt_plugin_hf.builder import HFBuilder, measure_sharding
 from nxdt_plugin_hf.command import sharding
 from nxdt_plugin_hf.config import HFModelConfig
-from nxdt_plugin_hf.measure import measure_sharding
 
 from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.hf.key_map import sources

@@ -7,11 +7,9 @@ import sys
 
 import pytest
 import torch
-from nxdt_plugin_hf.architecture import read_architecture
-from nxdt_plugin_hf.attention import AttentionCall
-from nxdt_plugin_hf.builder import HFBuilder
+from nxdt_plugin_hf.architecture import AttentionCall, read_architecture
+from nxdt_plugin_hf.builder import HFBuilder, measure_sharding
 from nxdt_plugin_hf.config import HFModelConfig
-from nxdt_plugin_hf.measure import measure_sharding
 from nxdt_testing.errors import raises
 
 from nxdt_core.engine.engine import TorchEngine

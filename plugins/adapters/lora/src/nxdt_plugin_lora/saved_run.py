@@ -21,7 +21,7 @@ from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
-from nxdt_core.checkpoint.write.plan import agree_on_assignment
+from nxdt_core.checkpoint.write.save import Planner
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.errors.training import CannotWriteRunDirectory
@@ -241,7 +241,7 @@ def merge_lora(
             keep="regular",
             elements=sum(info.box.elements for info in listing.values()),
         ),
-        assignment=agree_on_assignment(ranks, prepare, where=uri),
+        assignment=Planner(ranks).plan(prepare, where=uri),
         write=write,
     )
     size_bytes = save(target, plan, ranks=ranks, signer=signer).size_bytes

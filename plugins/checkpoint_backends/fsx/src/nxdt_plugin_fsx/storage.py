@@ -171,7 +171,8 @@ class FsxStorage(LocalStorage):
 
     def _make_directory(self, path: Path) -> None:
         """Set the layout of a shard directory before any rank sees it: files written earlier keep another layout."""
-        if not self._is_striped(path) or self._lfs is None:
+        step, is_section = path.parent.parent, path.name in _STRIPED and step_of(path.parent.parent.name) is not None
+        if not (self._config.stripe and is_section and step.parent == self._root) or self._lfs is None:
             super()._make_directory(path)
             return
         hidden = self._hidden_path(path.parent)
@@ -188,10 +189,6 @@ class FsxStorage(LocalStorage):
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 raise FileExistsError(errno.EEXIST, "another rank was faster", str(path)) from error
             raise
-
-    def _is_striped(self, path: Path) -> bool:
-        is_section = path.name in _STRIPED and step_of(path.parent.parent.name) is not None
-        return self._config.stripe and is_section and path.parent.parent.parent == self._root
 
     def _files(self, prefix: str) -> list[Path]:
         return [self._root / info.key for info in self.list(prefix)]

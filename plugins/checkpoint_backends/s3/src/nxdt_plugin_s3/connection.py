@@ -8,8 +8,10 @@ saves and restores.
 from __future__ import annotations
 
 import base64
+import errno
 import logging
 import random
+import re
 import threading
 import time
 import zlib
@@ -18,20 +20,252 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
+from email.utils import parsedate_to_datetime
 from functools import cache
 from importlib import import_module
 from itertools import count
-from typing import Any, TypeVar, final
+from typing import Any, Self, TypeVar, final
 
 import botocore.session
+from botocore import exceptions as sdk
 from botocore.config import Config
-from botocore.exceptions import EndpointConnectionError
-from botocore.loaders import Loader, create_loader
+from botocore.loaders import create_loader
+from botocore.parsers import ResponseParserError
 
-from nxdt_plugin_s3.address import Address
+from nxdt_core.errors.checkpoints import BadStorageKey
 from nxdt_plugin_s3.config import S3StorageConfig
-from nxdt_plugin_s3.errors import S3ChecksumUnavailable
-from nxdt_plugin_s3.faults import FAILURES, Place, is_transient, redacted
+from nxdt_plugin_s3.errors import (
+    S3AccessDenied,
+    S3BadAddress,
+    S3BucketMissing,
+    S3ChecksumUnavailable,
+    S3ClockSkewed,
+    S3CredentialsMissing,
+    S3CredentialsRefused,
+    S3Failed,
+    S3ObjectChanged,
+    S3Overloaded,
+    S3QuotaExceeded,
+    S3Unreachable,
+    S3WrongRegion,
+)
+
+_BUCKET = re.compile(r"[a-z0-9][a-z0-9.-]{1,61}[a-z0-9]")
+_IP = re.compile(r"\d+\.\d+\.\d+\.\d+")
+_CONTROL = re.compile(r"[\x00-\x1f\x7f\ufffe\uffff\ud800-\udfff]")
+"""Characters that XML, the format of listings and deletions, cannot contain."""
+_NAME_BYTES = 1024
+"""Longest name of an object, https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html"""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Address of a store."""
+
+    bucket: str
+    prefix: str
+    """Prefix of the names of all its objects: empty, or ends with ``/``."""
+
+    @classmethod
+    def parse(cls, uri: str) -> Self:
+        """Take an address apart.
+
+        Raises:
+            S3BadAddress: it names no bucket, or cannot be the beginning of an object's name.
+        """
+        scheme, separator, rest = uri.partition("://")
+        if scheme.lower() != "s3" or not separator:
+            raise S3BadAddress(where=uri, reason="it does not begin with s3://")
+        bucket, _, path = rest.partition("/")
+        if "@" in bucket:
+            hidden = f"s3://…@{bucket.rpartition('@')[2]}"
+            raise S3BadAddress(where=hidden, reason="credentials do not belong there; they come from the SDK's chain")
+        if not _BUCKET.fullmatch(bucket) or ".." in bucket or _IP.fullmatch(bucket):
+            raise S3BadAddress(where=uri, reason=f"{bucket!r} cannot be the name of a bucket")
+        path = path.rstrip("/")
+        if path and (problem := _problem(path)):
+            raise S3BadAddress(where=uri, reason=problem)
+        return cls(bucket, f"{path}/" if path else "")
+
+    @property
+    def uri(self) -> str:
+        """The address as it is shown, without a slash at its end."""
+        return f"s3://{self.bucket}/{self.prefix}".rstrip("/")
+
+    def where(self, key: str) -> str:
+        """Return an object's address for messages."""
+        return f"{self.uri}/{key}"
+
+    def name_of(self, key: str) -> str:
+        """Return the object of a key.
+
+        Raises:
+            BadStorageKey: it leaves the prefix, or S3 cannot hold it.
+        """
+        name = self.prefix + key
+        problem = _problem(key)
+        if not problem and len(name.encode()) > _NAME_BYTES:
+            problem = f"with the prefix it has more than {_NAME_BYTES} bytes"
+        if problem:
+            raise BadStorageKey(where=key, reason=problem)
+        return name
+
+
+def _problem(path: str) -> str | None:
+    """Return why ``path`` does not consist of names joined by '/'; None where it does."""
+    if any(part in ("", ".", "..") for part in path.split("/")):
+        return "it must be names joined by '/', without '..' and empty ones"
+    return "it holds a control character" if _CONTROL.search(path) else None
+
+
+FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
+"""Exceptions that the SDK raises for failures on the network or on the server."""
+
+_USER = re.compile(r"//[^/@\s]*@")
+_RETRIES = re.compile(r" \(reached max retries: \d+\)")
+"""The number of attempts that the SDK reports. It makes only one; the plugin retries."""
+_BROKEN = (sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, ResponseParserError)
+_NO_CREDENTIALS = (
+    sdk.NoCredentialsError,
+    sdk.PartialCredentialsError,
+    sdk.CredentialRetrievalError,
+    sdk.ProfileNotFound,
+    sdk.NoAuthTokenError,
+    sdk.SSOError,
+    sdk.TokenRetrievalError,
+)
+_THROTTLED = frozenset({"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"})
+_TRANSIENT = _THROTTLED | {
+    "InternalError",
+    "RequestTimeout",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+    "BadDigest",  # a bit flipped on the way: the next copy may arrive whole
+    "XAmzContentSHA256Mismatch",
+    "IncompleteBody",
+}
+_REFUSED = frozenset(
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestExpired",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+_ELSEWHERE = frozenset(
+    {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301", "307"}
+)
+_FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
+
+
+def code_of(error: BaseException) -> str:
+    """Return the server's code (``NoSuchKey``), its status as text where an answer has no body, "" where it gave
+    none."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, sdk.ClientError) else ""
+
+
+def status_of(error: BaseException) -> int:
+    """Return the status of the server's answer, 0 where there was none."""
+    metadata = error.response.get("ResponseMetadata", {}) if isinstance(error, sdk.ClientError) else {}
+    return int(metadata.get("HTTPStatusCode", 0))
+
+
+def no_such_key(error: BaseException) -> bool:
+    """Return whether the object is missing, and not the whole bucket."""
+    return status_of(error) == 404 and code_of(error) != "NoSuchBucket"
+
+
+def is_transient(error: BaseException) -> bool:
+    """Return whether the same request may succeed a little later."""
+    if isinstance(error, sdk.ClientError):
+        status = status_of(error)
+        return code_of(error) in _TRANSIENT or status in (408, 429) or (status >= 500 and status not in (501, 507))
+    if isinstance(error, sdk.SSLError):
+        return False
+    return isinstance(error, (*_BROKEN, sdk.CredentialRetrievalError))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Destination of requests, as shown in errors."""
+
+    address: Address
+    endpoint: str
+    region: str
+
+    def explain(self, error: Exception, where: str, action: str) -> Exception:
+        """Return the error that the user sees for ``error``.
+
+        Args:
+            error: one of :data:`FAILURES`.
+            where: address of the object, or of the store.
+            action: the attempted action, such as ``Writing``.
+        """
+        if isinstance(error, sdk.ClientError):
+            return self._answer(error, where, action)
+        if isinstance(error, _NO_CREDENTIALS):
+            reason = _reason(error)
+            if isinstance(error, sdk.NoCredentialsError):
+                reason = "the SDK's chain (environment, shared files, role of this machine) has none"
+            elif isinstance(error, sdk.CredentialRetrievalError):  # its text may hold the output of a program
+                reason = f"retrieving them from {error.kwargs.get('provider', 'their provider')} failed"
+            return S3CredentialsMissing(where=self.address.uri, reason=reason)
+        if isinstance(error, _BROKEN):
+            return S3Unreachable(where=where, endpoint=redacted(self.endpoint), reason=_reason(error))
+        return S3Failed(where=where, reason=_reason(error))
+
+    def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
+        """Return the exception that an error response of the server means."""
+        code, status, root = code_of(error), status_of(error), self.address.uri
+        # Code, message and id of the request; nothing else of an answer, some of which repeat what was signed.
+        detail, metadata = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        reason = f"{detail.get('Code', 'no code')}: {str(detail.get('Message', '')).strip().rstrip('.')}"
+        if metadata.get("RequestId"):
+            reason = f"{reason} (request {metadata['RequestId']})"
+        headers = metadata.get("HTTPHeaders", {})
+        if code == "NoSuchBucket":
+            return S3BucketMissing(
+                where=root, reason=reason, bucket=self.address.bucket, endpoint=redacted(self.endpoint)
+            )
+        if code in ("NoSuchKey", "404"):
+            return FileNotFoundError(errno.ENOENT, "there is no such object", where)
+        if code == "RequestTimeTooSkewed":
+            skew = "not the server's"
+            if headers.get("date"):
+                theirs = parsedate_to_datetime(headers["date"])
+                seconds = (datetime.now(UTC) - theirs).total_seconds()
+                side = "ahead of" if seconds > 0 else "behind"
+                skew = f"{abs(seconds):.0f} s {side} the server's ({theirs:%Y-%m-%d %H:%M:%S} UTC)"
+            return S3ClockSkewed(where=root, reason=reason, skew=skew)
+        if code in _ELSEWHERE:
+            region = detail.get("Region") or headers.get("x-amz-bucket-region")
+            how = "the bucket's region ('aws s3api get-bucket-location --bucket …' shows it)"
+            return S3WrongRegion(where=root, reason=reason, asked=self.region, right=repr(region) if region else how)
+        if code in _REFUSED:
+            return S3CredentialsRefused(where=root, reason=reason)
+        if status == 412:
+            return S3ObjectChanged(where=where, reason=reason)
+        if code in _FULL or status == 507:
+            return S3QuotaExceeded(where=where, reason=reason)
+        if status == 403:
+            return S3AccessDenied(where=where, reason=reason, action=action)
+        if code in _THROTTLED or status in (429, 503):
+            return S3Overloaded(where=where, reason=reason)
+        return S3Failed(where=where, reason=reason)
+
+
+def redacted(text: object) -> str:
+    """Return ``text`` without the name and password in an endpoint's address, and without the SDK's retries."""
+    return _RETRIES.sub("", _USER.sub("//", str(text)))
+
+
+def _reason(error: Exception) -> str:
+    return (redacted(error).strip() or type(error).__name__).rstrip(".")
+
 
 _BYTES = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
 
@@ -57,16 +291,16 @@ def choose(name: str) -> Checksum:
     Raises:
         ModuleNotFoundError: it needs awscrt, which is not installed.
     """
-    if name == "crc32":
-        return Checksum("CRC32", zlib.crc32, _BYTES[name])
     try:
-        crt = import_module("awscrt.checksums")
+        crt = None if name == "crc32" else import_module("awscrt.checksums")
     except ModuleNotFoundError:
-        if name == "auto":
-            return choose("crc32")
-        raise
-    known = "crc32c" if name == "auto" else name
-    return Checksum(known.upper(), getattr(crt, known), _BYTES[known])
+        if name != "auto":
+            raise
+        crt = None
+    if crt is None:
+        return Checksum("CRC32", zlib.crc32, _BYTES["crc32"])
+    algorithm = "crc32c" if name == "auto" else name
+    return Checksum(algorithm.upper(), getattr(crt, algorithm), _BYTES[algorithm])
 
 
 T = TypeVar("T")
@@ -166,7 +400,7 @@ class Retrier:
             max_attempts: instead of the configured number.
 
         Raises:
-            Exception: what the last attempt raised, one of :data:`nxdt_plugin_s3.faults.FAILURES`.
+            Exception: what the last attempt raised, one of :data:`nxdt_plugin_s3.connection.FAILURES`.
         """
         attempts, stop, failing = max_attempts or self._max_attempts, stop or threading.Event(), False
         try:
@@ -178,11 +412,15 @@ class Retrier:
                     if not is_transient(error) or attempt >= attempts or stop.is_set():
                         raise
                     first = not failing and self._budget.begin(group, began)
-                    left_s = self._left_s(error, group)
-                    if not failing:
-                        failing = True
-                        self._log_retry(error, where, left_s, first=first)
-                    if left_s <= 0 or stop.wait(min(left_s, self._delay_s(attempt))):
+                    left_s = self._budget.left_s(group)
+                    if isinstance(error, sdk.EndpointConnectionError) and not self._reached:
+                        left_s = min(left_s, left_s - self._deadline_s + _FIRST_CONTACT_S)
+                    if not failing:  # one warning for a spell of trouble, so that a wait has a reason
+                        failing, level = True, logging.WARNING if first else logging.DEBUG
+                        _log.log(level, "%s: %s; trying again for up to %.0f s", where, redacted(error), left_s)
+                    # Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+                    delay_s = self._random.uniform(0, min(_LONGEST_S, _BASE_S * 2.0**attempt))
+                    if left_s <= 0 or stop.wait(min(left_s, delay_s)):
                         raise
                 else:
                     self._reached = True
@@ -191,21 +429,6 @@ class Retrier:
             if failing:
                 self._budget.end(group)
         raise AssertionError("unreachable: counting has no end")
-
-    def _left_s(self, error: Exception, group: str) -> float:
-        left_s = self._budget.left_s(group)
-        if isinstance(error, EndpointConnectionError) and not self._reached:
-            return min(left_s, left_s - self._deadline_s + _FIRST_CONTACT_S)
-        return left_s
-
-    def _delay_s(self, attempt: int) -> float:
-        """Full jitter: https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/"""
-        return self._random.uniform(0, min(_LONGEST_S, _BASE_S * 2.0**attempt))
-
-    def _log_retry(self, error: Exception, where: str, left_s: float, *, first: bool) -> None:
-        """Warn once for a spell of trouble, so that a wait has a reason; the rest is for who looks closely."""
-        level = logging.WARNING if first else logging.DEBUG
-        _log.log(level, "%s: %s; trying again for up to %.0f s", where, redacted(error), left_s)
 
 
 _CALLERS = 32
@@ -228,7 +451,11 @@ class Connection:
         with self.explained(address.uri, "Connecting"):
             self.client = _client(config)
         self.place = Place(address, self.client.meta.endpoint_url, self.client.meta.region_name)
-        self.checksum = _checksum(address, config)
+        try:
+            self.checksum = choose(config.checksum)
+        except ModuleNotFoundError as error:
+            reason = f"the checksum {config.checksum} needs awscrt, which is not installed"
+            raise S3ChecksumUnavailable(where=address.uri, reason=reason) from error
         self.retrier = Retrier(config.max_attempts, config.deadline_s)
         self.threads = ThreadPoolExecutor(config.concurrency, thread_name_prefix="nxdt-s3")
         self.slots = threading.BoundedSemaphore(config.concurrency)
@@ -265,13 +492,9 @@ class Connection:
             self._spare.append(buffer)
 
 
-@cache
-def _descriptions(paths: str | None) -> Loader:
-    """Return the SDK's descriptions of its services below ``paths``, which all clients of a process share.
-
-    Reading them takes 0.08 CPU-seconds, six times as long as the rest of a client.
-    """
-    return create_loader(paths)
+_descriptions = cache(create_loader)
+"""Returns the SDK's descriptions of its services below a path, which all clients of a process share: reading them takes
+0.08 CPU-seconds, six times as long as the rest of a client."""
 
 
 def sdk_session(profile: str | None = None) -> Any:
@@ -294,11 +517,3 @@ def _client(config: S3StorageConfig) -> Any:
     )
     session = sdk_session(config.profile)
     return session.create_client("s3", region_name=config.region, endpoint_url=config.endpoint_url, config=settings)
-
-
-def _checksum(address: Address, config: S3StorageConfig) -> Checksum:
-    try:
-        return choose(config.checksum)
-    except ModuleNotFoundError as error:
-        reason = f"the checksum {config.checksum} needs awscrt, which is not installed"
-        raise S3ChecksumUnavailable(where=address.uri, reason=reason) from error

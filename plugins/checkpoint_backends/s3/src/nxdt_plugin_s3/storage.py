@@ -22,45 +22,12 @@ from typing import Any, BinaryIO, cast
 from botocore.exceptions import ClientError
 
 from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
-from nxdt_plugin_s3.address import Address
 from nxdt_plugin_s3.config import S3StorageConfig
-from nxdt_plugin_s3.connection import Connection
-from nxdt_plugin_s3.download import Download
+from nxdt_plugin_s3.connection import FAILURES, Address, Connection, is_transient, no_such_key, status_of
 from nxdt_plugin_s3.errors import S3Failed
-from nxdt_plugin_s3.faults import FAILURES, is_transient, no_such_key, status_of
-from nxdt_plugin_s3.upload import TOKEN, Upload, is_ours
+from nxdt_plugin_s3.transfer import TOKEN, Download, Upload, is_ours
 
 _log = logging.getLogger(__name__)
-
-
-def abort_incomplete_uploads(connection: Connection, prefix: str, older_than_s: float) -> int:
-    """Abort uploads of objects whose names begin with ``prefix``, begun longer ago than ``older_than_s`` by the
-    server's clock.
-
-    Returns:
-        How many. What goes wrong is logged, and waits for the next time.
-    """
-    aborted = 0
-    try:
-        for upload, now in _uploads(connection, prefix):
-            if upload["Initiated"] < now - timedelta(seconds=older_than_s):
-                connection.client.abort_multipart_upload(
-                    Bucket=connection.bucket, Key=upload["Key"], UploadId=upload["UploadId"]
-                )
-                aborted += 1
-    except FAILURES as error:
-        _log.warning("abandoned uploads below s3://%s/%s are left for now: %s", connection.bucket, prefix, error)
-    return aborted
-
-
-def _uploads(connection: Connection, prefix: str) -> Iterator[tuple[dict[str, Any], datetime]]:
-    """Each upload and the time at which the server said so."""
-    for page in connection.client.get_paginator("list_multipart_uploads").paginate(
-        Bucket=connection.bucket, Prefix=prefix
-    ):
-        date = page["ResponseMetadata"]["HTTPHeaders"].get("date")
-        now = parsedate_to_datetime(date) if date else datetime.now(UTC)
-        yield from ((upload, now) for upload in page.get("Uploads", []))
 
 
 _MOST_DELETIONS = 1000
@@ -111,7 +78,8 @@ class S3Storage(CheckpointStore):
                 if status_of(error) == 404:
                     return None
                 if status_of(error) < 500:
-                    self._ask_for_the_reason(name)
+                    # An answer to HEAD has no body; the same trouble meets a request whose answer has one.
+                    connection.client.list_objects_v2(Bucket=connection.bucket, Prefix=name, MaxKeys=1)
                 raise
         return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
 
@@ -119,7 +87,7 @@ class S3Storage(CheckpointStore):
         """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
         found = []
         for entry in self._entries(self._address.prefix + prefix, prefix):
-            key = self._address.key_of(entry["Key"])
+            key = entry["Key"].removeprefix(self._address.prefix)
             if key and not key.endswith("/"):  # consoles make objects of such names, to show folders
                 modified = entry["LastModified"].timestamp()
                 found.append(ObjectInfo(key=key, size_bytes=entry["Size"], modified=modified))
@@ -161,7 +129,19 @@ class S3Storage(CheckpointStore):
 
     def after_commit(self, prefix: str) -> None:
         """Delete uploads below the address that killed writers left unfinished."""
-        abort_incomplete_uploads(self._connection(), self._address.prefix, self._config.abandoned_after_s)
+        client, bucket = self._connection().client, self._address.bucket
+        age = timedelta(seconds=self._config.abandoned_after_s)
+        try:
+            pages = client.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=bucket, Prefix=self._address.prefix):
+                date = page["ResponseMetadata"]["HTTPHeaders"].get("date")  # the server's clock decides
+                now = parsedate_to_datetime(date) if date else datetime.now(UTC)
+                for upload in page.get("Uploads", []):
+                    if upload["Initiated"] < now - age:
+                        client.abort_multipart_upload(Bucket=bucket, Key=upload["Key"], UploadId=upload["UploadId"])
+        except FAILURES as error:  # wait for the next time
+            where = f"s3://{bucket}/{self._address.prefix}"
+            _log.warning("abandoned uploads below %s are left for now: %s", where, error)
 
     def _connection(self) -> Connection:
         process = os.getpid()
@@ -228,11 +208,6 @@ class S3Storage(CheckpointStore):
                 raise next((error for error in errors if not is_transient(error)), errors[0])
 
         self._run(key, request)
-
-    def _ask_for_the_reason(self, name: str) -> None:
-        """An answer to HEAD has no body; the same trouble meets a request whose answer has one, and that is raised."""
-        connection = self._connection()
-        connection.client.list_objects_v2(Bucket=connection.bucket, Prefix=name, MaxKeys=1)
 
 
 def _group(key: str) -> str:

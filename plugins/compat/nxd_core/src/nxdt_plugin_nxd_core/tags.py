@@ -78,7 +78,7 @@ def save_checkpoint(
         run.saves = _Saves(model.nxd_config.session, storage)
     run.saves.path, run.saves.tag, run.saves.kept = str(path), tag, num_kept_ckpts
     run.saves.manager.storage = storage
-    session.begin_save(run.saves.manager, extra=content)
+    session.save(run.saves.manager, asynchronous=True, extra=content)
     if not async_save:
         finalize_checkpoint()
 

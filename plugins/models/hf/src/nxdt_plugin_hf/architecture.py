@@ -8,14 +8,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from nxdt_core.config.huggingface import architectures_of
-from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import one_of
 from nxdt_core.errors.models import HFUnsupported
+from nxdt_core.models.attention.documents import DocumentMasks
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
+from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.models.huggingface import read_floats
-from nxdt_plugin_hf.attention import IMPLEMENTATION, register
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout
 from nxdt_plugin_hf.errors import (
     ArchitectureUnknown,
     ConfigurationRefused,
@@ -26,6 +29,126 @@ from nxdt_plugin_hf.errors import (
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
+
+
+IMPLEMENTATION = "nxdt"
+"""Name of the attention function in transformers."""
+CORE = "attention_core"
+"""Attribute of an attention module that holds its core."""
+_NOTED = "noted_calls"
+"""Attribute of the modules of a model without cores, whose calls of attention are noted and not computed."""
+
+_HARMLESS = frozenset(
+    {"position_ids", "use_cache", "output_attentions", "output_hidden_states", "output_router_logits", "is_causal"}
+)
+"""Further arguments that models pass, without a meaning for attention that is causal."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionCall:
+    """Arguments with which one module calls attention."""
+
+    heads: int
+    kv_heads: int
+    key_width: int
+    value_width: int
+    scale: float
+    window: int | None
+    """Tokens that are seen, the own included; None: all earlier ones."""
+    softcap: float | None
+    """Scores are ``softcap · tanh(score / softcap)``."""
+    dropout: float
+    sinks: str | None
+    """Name of the module's parameter with a score per head that has no value; None: there is none."""
+    causal: bool
+    documents: bool
+    """True if ``document_ids`` reached the call."""
+    unknown: tuple[str, ...]
+    """Arguments that no core of ours honours."""
+
+
+def register() -> None:
+    """Register :data:`IMPLEMENTATION` with transformers."""
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(IMPLEMENTATION, _attend)
+
+
+def note_calls(model: nn.Module) -> dict[nn.Module, AttentionCall]:
+    """Return the mapping in which attention modules of ``model``, which have no cores, note what they ask for."""
+    noted: dict[nn.Module, AttentionCall] = {}
+    for module in model.modules():
+        setattr(module, _NOTED, noted)
+    return noted
+
+
+def _attend(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Any = None,
+    document_ids: torch.Tensor | None = None,
+    **others: Any,
+) -> tuple[torch.Tensor, None]:
+    """[batch, heads, seq, width] each to [batch, seq, heads, width]."""
+    core = getattr(module, CORE, None)
+    if core is not None:
+        sinks = {} if s_aux is None else {"sinks": s_aux()}
+        attended: torch.Tensor = core(query, key, value, document_ids, **sinks)
+        return attended.transpose(1, 2).contiguous(), None  # of which some models take a view
+    unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
+    own = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is s_aux), None)
+    if s_aux is not None and own is None:
+        unknown.add("s_aux")
+    getattr(module, _NOTED)[module] = AttentionCall(
+        heads=query.shape[1],
+        kv_heads=key.shape[1],
+        key_width=query.shape[-1],
+        value_width=value.shape[-1],
+        scale=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        window=sliding_window,
+        softcap=softcap,
+        dropout=dropout,
+        sinks=own,
+        causal=bool(others.get("is_causal", getattr(module, "is_causal", True))),
+        documents=document_ids is not None,
+        unknown=tuple(sorted(unknown | ({"attention_mask"} if attention_mask is not None else set()))),
+    )
+    return value.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
+
+
+def core_for(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
+    """Return the core that computes what ``call`` asks for; the plain one wherever that suffices.
+
+    Args:
+        call: causal, without unknown arguments, and without dropout where it has a window, a cap, a scale or sinks.
+        masks: shared by the cores of a model.
+    """
+    if call.sinks is not None:
+        return SinkAttention(scale=call.scale, window=call.window)
+    if call.dropout:
+        return CausalAttentionWithDropout(call.dropout, masks)
+    scale = None if call.scale == call.key_width**-0.5 else call.scale
+    semantics = AttentionSemantics(causal=True, scale=scale, window=call.window, softcap=call.softcap)
+    return attention_core(semantics, masks)
+
+
+class HeadValues(nn.Module):
+    """In the place of a parameter [heads, …] of an attention module, so that tensor parallelism can shard it."""
+
+    def __init__(self, weight: nn.Parameter) -> None:
+        super().__init__()
+        self.weight = weight
+
+    def forward(self) -> torch.Tensor:
+        """Return the values of this process's heads."""
+        return self.weight
 
 
 _TRANSFORMERS = "transformers>=5.17,<6"
@@ -83,36 +206,19 @@ def read_architecture(values: Mapping[str, Any]) -> Architecture:
         raise PackageMissing(wanted="The model 'hf'", reason=str(error), package=_TRANSFORMERS) from error
     model_type = str(values.get("model_type", ""))
     if model_type not in transformers.CONFIG_MAPPING:
-        raise _unknown(model_type, values, transformers.__version__, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
-    config = _config(model_type, values)
-    _check_causal(config, values, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type))
-    try:
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
-    except ImportError as error:
-        wanted = f"transformers' {model_type}"
-        raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
-    return Architecture(config=config, model_class=model_class)
-
-
-def _unknown(model_type: str, values: Mapping[str, Any], version: str, known: list[str]) -> NxdtError:
-    own_code = values.get("auto_map")
-    if own_code:
-        classes = ", ".join(map(str, own_code.values() if isinstance(own_code, Mapping) else [own_code]))
-        return OwnCodeRefused(model_type=model_type, classes=classes)
-    near = difflib.get_close_matches(model_type, known, n=2)
-    close = f" Did you mean {one_of(near)}?" if near else ""
-    return ArchitectureUnknown(model_type=model_type, version=version, close=close)
-
-
-def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
-    from transformers import CONFIG_MAPPING
-
-    own = read_floats({key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL})
+        own_code = values.get("auto_map")
+        if own_code:
+            classes = ", ".join(map(str, own_code.values() if isinstance(own_code, Mapping) else [own_code]))
+            raise OwnCodeRefused(model_type=model_type, classes=classes)
+        near = difflib.get_close_matches(model_type, list(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), n=2)
+        close = f" Did you mean {one_of(near)}?" if near else ""
+        raise ArchitectureUnknown(model_type=model_type, version=transformers.__version__, close=close)
     quantized = values.get("quantization_config")
     if quantized and not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"):
         raise HFUnsupported(model=model_type, key="quantization_config", found=quantized, supported="None or MXFP4")
+    plain = read_floats({key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL})
     try:
-        return CONFIG_MAPPING[model_type].from_dict(own)
+        config = transformers.CONFIG_MAPPING[model_type].from_dict(plain)
     except ImportError as error:
         wanted = f"transformers' {model_type}"
         raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
@@ -120,10 +226,8 @@ def _config(model_type: str, values: Mapping[str, Any]) -> PreTrainedConfig:
         reason = " ".join(str(error).split())
         raise ConfigurationRefused(model_type=model_type, reason=reason.rstrip(".")) from error
 
-
-def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: str | tuple[str, ...] | None) -> None:
-    """Refuse what shows in the configuration; :mod:`nxdt_plugin_hf.tracing` sees whether tokens look ahead."""
-    named = architectures_of(values)
+    # What shows in the configuration; the trace of the model shows whether tokens look ahead.
+    named, causal = architectures_of(values), MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(model_type)
     model = named[0] if named else f"model_type {config.model_type!r}"
     if config.is_encoder_decoder:
         raise NotACausalLM(model=model, reason="it is an encoder with a decoder")
@@ -134,6 +238,12 @@ def _check_causal(config: PreTrainedConfig, values: Mapping[str, Any], causal: s
         raise NotACausalLM(model=model, reason=f"the causal model of its type is {causal[0]}")
     if config.get_text_config() is not config or not hasattr(config, "vocab_size"):
         raise NotACausalLM(model=model, reason="it has more than a text model, whose own config.json is needed")
+    try:
+        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    except ImportError as error:
+        wanted = f"transformers' {model_type}"
+        raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
+    return Architecture(config=config, model_class=model_class)
 
 
 def as_frozen_parameters(model: nn.Module) -> None:

@@ -31,9 +31,8 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
     tp = config.run.distributed_strategy.tensor_model_parallel_size
     from nxdt_core.protocols.engine import ParallelEngine
     from nxdt_core.train import build  # imports torch: only a configuration that is right pays for it
-    from nxdt_plugin_hf.builder import HFBuilder
-    from nxdt_plugin_hf.measure import measure_sharding
-    from nxdt_plugin_hf.tracing import pattern_of
+    from nxdt_plugin_hf.builder import HFBuilder, measure_sharding
+    from nxdt_plugin_hf.modeling import pattern_of
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)

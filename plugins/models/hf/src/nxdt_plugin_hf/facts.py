@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -15,8 +15,7 @@ from torch.overrides import TorchFunctionMode
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan, PipelinePlan
-from nxdt_plugin_hf.architecture import Architecture
-from nxdt_plugin_hf.attention import CORE, AttentionCall, HeadValues
+from nxdt_plugin_hf.architecture import CORE, Architecture, AttentionCall, HeadValues
 from nxdt_plugin_hf.mixtures import (
     BIAS,
     DISPATCHER,
@@ -25,9 +24,8 @@ from nxdt_plugin_hf.mixtures import (
     STACK_SIDES,
     router_balance,
 )
-from nxdt_plugin_hf.modeling import CausalLM, build_model
+from nxdt_plugin_hf.modeling import CausalLM, build_model, is_norm, pattern_of, trace_model
 from nxdt_plugin_hf.plan import TensorPlan, pipeline_plan, tensor_plan
-from nxdt_plugin_hf.tracing import is_norm, pattern_of, trace_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,24 +76,37 @@ class ModelFacts:
         with HOST:  # independent of the caller's default device
             rules = init_rules(architecture, model)
             pipeline, no_pipeline = pipeline_plan(model, layers, hidden_size)
+        owners: dict[nn.Parameter, str] = {}
+        everything = [*model.named_parameters(remove_duplicate=False)]
+        tied = [(owner, name) for name, p in everything if (owner := owners.setdefault(p, name)) != name]
         reasons = {"tp": tensor.refusal, "pp": no_pipeline}
         if router_balance(architecture, model) is not None:
             reasons["pp"] = no_pipeline or REFUSED.format(what="the routers of all layers in one process")
             reasons["cp"] = REFUSED.format(what="whole sequences")
+        classes: dict[str, dict[str, None]] = {}
+        for path, module in model.named_modules():
+            depth = len(path.removeprefix(f"{layers}.").split(".")) if path.startswith(f"{layers}.") else 0
+            if depth in (1, 2) and any(True for _ in module.parameters()):
+                classes.setdefault(type(module).__name__, {})[pattern_of(path)] = None
+        parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
+        own = (named for part in parts for named in part.named_parameters(recurse=False))
+        dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
+        experts = ((model.get_submodule(path), top_k) for path, top_k in trace.experts.items())
+        routed = sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
         return cls(
             calls=calls,
             layers=layers,
             parameters=tuple(name for name, _ in model.named_parameters()),
-            tied=tuple(_tied(model)),
+            tied=tuple(tied),
             norms=tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module))),
-            classes=_classes(model, layers),
+            classes={name: tuple(paths) for name, paths in classes.items()},
             tensor=tensor,
             pipeline=pipeline,
             refused={dimension: reason for dimension, reason in reasons.items() if reason},
             init_rules=rules,
             experts={f"{path}.{STACK}": path for path in trace.experts},
             biased=any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters()),
-            multiplied=_multiplied(model, trace.experts),
+            multiplied=dense + routed,
         )
 
     @property
@@ -142,31 +153,6 @@ class ModelFacts:
         return 6.0 * (self.multiplied + attention)
 
 
-def _tied(model: CausalLM) -> Iterator[tuple[str, str]]:
-    owners: dict[nn.Parameter, str] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = owners.setdefault(parameter, name)
-        if owner != name:
-            yield owner, name
-
-
-def _classes(model: CausalLM, layers: str) -> dict[str, tuple[str, ...]]:
-    found: dict[str, dict[str, None]] = {}
-    for path, module in model.named_modules():
-        depth = len(path.removeprefix(f"{layers}.").split(".")) if path.startswith(f"{layers}.") else 0
-        if depth in (1, 2) and any(True for _ in module.parameters()):
-            found.setdefault(type(module).__name__, {})[pattern_of(path)] = None
-    return {name: tuple(paths) for name, paths in found.items()}
-
-
-def _multiplied(model: CausalLM, top_k: Mapping[str, int]) -> int:
-    parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-    own = (named for part in parts for named in part.named_parameters(recurse=False))
-    dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
-    experts = ((model.get_submodule(path), chosen) for path, chosen in top_k.items())
-    return dense + sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
-
-
 _STD = 0.02
 """Default standard deviation of transformers, where a configuration names none."""
 
@@ -187,8 +173,15 @@ def init_rules(architecture: Architecture, model: CausalLM) -> tuple[InitRule, .
         own |= {n: pattern_of(f"{path}.{n}.weight") for n, p in module.named_children() if isinstance(p, HeadValues)}
         if isinstance(module, HeadValues) or all(pattern in rules for pattern in own.values()):
             continue
-        alone = _as_theirs(module)
-        drawn = {name: _is_drawn(module, name, alone.get_parameter(name)) for name in own}
+        alone = copy.deepcopy(module)  # with the parameters that transformers' initialisation expects in it
+        for name, part in list(alone.named_children()):
+            if isinstance(part, HeadValues):
+                delattr(alone, name)
+                alone.register_parameter(name, part.weight)
+        # What begins as random numbers; norms of single heads, matrices, do not.
+        matrices = {name for name in own if not is_norm(module) and not name.endswith(BIAS)}
+        parameters = {name: alone.get_parameter(name) for name in own}
+        drawn = {name: name in matrices and p.ndim >= 2 and p.requires_grad for name, p in parameters.items()}
         constants = {} if all(drawn.values()) else _constants(model, alone)
         for name, pattern in own.items():
             if drawn[name] or math.isnan(constants.get(name, 0.0)):
@@ -196,9 +189,13 @@ def init_rules(architecture: Architecture, model: CausalLM) -> tuple[InitRule, .
             elif name in constants:
                 rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=constants[name])
     left = {pattern_of(name) for name, _ in model.named_parameters()} - rules.keys()
-    for pattern, number in (_of_constructors(architecture) if left else {}).items():
-        if pattern in left:
-            rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=number)
+    if left:  # what constructors fill with a number of their code
+        with torch.device("meta"), _Literals():
+            filled = {pattern_of(name): p for name, p in architecture.new().named_parameters() if p.device == HOST}
+        for pattern, parameter in filled.items():
+            if pattern in left and parameter.numel() == 1:
+                number = float(parameter.detach().flatten()[0])
+                rules[pattern] = InitRule(pattern=pattern, distribution="constant", mean=number)
     return tuple(rules.values())
 
 
@@ -209,28 +206,6 @@ class _Literals(TorchFunctionMode):
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         return func(*args, **({"device": HOST} if func is torch.tensor else {}) | (kwargs or {}))
-
-
-def _of_constructors(architecture: Architecture) -> dict[str, float]:
-    """Return the parameters that constructors fill with a number of their code, by pattern."""
-    with torch.device("meta"), _Literals():
-        held = {name: p for name, p in architecture.new().named_parameters() if p.device == HOST}
-    return {pattern_of(name): float(p.detach().flatten()[0]) for name, p in held.items() if p.numel() == 1}
-
-
-def _as_theirs(module: nn.Module) -> nn.Module:
-    """Return a copy, on the meta device, with the parameters that transformers' initialisation expects in it."""
-    alone = copy.deepcopy(module)
-    for name, part in list(alone.named_children()):
-        if isinstance(part, HeadValues):
-            delattr(alone, name)
-            alone.register_parameter(name, part.weight)
-    return alone
-
-
-def _is_drawn(module: nn.Module, name: str, parameter: nn.Parameter) -> bool:
-    """Return whether a parameter of ``module`` begins as random numbers; norms of single heads, matrices, do not."""
-    return parameter.ndim >= 2 and parameter.requires_grad and not is_norm(module) and not name.endswith(BIAS)
 
 
 @torch.no_grad()

@@ -60,7 +60,7 @@ def end_with_sum(block: nn.Module) -> None:
 
 
 def _summed(block: nn.Module, args: Any, output: Any) -> Any:
-    finish = _experts_of(block).dispatcher.finish
+    finish = next(experts for _, experts in routed_experts(block)).dispatcher.finish
     return (finish(output[0]), *output[1:]) if isinstance(output, tuple) else finish(output)
 
 
@@ -113,10 +113,6 @@ class _Given(nn.Module):
         """Return the numbers that depend on nothing but the scale."""
         shape = (*hidden.shape[:-1], self.hidden_size)
         return self.scale * torch.linspace(-1, 2, math.prod(shape)).view(shape)
-
-
-def _experts_of(block: nn.Module) -> RoutedExperts:
-    return next(experts for _, experts in routed_experts(block))
 
 
 STACK = "stack"
@@ -174,17 +170,13 @@ def replace_experts(model: PreTrainedModel) -> None:
     ours = {path for path, _ in routed_experts(model)}
     paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
     sharded = (pattern for pattern, style in (model.tp_plan or {}).items() if style == TENSOR_STYLE)
-    for pattern in (*_expert_patterns(model), *sharded):
+    # Those of transformers' plan for expert parallelism. In 5.17 it is private and names routers as well.
+    plan = model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan
+    for pattern in (*(pattern for pattern, style in (plan or {}).items() if style != "ep_router"), *sharded):
         others = [path for path in paths if matches(pattern, path) and path not in ours]
         if others:
             reason = f"'{others[0]}' are experts that do not go through transformers' interface for them"
             raise UnsupportedArchitecture(model=name, reason=reason)
-
-
-def _expert_patterns(model: PreTrainedModel) -> list[str]:
-    """Patterns of transformers' plan for expert parallelism. In 5.17 it is private and names routers as well."""
-    plan = model.ep_plan if hasattr(model, "ep_plan") else model._ep_plan
-    return [pattern for pattern, style in (plan or {}).items() if style != "ep_router"]
 
 
 def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
@@ -195,7 +187,7 @@ def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
     experts, twice_wide, hidden_size = gate_up.mT.shape if theirs.is_transposed else gate_up.shape
     with gate_up.device:
         ours = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=hasattr(theirs, f"gate_up_proj{BIAS}"))
-    if not _is_silu(_Gate(theirs)):
+    if not torch.allclose(_Gate(theirs)(*_tried()), GatedSiLU()(*_tried()), atol=1e-6):
         ours.stack.activation = _Gate(theirs)
     return ours
 
@@ -225,10 +217,6 @@ def _tried() -> tuple[torch.Tensor, torch.Tensor]:
     """Gate and up [4, 8]."""
     gate, up = torch.linspace(-9, 9, 64, device=HOST).view(4, 16).chunk(2, dim=-1)
     return gate, up
-
-
-def _is_silu(gate: _Gate) -> bool:
-    return torch.allclose(gate(*_tried()), GatedSiLU()(*_tried()), atol=1e-6)
 
 
 class _Adjacent(torch.autograd.Function):

@@ -16,9 +16,9 @@ from torch import nn
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.plan import AttentionHeads, PipelinePlan, TensorStyle
-from nxdt_plugin_hf.attention import AttentionCall, HeadValues
+from nxdt_plugin_hf.architecture import AttentionCall, HeadValues
 from nxdt_plugin_hf.mixtures import TENSOR_STYLE, mixtures, not_additive, routed_experts
-from nxdt_plugin_hf.tracing import pattern_of
+from nxdt_plugin_hf.modeling import pattern_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -91,62 +91,72 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     known = (*_STYLES, *_FROM_PATHS, TENSOR_STYLE)
     unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
     styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
-    styles |= _attention_styles(styles, calls, modules)
+    path, call = next(iter(calls.items()))
+    attention = pattern_of(path)
+
+    # Attention that the plan leaves whole, though it shards other layers; not where it has other linear layers than
+    # those of ``_ATTENTION``, or norms across heads.
+    if styles and not any(pattern.startswith(f"{attention}.") for pattern in styles):
+        parts = dict(modules[path].named_children())
+        wide = {name: part.out_features for name, part in parts.items() if isinstance(part, nn.Linear)}
+        across = {tuple(p.shape) for name, part in parts.items() if name not in wide for p in part.parameters()}
+        for columns in _ATTENTION:
+            sharded = {*columns, "o_proj"}
+            sizes = [wide.get(name, 1) for name in columns]
+            makes_heads = not any(size % call.kv_heads or (size,) in across for size in sizes)
+            if sharded <= wide.keys() <= sharded | _LATENT and makes_heads:
+                styles |= {f"{attention}.{name}": style for name, style in {**columns, "o_proj": "row"}.items()}
+                break
     styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are sharded in the same way
     if model.head_path:
         styles |= {model.head_path: "vocab_head"}
+
+    # Feed-forward blocks that it leaves whole: experts for all tokens in the blocks around others, and what is in the
+    # place of such a block in other layers.
     around = dict(mixtures(model, layers))
-    styles |= _feed_forward_styles(styles, around, modules) if cut else {}
+    feed_forward: dict[str, TensorStyle] = {}
+    places = {pattern_of(block) for block in around} if cut else set()
+    for name, part in modules.items():
+        pattern = pattern_of(name)
+        if pattern not in places and pattern.rpartition(".")[0] not in places:
+            continue
+        linear = {leaf for leaf, layer in part.named_modules() if type(layer) is nn.Linear}
+        if linear == _FEED_FORWARD.keys() and not any(other.startswith(f"{pattern}.") for other in styles):
+            feed_forward |= {f"{pattern}.{leaf}": style for leaf, style in _FEED_FORWARD.items()}
+    styles |= feed_forward
     styles |= {p: "row_partial" for p, s in styles.items() if s == "row" and _inside(around, p, modules)}
+
+    # Heads, unless attention sees all of them on each rank, and what has weights [heads, width], one row for each
+    # sharded head: modules in attention, and the sinks.
     inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
-    norms = _norms_of_heads(inner, calls, modules)
-    styles |= dict.fromkeys(norms, "heads")
+    own = {p: s for p, s in inner.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
+    makers = [pattern for pattern, style in own.items() if style == "column"]
+    heads: AttentionHeads | None = None
+    if makers:
+        widths = (call.key_width, call.value_width)
+        shapes = {(count, width) for count in (call.heads, call.kv_heads) for width in widths}
+        inside = [name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in inner]
+        rows = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in inside}
+        norms = [pattern_of(name) for name, found in rows.items() if found and found <= shapes]
+        norms += dict.fromkeys(f"{attention}.{each.sinks}" for each in calls.values() if each.sinks is not None)
+        styles |= dict.fromkeys(norms, "heads")
+        key_value = tuple(pattern for pattern in (*makers, *norms) if pattern.rpartition(".")[2][0] in "kv")
+        heads = AttentionHeads(
+            query_heads=call.heads,
+            kv_heads=call.kv_heads,
+            query=tuple(pattern for pattern in (*makers, *norms) if pattern not in key_value),
+            key_value=key_value,
+            output=tuple(pattern for pattern, style in own.items() if style == "row"),
+        )
     blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
-    ends = dict.fromkeys(pattern_of(path) for path in around)
+    ends = dict.fromkeys(pattern_of(block) for block in around)
     outer = [block for block in blocks if not any(block.startswith(f"{end}.") for end in ends)]
     return TensorPlan(
         styles=styles,
         blocks=tuple(dict.fromkeys((*outer, *ends, model.head_path))),
-        heads=_heads(inner, norms, calls),
+        heads=heads,
         refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, around, styles),
     )
-
-
-def _attention_styles(
-    styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
-) -> Mapping[str, TensorStyle]:
-    """Return the styles of attention that a plan leaves whole, though it shards other layers; none where it has other
-    linear layers than those of :data:`_ATTENTION`, or norms across heads."""
-    path, call = next(iter(calls.items()))
-    attention = pattern_of(path)
-    if not styles or any(pattern.startswith(f"{attention}.") for pattern in styles):
-        return {}
-    parts = dict(modules[path].named_children())
-    wide = {name: part.out_features for name, part in parts.items() if isinstance(part, nn.Linear)}
-    across = {tuple(p.shape) for name, part in parts.items() if name not in wide for p in part.parameters()}
-    for columns in _ATTENTION:
-        cut = {*columns, "o_proj"}
-        makes_heads = (wide.get(name, 1) for name in columns)
-        if cut <= wide.keys() <= cut | _LATENT and not any(n % call.kv_heads or (n,) in across for n in makes_heads):
-            return {f"{attention}.{name}": style for name, style in {**columns, "o_proj": "row"}.items()}
-    return {}
-
-
-def _feed_forward_styles(
-    styles: Mapping[str, TensorStyle], around: Collection[str], modules: Mapping[str, nn.Module]
-) -> Mapping[str, TensorStyle]:
-    """Return the styles of feed-forward blocks that a plan leaves whole: experts for all tokens in the blocks
-    ``around`` others, and what is in the place of such a block in other layers."""
-    found: dict[str, TensorStyle] = {}
-    places = {pattern_of(path) for path in around}
-    for path, part in modules.items():
-        pattern = pattern_of(path)
-        there = pattern in places or pattern.rpartition(".")[0] in places
-        whole = not any(each.startswith(f"{pattern}.") for each in styles)
-        linear = {each for each, layer in part.named_modules() if type(layer) is nn.Linear} if there else {}
-        if whole and linear == _FEED_FORWARD.keys():
-            found |= {f"{pattern}.{each}": style for each, style in _FEED_FORWARD.items()}
-    return found
 
 
 def _inside(around: Collection[str], pattern: str, modules: Collection[str]) -> bool:
@@ -175,41 +185,6 @@ def _refused_experts(
         if not_additive(block, model.get_parameter(f"{model.embedding_path}.weight").shape[1], ends):
             return f"'{pattern}' does more than to add up what its experts give, of which each rank has a part"
     return None
-
-
-def _norms_of_heads(
-    styles: Mapping[str, TensorStyle], calls: Mapping[str, AttentionCall], modules: Mapping[str, nn.Module]
-) -> tuple[str, ...]:
-    """Return the modules in attention with weights [heads, width], one row for each sharded head, and the sinks."""
-    path, call = next(iter(calls.items()))
-    attention = pattern_of(path)
-    if not any(style == "column" and pattern.rpartition(".")[0] == attention for pattern, style in styles.items()):
-        return ()
-    shapes = {(heads, width) for heads in (call.heads, call.kv_heads) for width in (call.key_width, call.value_width)}
-    sinks = dict.fromkeys(f"{attention}.{each.sinks}" for each in calls.values() if each.sinks is not None)
-    parts = (name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in styles)
-    own = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in parts}
-    return *(pattern_of(name) for name, found in own.items() if found and found <= shapes), *sinks
-
-
-def _heads(
-    styles: Mapping[str, TensorStyle], norms: Collection[str], calls: Mapping[str, AttentionCall]
-) -> AttentionHeads | None:
-    """Return the modules that make heads or have weights of them; None if attention sees all heads on each rank."""
-    attention, call = next((pattern_of(path), call) for path, call in calls.items())
-    cut = {p: s for p, s in styles.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
-    columns = [pattern for pattern, style in cut.items() if style == "column"]
-    if not columns:
-        return None
-    columns += norms
-    key_value = tuple(pattern for pattern in columns if pattern.rpartition(".")[2][0] in "kv")
-    return AttentionHeads(
-        query_heads=call.heads,
-        kv_heads=call.kv_heads,
-        query=tuple(pattern for pattern in columns if pattern not in key_value),
-        key_value=key_value,
-        output=tuple(pattern for pattern, style in cut.items() if style == "row"),
-    )
 
 
 def _refusal(
