@@ -49,7 +49,7 @@ OPTIMIZERS = _components(
     ),
     ("lion", "elementwise:Lion", "LionConfig", "Lion (Chen et al. 2023, arXiv:2302.06675)"),
     (
-        *("muon", "muon:Muon", "MuonConfig"),
+        *("muon", "whole_parameters:Muon", "MuonConfig"),
         "Muon (Jordan et al. 2024) for whole hidden matrices in any layout, AdamW for the rest",
     ),
     (

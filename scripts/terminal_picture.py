@@ -18,8 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.cli.report import read_run
 from nxdt_core.cli.report_plot import plot
-from nxdt_core.cli.report_records import read_run
 
 PICTURE = Path(__file__).resolve().parent.parent / "docs" / "images" / "terminal.svg"
 LOSS = PICTURE.with_name("demo-loss.svg")

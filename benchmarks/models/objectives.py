@@ -27,7 +27,7 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.config.sources import resolve_path
-from nxdt_core.data.sources import collate
+from nxdt_core.data.loader import collate
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.weights.reference import DatasetWithReference, compute_log_probs
 
@@ -136,10 +136,9 @@ def ours(name: str, weights: Path, file: Path, count: int, seq: int) -> Step:
             "objective": objective,
         }
     )
-    session = TrainSession(config)
+    session = TrainSession(config, weights=weights)
     session.engine.start()
     session.data.prepare()
-    session.take_foreign_weights(weights)
     session.build_model()
     session.build_optimizer()
     rows = build.dataset(config, session.data.tokenizer).split("train")

@@ -14,8 +14,7 @@ from collections.abc import Sequence
 import click
 
 from nxdt_core._version import __version__
-from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
-from nxdt_core.cli.verb import without_secrets
+from nxdt_core.cli.verb import LazyCommand, SuggestingGroup, without_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.system.garbage_collection import collect_once_at_exit, rare_collections
 from nxdt_core.system.visible_text import VisibleFormatter, colours_wanted
@@ -38,7 +37,7 @@ COMMANDS = {
         "Train",
         train=("train:train", "Train a model from a YAML file or a recipe."),
         plan=("plan:plan", "Estimate memory, traffic and time of a run, without its devices."),
-        compile=("compile:compile_ahead", "Compile the graphs of a run before it starts."),
+        compile=("train:compile_ahead", "Compile the graphs of a run before it starts."),
         launch=("launch:launch", "Write the job of a run for a cluster, and submit it."),
     ),
     **_commands(
@@ -57,7 +56,7 @@ COMMANDS = {
         "Use a model",
         generate=("generate:generate", "Continue prompts with a model."),
         chat=("generate:chat", "Talk to a model."),
-        evaluate=("evaluate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
+        evaluate=("generate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
         checkpoint=("checkpoint:checkpoint", "List, check, compare, copy, export and import checkpoints."),
     ),
     **_commands(
@@ -65,8 +64,8 @@ COMMANDS = {
         env=("env:env", "Show devices, versions and drivers, and what they can run."),
         plugins=("plugins:plugins", "List, inspect and pin plugins."),
         explain=("explain:explain", "Explain an error code: cause, example and fix."),
-        completion=("completion:completion", "Print a script that completes nxdt in a shell."),
-        man=("man:man", "Print the manual page."),
+        completion=("shell:completion", "Print a script that completes nxdt in a shell."),
+        man=("shell:man", "Print the manual page."),
     ),
 }
 """The commands of the core, in the order of the help text."""
@@ -102,12 +101,19 @@ def main(args: Sequence[str] | None = None) -> int:
     atexit.register(collect_once_at_exit)
     # Before torch is imported: waiting threads that spin take the cores that other processes need to end the wait.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    _prepare_streams()
+    # Every character under every locale: a terminal keeps its encoding and gets escapes for what it cannot show, files
+    # and pipes get UTF-8. Where a shell closed a stream (`>&-`), Python has none: what is written there goes nowhere.
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
     if logging.lastResort is not None:  # prints warnings where no handler is set, as on the command line
         logging.lastResort.setFormatter(VisibleFormatter(redact=without_secrets))
     color = colours_wanted()
     if os.environ.get("_NXDT_COMPLETE"):
-        from nxdt_core.cli.completion import answer
+        from nxdt_core.cli.shell import answer
 
         answer(root)
         return 0
@@ -116,7 +122,10 @@ def main(args: Sequence[str] | None = None) -> int:
             status = root.main(args, prog_name="nxdt", standalone_mode=False, color=color)
             sys.stdout.flush()
         except NxdtError as error:
-            return _report(error, color)
+            from nxdt_core.cli.terminal import error_text  # not for `nxdt --help`
+
+            click.echo(error_text(error), err=True, color=color)
+            return error.exit_status
         except click.ClickException as error:
             _hide_secrets_in(error)
             error.show()
@@ -142,32 +151,10 @@ def main(args: Sequence[str] | None = None) -> int:
         return status if isinstance(status, int) else 0
 
 
-def _prepare_streams() -> None:
-    """Make standard output and standard error accept every character under every locale.
-
-    A terminal keeps its encoding and gets escapes for what it cannot show. Files and pipes get UTF-8, the encoding
-    that nxdt reads its YAML, JSON and recipes in. Python has no stream where a shell closed it (``>&-``): what is
-    written there goes nowhere.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream is None:
-            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115
-        elif isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding=None if stream.isatty() else "utf-8", errors="backslashreplace")
-
-
 def _hide_secrets_in(error: Exception) -> None:
     from nxdt_core.config.secrets import hide_secrets
 
     hide_secrets.redact_error(error)
-
-
-def _report(error: NxdtError, color: bool | None) -> int:
-    from nxdt_core.cli.terminal import error_text  # not for `nxdt --help`
-
-    click.echo(error_text(error), err=True, color=color)
-    return error.exit_status
 
 
 def _close_stdout() -> int:

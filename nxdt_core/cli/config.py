@@ -1,32 +1,149 @@
-"""``nxdt config``: check, show, describe and migrate configurations, without building anything."""
+"""``nxdt config``: check, show, describe and migrate configurations, and the checks that other commands share."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.groups import SuggestingGroup
 from nxdt_core.cli.terminal import print_facts
-from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
+from nxdt_core.cli.verb import SuggestingGroup, as_json, attributes, config_arguments, print_json, print_note, say, verb
+from nxdt_core.config.annotations import Written
+from nxdt_core.config.section import is_model, keys_of
+from nxdt_core.config.tree import dotted
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ValuesNotSet
+from nxdt_core.errors.models import VocabularyTooSmall
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.migration import MigratedConfig, MigratedKey
 
 
-@click.command(
-    cls=Verb,
+def check_layout(config: ResolvedConfig) -> None:
+    """Build the model on the meta device, and send shapes through every shard and the objective.
+
+    It does nothing, and imports no torch, for a model whose record sets ``tried_before_launch`` to False, or leaves it
+    out where the run does not shard the model. An objective of a plugin is tried where logits are not whole: it may
+    compute with them in another way than the functions of :mod:`nxdt_core.models.loss`.
+
+    Raises:
+        NxdtError: the model cannot be built, or not in this layout, or the objective does not take its logits.
+    """
+    from nxdt_core.api import ModelComponent
+    from nxdt_core.kernel.plugin import BUILTIN
+
+    record, run = config.selected("model").component.record, config.run
+    world_size = run.trainer.devices * run.trainer.num_nodes
+    sizes = run.distributed_strategy.mesh_sizes(world_size)
+    wanted = record.tried_before_launch if isinstance(record, ModelComponent) else False
+    if wanted is None:
+        wanted = max(sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1
+    whole = sizes.tp == 1 and run.model.loss_chunk_tokens is None
+    tries_objective = not whole and config.selected("objective").component.plugin != BUILTIN
+    if not (wanted or tries_objective):
+        return
+    from nxdt_core.errors.launch import EngineWithoutEstimate
+    from nxdt_core.errors.models import ModelReadsValues
+    from nxdt_core.train import build
+    from nxdt_core.train.plan import plan
+
+    build.model_builder(config).plan()
+    if world_size == 1 and not tries_objective:
+        return
+    try:
+        plan(config)
+    except (EngineWithoutEstimate, ModelReadsValues):  # it cannot be tried like this, and may train well
+        return
+
+
+_ENDS = {"eos": "end-of-text", "pad": "padding"}
+
+
+def data_notes(config: ResolvedConfig) -> list[str]:
+    """Return a note for each path of the training data that leads to no file, be it a pattern or without an ending."""
+    section = config.selected("dataset").config
+    cls: Any = type(section)
+    return [
+        f"data.{name}: {path} is not on this machine"
+        for name, key in (keys_of(cls) if section is not None else {}).items()
+        if not any(isinstance(mark, Written) for mark in key.marks)
+        for path in _paths(getattr(section, name))
+        if not (is_placeholder(path) or path.exists() or glob(str(path)) or glob(f"{path}.*"))
+    ]
+
+
+def _paths(value: Any) -> Iterator[Path]:
+    """Yield the paths in the value of a key, or in those of a section."""
+    if isinstance(value, Path):
+        yield value
+        return
+    cls: Any = type(value)
+    if is_model(cls):
+        value = {key.name: getattr(value, key.attribute) for key in keys_of(cls).values()}
+    parts = value.values() if isinstance(value, Mapping) else value
+    for each in parts if not isinstance(parts, str) and isinstance(parts, Iterable) else ():
+        yield from _paths(each)
+
+
+def vocabulary_notes(config: ResolvedConfig) -> list[str]:
+    """Return notes for the user about a tokenizer that is built from files; none for one that needs no files.
+
+    Raises:
+        VocabularyTooSmall: it has ids that the model has no row for.
+        NxdtError: its files are invalid.
+    """
+    selected = config.components["tokenizer"]
+    if selected is None or selected.config is None:
+        return []
+    paths = [*_paths(selected.config)]
+    if not paths or any(map(is_placeholder, paths)):  # which are reported as values to set
+        return []
+    if absent := [path for path in paths if not path.exists()]:
+        return [f"data.tokenizer: {absent[0]} is not on this machine; its vocabulary is not compared with the model's"]
+    tokenizer = selected.component.load_class(Tokenizer)(selected.config)
+    model: Any = config.selected("model").config
+    rows = getattr(model, "vocab_rows", None) or getattr(model, "vocab_size", None)  # with padding
+    if rows is not None and tokenizer.vocab_size > rows:
+        added = bool(getattr(selected.config, "added_tokens", ()))
+        raise VocabularyTooSmall(tokenizer=tokenizer.vocab_size, model=rows, added=added)
+    missing = [key for key in _ENDS if getattr(tokenizer, f"{key}_id") is None]
+    return [f"data.tokenizer: it has no {_ENDS[key]} token; {key}_token names one" for key in missing]
+
+
+def is_placeholder(value: Any) -> bool:
+    """Return whether ``value``, or a part of it, stands for one that the user sets, which a recipe cannot know."""
+    if isinstance(value, (dict, list, tuple)):
+        return any(map(is_placeholder, value.values() if isinstance(value, dict) else value))
+    return str(value).startswith("/path/to/")
+
+
+def values_to_set(config: ResolvedConfig) -> tuple[str, ...]:
+    """Return the keys that were written with placeholders, in the order of the schema."""
+    tree = config.tree
+    return tuple(
+        dotted(path) for path, value in tree.leaves() if tree.origins[path].kind != "default" and is_placeholder(value)
+    )
+
+
+def require_set(config: ResolvedConfig) -> None:
+    """See that no value is a placeholder.
+
+    Raises:
+        ValuesNotSet: some are.
+    """
+    if keys := values_to_set(config):
+        raise ValuesNotSet(source=config.source, keys=keys)
+
+
+@verb(
+    "nxdt config migrate hf_llama3_8B_config.yaml --from nxdt -o my_run.yaml",
+    "nxdt config migrate megatron_gpt_config.yaml --from nemo -o my_run.yaml --report my_run.md",
     short_help="Convert a configuration of another program.",
-    examples=(
-        "nxdt config migrate hf_llama3_8B_config.yaml --from nxdt -o my_run.yaml",
-        "nxdt config migrate megatron_gpt_config.yaml --from nemo -o my_run.yaml --report my_run.md",
-    ),
 )
 @click.argument("source", metavar="FILE", type=click.Path(path_type=Path))
 @click.option(
@@ -52,6 +169,7 @@ def migrate(
     still to be set are listed at the end. A file of another program is refused.
     """
     from nxdt_core.config.migration import migrate as migrated
+    from nxdt_core.config.migration import summary
     from nxdt_core.errors.configuration import MigrationTargetExists
     from nxdt_core.kernel import Kernel
 
@@ -60,12 +178,58 @@ def migrate(
             raise MigrationTargetExists(path=str(path))
     done = migrated(source, output, framework, Kernel.start())
     _write(output, done.text)
+    counts = summary(done)
     if report is not None:
-        _write(report, _report_markdown(done))
+        lines = [f"# {done.source} → {done.target}", "", f"A file of {done.program}.", ""]
+        lines += ["| verdict | keys | meaning |", "|---|---|---|"]
+        lines += [f"| {verdict} | {count} | {_MEANINGS[verdict]} |" for verdict, count in counts]
+        for title, entries in (
+            ("Still to be set", done.to_set),
+            ("What `nxdt config check` says of it now", done.remaining),
+        ):
+            lines += ["", f"## {title}", "", *([f"- `{key}`: {text}" for key, text in entries] or ["Nothing."])]
+        lines += ["", "## Every key", "", "| line | key | value | verdict | now | why |", "|---|---|---|---|---|---|"]
+        for row in done.keys:
+            value, target = (f"`{text}`" if text else "" for text in (row.value, row.target))
+            cells = (str(row.line or ""), f"`{row.key}`", value, row.verdict, target, row.reason)
+            lines.append(f"| {' | '.join(cell.replace('|', _BAR).replace(_END, ' ') for cell in cells)} |")
+        _write(report, "\n".join(lines) + "\n")
     if json_output:
-        print_json(_report_json(done))
-    else:
-        _print(done, report)
+        print_json(
+            {
+                "source": str(done.source),
+                "target": str(done.target),
+                "framework": done.program,
+                "keys": [
+                    {
+                        "key": row.key,
+                        "line": row.line or None,
+                        "verdict": row.verdict,
+                        "target": row.target or None,
+                        "value": row.value,
+                        "reason": row.reason or None,
+                    }
+                    for row in done.keys
+                ],
+                "to_set": [{"key": key, "reason": reason} for key, reason in done.to_set],
+                "remaining": [{"key": key, "problem": problem} for key, problem in done.remaining],
+            }
+        )
+        return
+    say(f"Wrote {done.target} from {done.source} ({done.program}).")
+    print_facts(counts)
+    if report is not None:
+        say(f"Wrote {report}: every key, with its line and reason.")
+    lost = tuple((f"{row.key} (line {row.line})", row.reason) for row in done.keys if row.verdict == "unsupported")
+    for title, entries in (
+        ("Not carried over:", lost),
+        ("Still to be set:", done.to_set),
+        ("nxdt config check also reports:", done.remaining),
+    ):
+        if entries:
+            click.echo(title)
+            for key, text in entries:
+                say(f"  {key}: {text}")
 
 
 def _write(path: Path, text: str) -> None:
@@ -78,25 +242,7 @@ def _write(path: Path, text: str) -> None:
         raise MigrationTargetUnwritable(path=str(path), reason=(error.strerror or str(error)).lower()) from error
 
 
-def _print(done: MigratedConfig, report: Path | None) -> None:
-    from nxdt_core.config.migration import summary
-
-    say(f"Wrote {done.target} from {done.source} ({done.program}).")
-    print_facts(summary(done))
-    if report is not None:
-        say(f"Wrote {report}: every key, with its line and reason.")
-    lost = [(f"{row.key} (line {row.line})", row.reason) for row in done.keys if row.verdict == "unsupported"]
-    for title, entries in (
-        ("Not carried over:", lost),
-        ("Still to be set:", done.to_set),
-        ("nxdt config check also reports:", done.remaining),
-    ):
-        if entries:
-            click.echo(title)
-            for key, text in entries:
-                say(f"  {key}: {text}")
-
-
+_BAR, _END = "\\|", "\n"
 _MEANINGS: dict[str, str] = {
     "mapped": "kept under its name",
     "renamed": "kept under another name",
@@ -107,58 +253,6 @@ _MEANINGS: dict[str, str] = {
     "ignored": "left out; the framework that the file is of did not read it",
     "unsupported": "left out; it asks for something that is not done here",
 }
-
-
-def _report_markdown(migration: MigratedConfig) -> str:
-    """Return the report as a page."""
-    from nxdt_core.config.migration import summary
-
-    lines = [f"# {migration.source} → {migration.target}", "", f"A file of {migration.program}.", ""]
-    lines += ["| verdict | keys | meaning |", "|---|---|---|"]
-    lines += [f"| {verdict} | {count} | {_MEANINGS[verdict]} |" for verdict, count in summary(migration)]
-    lines += ["", "## Still to be set", "", *_entries(migration.to_set)]
-    lines += ["", "## What `nxdt config check` says of it now", "", *_entries(migration.remaining)]
-    lines += ["", "## Every key", "", "| line | key | value | verdict | now | why |", "|---|---|---|---|---|---|"]
-    lines += [_row(row) for row in migration.keys]
-    return "\n".join(lines) + "\n"
-
-
-def _report_json(migration: MigratedConfig) -> dict[str, Any]:
-    """Return the report of a migration as values of JSON."""
-    return {
-        "source": str(migration.source),
-        "target": str(migration.target),
-        "framework": migration.program,
-        "keys": [
-            {
-                "key": row.key,
-                "line": row.line or None,
-                "verdict": row.verdict,
-                "target": row.target or None,
-                "value": row.value,
-                "reason": row.reason or None,
-            }
-            for row in migration.keys
-        ],
-        "to_set": [{"key": key, "reason": reason} for key, reason in migration.to_set],
-        "remaining": [{"key": key, "problem": problem} for key, problem in migration.remaining],
-    }
-
-
-def _entries(entries: tuple[tuple[str, str], ...]) -> list[str]:
-    return [f"- `{key}`: {text}" for key, text in entries] or ["Nothing."]
-
-
-def _row(row: MigratedKey) -> str:
-    cells = (
-        str(row.line or ""),
-        f"`{row.key}`",
-        f"`{row.value}`" if row.value else "",
-        row.verdict,
-        f"`{row.target}`" if row.target else "",
-        row.reason,
-    )
-    return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
 @click.group(
@@ -186,7 +280,6 @@ def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     A model of transformers (model.name=hf) is also built without memory, in the layout of the run. The exit status is
     1 where a recipe has values that only you know, such as the paths of your data, and 2 where something is wrong.
     """
-    from nxdt_core.cli.checks import check_layout, data_notes, values_to_set, vocabulary_notes
     from nxdt_core.config import load
 
     try:
@@ -196,11 +289,41 @@ def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     except NxdtError as error:
         if not json_output:
             raise
-        print_json(failed_as_object(source, error))
+        problems = []
+        for problem in error.problems if isinstance(error, ConfigError) else (error,):
+            placed = problem if isinstance(problem, ConfigProblem) else None
+            problems.append(
+                {
+                    "code": placed.shown_code if placed else problem.code,
+                    "place": placed.place if placed else None,
+                    "line": placed.line or None if placed else None,
+                    "key": placed.key or None if placed else None,
+                    "message": problem.what(),
+                    "fix": problem.do() or None,
+                }
+            )
+        nothing: dict[str, object] = {"notes": [], "to_set": [], "components": {}}
+        outcome = {"source": source, "ok": False, "problems": problems, **nothing}
+        print_json({**outcome, "run_dir": None, "checkpoint_uri": None})
         ctx.exit(error.exit_status)
     to_set = values_to_set(resolved)
+    used = {slot: selected.component for slot, selected in resolved.components.items() if selected is not None}
     if json_output:
-        print_json(as_object(resolved, notes, to_set))
+        print_json(
+            {
+                "source": resolved.source,
+                "ok": not to_set,
+                "problems": [],
+                "notes": notes,
+                "to_set": to_set,
+                "components": {
+                    slot: {"name": component.record.name, **attributes(component, "dist", "version")}
+                    for slot, component in used.items()
+                },
+                "run_dir": str(resolved.run_dir),
+                "checkpoint_uri": resolved.checkpoint_uri,
+            }
+        )
         ctx.exit(1 if to_set else 0)
     for note in notes:
         print_note(note)
@@ -209,7 +332,11 @@ def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
         click.echo(f"{click.style(f'{count} to set', fg='yellow')}: {visible(', '.join(to_set))}")
     else:
         click.echo(f"{click.style('ok', fg='green')}: {visible(source)}")
-    print_facts(_summary(resolved))
+    facts = [
+        (slot, f"{component.record.name}  ({f'{component.dist} {component.version}'.strip()})")
+        for slot, component in used.items()
+    ]
+    print_facts([*facts, ("run directory", str(resolved.run_dir)), ("checkpoints", resolved.checkpoint_uri)])
     ctx.exit(1 if to_set else 0)
 
 
@@ -230,7 +357,18 @@ def show(source: str, overrides: tuple[str, ...], only_set: bool, json_output: b
 
     resolved = load(source, overrides)
     if json_output:
-        print_json({"config": resolved.to_dict(), "origins": _origins(resolved)})
+        from nxdt_core.config.secrets import Redaction
+
+        redact = Redaction(resolved.tree)
+        print_json(
+            {
+                "config": resolved.to_dict(),
+                "origins": {
+                    path: {"kind": origin.kind, "where": redact(origin.where), "line": origin.line or None}
+                    for path, origin in resolved.origins.items()
+                },
+            }
+        )
     else:
         say(render_show(resolved, only_set=only_set), end="")
 
@@ -249,61 +387,3 @@ def schema() -> None:
 
 
 config.add_command(migrate)
-
-
-def _origins(resolved: ResolvedConfig) -> dict[str, dict[str, object]]:
-    """Return the origin of each value, by key path."""
-    from nxdt_core.config.secrets import Redaction
-
-    redact = Redaction(resolved.tree)
-    return {
-        path: {"kind": origin.kind, "where": redact(origin.where), "line": origin.line or None}
-        for path, origin in resolved.origins.items()
-    }
-
-
-def _summary(resolved: ResolvedConfig) -> list[tuple[str, str]]:
-    """Return (slot, component) for each slot of the configuration, and the places where the run writes."""
-    facts = []
-    for slot, selected in resolved.components.items():
-        if selected is not None:
-            component = selected.component
-            facts.append((slot, f"{component.record.name}  ({f'{component.dist} {component.version}'.strip()})"))
-    return [*facts, ("run directory", str(resolved.run_dir)), ("checkpoints", resolved.checkpoint_uri)]
-
-
-def as_object(config: ResolvedConfig, notes: Sequence[str], to_set: Sequence[str]) -> dict[str, object]:
-    """Return what would run; ``to_set`` names the values that are placeholders."""
-    used = {slot: found.component for slot, found in config.components.items() if found is not None}
-    return {
-        "source": config.source,
-        "ok": not to_set,
-        "problems": [],
-        "notes": list(notes),
-        "to_set": list(to_set),
-        "components": {
-            slot: {"name": chosen.record.name, "dist": chosen.dist, "version": chosen.version}
-            for slot, chosen in used.items()
-        },
-        "run_dir": str(config.run_dir),
-        "checkpoint_uri": config.checkpoint_uri,
-    }
-
-
-def failed_as_object(source: str, error: NxdtError) -> dict[str, object]:
-    """Return what is wrong with a configuration, with the same keys."""
-    problems = [_problem(each) for each in (error.problems if isinstance(error, ConfigError) else (error,))]
-    nothing: dict[str, object] = {"notes": [], "to_set": [], "components": {}, "run_dir": None, "checkpoint_uri": None}
-    return {"source": source, "ok": False, "problems": problems, **nothing}
-
-
-def _problem(error: NxdtError) -> dict[str, object]:
-    placed = error if isinstance(error, ConfigProblem) else None
-    return {
-        "code": placed.shown_code if placed else error.code,
-        "place": placed.place if placed else None,
-        "line": placed.line or None if placed else None,
-        "key": placed.key or None if placed else None,
-        "message": error.what(),
-        "fix": error.do() or None,
-    }

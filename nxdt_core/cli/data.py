@@ -11,13 +11,21 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
 from nxdt_core.cli.terminal import percent, print_facts, print_table
-from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
+from nxdt_core.cli.verb import (
+    LazyCommand,
+    SuggestingGroup,
+    as_json,
+    attributes,
+    config_arguments,
+    print_json,
+    print_note,
+    verb,
+)
 from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
-    from nxdt_core.data.preview import Part, Preview, ShownDocument, ShownSample
+    from nxdt_core.data.preview import Preview, ShownSample
     from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
 
 
@@ -36,14 +44,11 @@ def data() -> None:
     """Preview and prepare training data."""
 
 
-@click.command(
-    cls=Verb,
-    examples=(
-        "nxdt data preview recipe:llama-tiny",
-        "nxdt data preview my_run.yaml -n 1 --ids",
-        "nxdt data preview my_run.yaml data.train_turns=last --split validation",
-        "nxdt data preview my_run.yaml --all --json",
-    ),
+@verb(
+    "nxdt data preview recipe:llama-tiny",
+    "nxdt data preview my_run.yaml -n 1 --ids",
+    "nxdt data preview my_run.yaml data.train_turns=last --split validation",
+    "nxdt data preview my_run.yaml --all --json",
 )
 @config_arguments
 @click.option(
@@ -74,7 +79,7 @@ def preview(
     data have them, lengths, what was truncated or left out, and how much of the samples is filled. Of conversations
     and preference pairs the first 1,000 records are read, unless --all is given.
     """
-    from nxdt_core.cli.checks import require_set
+    from nxdt_core.cli.config import require_set
     from nxdt_core.config import load
 
     config = load(source, overrides)
@@ -84,53 +89,41 @@ def preview(
 
     from nxdt_core.train.data import preview as look  # imports torch: only a right configuration pays for it
 
-    found = look(config, split, samples, whole=whole)
+    previews = look(config, split, samples, whole=whole)
     if json_output:
-        content = (
-            {"sets": {name: _json(each) for name, each in found.items()}} if isinstance(found, dict) else _json(found)
-        )
+        if isinstance(previews, dict):
+            content: dict[str, Any] = {"sets": {name: _json(one) for name, one in previews.items()}}
+        else:
+            content = _json(previews)
         print_json({"source": source, "split": split, "seq_length": config.run.data.seq_length, **content})
         return
 
     title = f"{split} samples of {source}"
-    for name, each in found.items() if isinstance(found, dict) else [("", found)]:
-        print_preview(each, samples, title=f"{title}: {name}" if name else title, ids=ids)
+    for name, one in previews.items() if isinstance(previews, dict) else [("", previews)]:
+        print_preview(one, samples, title=f"{title}: {name}" if name else title, ids=ids)
 
 
-def _json(found: Preview) -> dict[str, Any]:
+def _json(preview: Preview) -> dict[str, Any]:
+    report = preview.report
+    shown = []
+    for sample in preview.shown:
+        documents = [
+            {**asdict(document.count), "parts": [attributes(part, "text", "trained", "ids") for part in document.parts]}
+            for document in sample.documents
+        ]
+        shown.append({**attributes(sample, "index", "row", "padding"), "documents": documents})
     return {
-        "samples": found.samples,
-        "report": {"samples": found.counted, **_report(found.report)},
-        "shown": [
-            {
-                "index": sample.index,
-                "row": sample.row,
-                "padding": sample.padding,
-                "documents": [_document(document) for document in sample.documents],
-            }
-            for sample in found.shown
-        ],
-    }
-
-
-def _document(document: ShownDocument) -> dict[str, Any]:
-    parts = [{"text": part.text, "trained": part.trained, "ids": part.ids} for part in document.parts]
-    return {**asdict(document.count), "parts": parts}
-
-
-def _report(report: DataReport) -> dict[str, Any]:
-    return {
-        "records": report.records,
-        **_count(report.tokens),
-        "lengths": length_summary(report),
-        "by_role": {role: _count(count) for role, count in report.by_role.items()},
-        "by_turn": [_count(count) for count in report.by_turn],
-        "truncated": report.truncated,
-        "left_out": dict(report.left_out),
-        "bad": list(report.bad),
-        "of_records": report.of_records,
-        "unused": dict(report.unused),
-        "efficiency": report.efficiency,
+        "samples": preview.samples,
+        "report": {
+            "samples": preview.counted,
+            "records": report.records,
+            **_count(report.tokens),
+            "lengths": length_summary(report),
+            "by_role": {role: _count(count) for role, count in report.by_role.items()},
+            "by_turn": [_count(count) for count in report.by_turn],
+            **attributes(report, "truncated", "left_out", "bad", "of_records", "unused", "efficiency"),
+        },
+        "shown": shown,
     }
 
 
@@ -144,29 +137,41 @@ _TURNS = 8
 """Turns that the table has rows for; later ones share the last."""
 
 
-def print_preview(found: Preview, documents: int, *, title: str, ids: bool) -> None:
+def print_preview(preview: Preview, documents: int, *, title: str, ids: bool) -> None:
     """Print the first documents, then counts.
 
     Args:
-        found: the preview of one dataset.
+        preview: the preview of one dataset.
         documents: to print; the rows of a sample, such as a chosen and a rejected answer, count once.
         title: what the samples are from, for the first line.
         ids: put each token's id behind it.
     """
-    coloured = _coloured()
+    from nxdt_core.protocols.dataset import TokenCount
+
+    wanted = click.get_current_context().color  # by the same rule as click
+    coloured = sys.stdout.isatty() if wanted is None else wanted
     printed = 0
-    for _, group in groupby(found.shown, attrgetter("index")):
+    for _, group in groupby(preview.shown, attrgetter("index")):
         if printed >= documents:
             break
         sample = list(group)
         for row in sample:
             _print_sample(row, printed, documents, ids, coloured)
         printed += max(len(row.documents) for row in sample)
-    print_facts(list(_facts(found, title)))
-    rows = [(role, *_cells(count)) for role, count in found.report.by_role.items()]
-    rows += [(f"assistant's turn {name}", *_cells(count)) for name, count in _turns(found.report)]
-    if rows:
+    print_facts(list(_facts(preview, title)))
+    counts = [*preview.report.by_role.items()]
+    turns, later = preview.report.by_turn[: _TURNS - 1], preview.report.by_turn[_TURNS - 1 :]
+    counts += [(f"assistant's turn {number}", count) for number, count in enumerate(turns, start=1)]
+    if later:
+        name = str(_TURNS) if len(later) == 1 else f"{_TURNS} and later"
+        total = TokenCount(tokens=sum(count.tokens for count in later), trained=sum(count.trained for count in later))
+        counts.append((f"assistant's turn {name}", total))
+    if counts:
         click.echo()
+        rows = [
+            (name, f"{count.tokens:,}", f"{count.trained:,}", percent(count.trained / max(count.tokens, 1)))
+            for name, count in counts
+        ]
         print_table(("OF", "TOKENS", "TRAINED", "SHARE"), rows, right=("TOKENS", "TRAINED"))
 
 
@@ -179,12 +184,6 @@ def length_summary(report: DataReport) -> dict[str, float]:
     return {"min": least, "median": median, "mean": float(report.lengths.mean()), "p95": most_of, "max": most}
 
 
-def _coloured() -> bool:
-    """Return whether the output is coloured, by the same rule as click."""
-    wanted = click.get_current_context().color
-    return sys.stdout.isatty() if wanted is None else wanted
-
-
 def _print_sample(sample: ShownSample, printed: int, most: int, ids: bool, coloured: bool) -> None:
     """Print documents until ``most`` are printed, of which ``printed`` are those of earlier samples."""
     filled = sample.length - sample.padding
@@ -195,41 +194,32 @@ def _print_sample(sample: ShownSample, printed: int, most: int, ids: bool, colou
     for number, document in enumerate(sample.documents[: most - printed]):
         count = document.count
         click.secho(f"── document {number}: {count.tokens:,} tokens, {count.trained:,} trained ──", bold=True)
-        click.echo("".join(_part(part, ids, coloured) for part in document.parts))
+        for part in document.parts:
+            marks = ("⟦", "⟧") if part.trained and not coloured else ("", "")
+            texts = [(part.text, "")]
+            if ids or not part.text:
+                texts = [(text, f"·{id_}·") for text, id_ in zip(part.texts, part.ids, strict=True)]
+            click.echo(marks[0], nl=False)
+            for text, id_ in texts:
+                text = visible(text)
+                if coloured and part.trained:  # line ends show, since they are tokens with a loss
+                    text = click.style(text.replace("\n", "↵\n"), fg="green", underline=True)
+                click.echo(text + (click.style(id_, fg="magenta") if coloured and id_ else id_), nl=False)
+            click.echo(marks[1], nl=False)
+        click.echo()
     if end > most:
         click.secho(f"── {end - most} more in this sample: -n {end} ──", bold=True)
     click.echo()
 
 
-def _part(part: Part, ids: bool, coloured: bool) -> str:
-    text = _with_ids(part, coloured) if ids or not part.text else _shaded(visible(part.text), part.trained, coloured)
-    return f"⟦{text}⟧" if part.trained and not coloured else text
-
-
-def _with_ids(part: Part, coloured: bool) -> str:
-    pairs = zip(part.texts, part.ids, strict=True)
-    return "".join(_shaded(visible(text), part.trained, coloured) + _small(f"·{id_}·", coloured) for text, id_ in pairs)
-
-
-def _shaded(text: str, trained: bool, coloured: bool) -> str:
-    """Trained text, green and underlined; its line ends show, since they are tokens with a loss."""
-    if not coloured or not trained:
-        return text
-    return click.style(text.replace("\n", "↵\n"), fg="green", underline=True)
-
-
-def _small(text: str, coloured: bool) -> str:
-    return click.style(text, fg="magenta") if coloured else text
-
-
-def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
+def _facts(preview: Preview, title: str) -> Iterator[tuple[str, str]]:
     from nxdt_core.data.files.records import count_records, describe_unused
 
-    report = found.report
-    known = found.samples is not None and report.of_records is None
-    yield "data", f"{title}, {found.samples:,} in all" if known else title
-    if found.counted is not None:
-        yield "counted", f"the first {found.counted:,} samples"
+    report = preview.report
+    known = preview.samples is not None and report.of_records is None
+    yield "data", f"{title}, {preview.samples:,} in all" if known else title
+    if preview.counted is not None:
+        yield "counted", f"the first {preview.counted:,} samples"
     of = f", made of the first records of {report.of_records:,}; --all reads all" if report.of_records else ""
     yield "records", f"{report.records:,}{of}"
     share = report.tokens.trained / report.tokens.tokens if report.tokens.tokens else 0.0
@@ -250,19 +240,3 @@ def _facts(found: Preview, title: str) -> Iterator[tuple[str, str]]:
         yield "unused", describe_unused(report.unused)
     if report.efficiency is not None:
         yield "filled", f"{percent(report.efficiency)} of the samples' positions"
-
-
-def _turns(report: DataReport) -> Iterator[tuple[str, TokenCount]]:
-    from nxdt_core.protocols.dataset import TokenCount
-
-    turns = list(report.by_turn)
-    for number, count in enumerate(turns[: _TURNS - 1], start=1):
-        yield str(number), count
-    rest = turns[_TURNS - 1 :]
-    if rest:
-        name = str(_TURNS) if len(rest) == 1 else f"{_TURNS} and later"
-        yield name, TokenCount(tokens=sum(c.tokens for c in rest), trained=sum(c.trained for c in rest))
-
-
-def _cells(count: TokenCount) -> tuple[str, str, str]:
-    return f"{count.tokens:,}", f"{count.trained:,}", percent(count.trained / max(count.tokens, 1))

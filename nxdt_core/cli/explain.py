@@ -9,7 +9,7 @@ import ast
 import inspect
 import pkgutil
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
@@ -19,7 +19,7 @@ from pathlib import Path
 import click
 
 from nxdt_core.cli.terminal import print_facts
-from nxdt_core.cli.verb import Verb, as_json, print_json, say
+from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.errors.base import ErrorCode, NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
 
@@ -28,10 +28,7 @@ _EXAMPLES = 3
 _PLACEHOLDER = re.compile(r"'?\{(\w+)(?:![rsa])?(?::[^{}]*)?\}'?")
 
 
-@click.command(
-    cls=Verb,
-    examples=("nxdt explain NXDT-C016", "nxdt explain C010 C016 --json"),
-)
+@verb("nxdt explain NXDT-C016", "nxdt explain C010 C016 --json")
 @click.argument("codes", metavar="CODE...", nargs=-1, required=True)
 @as_json
 def explain(codes: tuple[str, ...], json_output: bool) -> None:
@@ -42,30 +39,20 @@ def explain(codes: tuple[str, ...], json_output: bool) -> None:
     from nxdt_core.errors.plugins import UnknownErrorCode
 
     wanted = [_PREFIX + code.strip("[]").upper().removeprefix(_PREFIX) for code in codes]
-    known = explanations(wanted)
+    explained = explanations(wanted)
     for code in wanted:
-        if code not in known:
+        if code not in explained:
             raise UnknownErrorCode(wanted=code, known=tuple(sorted(error_codes())))
+    objects = []
+    for number, one in enumerate(map(explained.__getitem__, wanted)):
+        facts = attributes(one, "code", "cause", "message", "fix")
+        objects.append({**facts, "examples": [{"found": text, "fix": fix or None} for text, fix in one.examples]})
+        if not json_output:
+            say("", end="\n" if number else "")
+            examples = [("example", f"{text}.{' ' + fix if fix else ''}") for text, fix in one.examples]
+            print_facts([*facts.items(), *examples])
     if json_output:
-        print_json(
-            [
-                {
-                    "code": each.code,
-                    "cause": each.cause,
-                    "message": each.message,
-                    "fix": each.fix,
-                    "examples": [{"found": found, "fix": fix or None} for found, fix in each.examples],
-                }
-                for each in map(known.__getitem__, wanted)
-            ]
-        )
-        return
-    for number, code in enumerate(wanted):
-        each = known[code]
-        say("", end="\n" if number else "")
-        facts = [("code", each.code), ("cause", each.cause), ("message", each.message), ("fix", each.fix)]
-        facts += [("example", f"{found}.{' ' + fix if fix else ''}") for found, fix in each.examples]
-        print_facts(facts)
+        print_json(objects)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,10 +91,7 @@ def _rows(modules: Sequence[str]) -> dict[str, tuple[str, ErrorCode[NxdtError]]]
                 found[value.code] = name, value
             elif isinstance(value, type) and issubclass(value, NxdtError) and hasattr(value, "happened"):
                 cause = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
-                texts = {
-                    each: getattr(value, each)
-                    for each in ("happened", "remedy", "usual_remedy", "exit_status", "example")
-                }
+                texts = attributes(value, "happened", "remedy", "usual_remedy", "exit_status", "example")
                 found[value.code] = name, value.define(value.code, cause, **texts)
     return found
 
@@ -137,9 +121,10 @@ def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> 
         advice = _filled(use[own[1]]) if own and own[1] in use else ""
         if found:
             examples.append((found, advice))
+    cause = re.sub(r":\w+:`~?(?:\w+\.)*([^`]+)`", r"`\1`", row.cause)
     return Explanation(
         code=row.code,
-        cause=_plain(row.cause),
+        cause=cause.replace("``", "`"),
         message=_filled(row.happened),
         fix=fix,
         depends=own is not None,
@@ -161,7 +146,9 @@ def _uses(packages: tuple[str, ...], names: frozenset[str]) -> Mapping[str, Sequ
         return {}
     called = re.compile(rf"\b({'|'.join(sorted(names))})\(")
     found: dict[str, list[Mapping[str, str]]] = {}
-    for path in sorted(_sources(packages)):
+    specs = filter(None, map(find_spec, packages))
+    folders = [Path(folder) for spec in specs for folder in spec.submodule_search_locations or ()]
+    for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
         text = path.read_text(encoding="utf-8")
         if ("reason=" not in text and "problem=" not in text) or not called.search(text):
             continue  # parsing takes 20 times as long as reading
@@ -174,28 +161,13 @@ def _uses(packages: tuple[str, ...], names: frozenset[str]) -> Mapping[str, Sequ
     return found
 
 
-def _sources(packages: Sequence[str]) -> Iterator[Path]:
-    for name in packages:
-        spec = find_spec(name)
-        for folder in (spec.submodule_search_locations if spec else None) or ():
-            yield from Path(folder).rglob("*.py")
-
-
 def _text(node: ast.expr) -> str:
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
-    if isinstance(node, ast.JoinedStr):
-        parts = [part.value if isinstance(part, ast.Constant) else f"{{{_name(part)}}}" for part in node.values]
-        return "".join(str(part) for part in parts)
-    return ""
-
-
-def _name(part: ast.expr) -> str:
-    """Return a word for a value that a message fills in: the last name of its expression."""
-    names = re.findall(r"[a-z_]\w*", ast.unparse(part.value)) if isinstance(part, ast.FormattedValue) else []
-    return names[-1].strip("_") if names else "value"
-
-
-def _plain(text: str) -> str:
-    text = re.sub(r":\w+:`~?(?:\w+\.)*([^`]+)`", r"`\1`", text)
-    return text.replace("``", "`")
+    parts = []
+    for part in node.values if isinstance(node, ast.JoinedStr) else ():
+        # A value that a message fills in is named by the last name of its expression.
+        names = re.findall(r"[a-z_]\w*", ast.unparse(part.value)) if isinstance(part, ast.FormattedValue) else []
+        name = names[-1].strip("_") if names else "value"
+        parts.append(str(part.value) if isinstance(part, ast.Constant) else f"{{{name}}}")
+    return "".join(parts)

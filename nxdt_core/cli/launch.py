@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 import shlex
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import click
 
-from nxdt_core.cli.groups import SuggestingGroup
-from nxdt_core.cli.verb import Verb, complete_override, complete_source, print_json, print_note, say
+from nxdt_core.cli.verb import (
+    SuggestingGroup,
+    Verb,
+    attributes,
+    complete_override,
+    complete_source,
+    print_json,
+    print_note,
+    say,
+)
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import RegisteredComponent
@@ -25,8 +34,6 @@ _EXAMPLES = {
     "hyperpod": ("recipe:llama3-70b-trn1 --nodes 16 --instance-type ml.trn1.32xlarge",),
     "local": ("recipe:llama-tiny --nodes 2 --submit",),
 }
-_OWN = frozenset({"nodes"})
-"""Options of all launchers, which the command has itself."""
 
 
 class LaunchGroup(SuggestingGroup):
@@ -76,21 +83,22 @@ launch = LaunchGroup(
 @cache
 def _launchers() -> dict[str, RegisteredComponent]:
     """The launchers that submit, by name; of a name that several plugins offer, as ``plugin:name``."""
-    from nxdt_core.kernel import Kernel
-
-    found = [each for each in Kernel.start().registry.all("launcher") if _submits(each)]
-    names = [each.record.name for each in found]
-    return {each.record.name if names.count(each.record.name) == 1 else each.qualified_name: each for each in found}
-
-
-def _submits(component: RegisteredComponent) -> bool:
     from nxdt_core.errors.plugins import ComponentUnusable
+    from nxdt_core.kernel import Kernel
     from nxdt_core.protocols.launcher import Launcher
 
-    try:
-        return component.load_class(Launcher).submits()
-    except ComponentUnusable:  # its command says why
-        return True
+    submitting = []
+    for component in Kernel.start().registry.all("launcher"):
+        submits = True
+        with suppress(ComponentUnusable):  # its command says why
+            submits = component.load_class(Launcher).submits()
+        if submits:
+            submitting.append(component)
+    names = [component.record.name for component in submitting]
+    return {
+        component.record.name if names.count(component.record.name) == 1 else component.qualified_name: component
+        for component in submitting
+    }
 
 
 def _summary(component: RegisteredComponent) -> str:
@@ -106,14 +114,27 @@ def _command(name: str, component: RegisteredComponent) -> click.Command:
     def callback(**values: Any) -> None:
         _run(name, component, values)
 
-    return Verb(
-        name=name,
-        callback=callback,
-        params=[*_parameters(), *_options(component)],
-        short_help=summary,
-        help=_HELP.format(summary=summary),
-        examples=examples,
-    )
+    from nxdt_core.config.reference import field_docs
+    from nxdt_core.config.section import keys_of
+
+    path = click.Path(path_type=Path)
+    parameters: list[click.Parameter] = [
+        click.Argument(["source"], metavar="CONFIG", shell_complete=complete_source),
+        click.Argument(["overrides"], nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override),
+        click.Option(["--nodes"], type=click.IntRange(min=1), help="Nodes of the run; by default trainer.num_nodes."),
+        click.Option(["--cluster"], type=path, metavar="FILE", help="YAML file with the options below."),
+        click.Option(["-o", "--output"], type=path, metavar="DIR", help="Where to write; by default launch/NAME."),
+        click.Option(["--submit"], is_flag=True, help="Submit the job as well."),
+        click.Option(["--force"], is_flag=True, help="Replace files that differ."),
+        click.Option(["--json", "json_output"], is_flag=True, help="Print JSON to standard output."),
+    ]
+    cls = component.load_config()
+    if cls is not None:  # an option for each key of the launcher's section; its documentation is the help text
+        docs = field_docs(cls)
+        keys = {name: key for name, key in keys_of(cls).items() if name != "nodes"}
+        parameters += [_option(name, key.annotation, docs.get(name) or name) for name, key in keys.items()]
+    help_text = _HELP.format(summary=summary)
+    return Verb(name=name, callback=callback, params=parameters, short_help=summary, help=help_text, examples=examples)
 
 
 _HELP = """{summary}
@@ -127,58 +148,25 @@ before it.
 """
 
 
-def _parameters() -> list[click.Parameter]:
-    path = click.Path(path_type=Path)
-    return [
-        click.Argument(["source"], metavar="CONFIG", shell_complete=complete_source),
-        click.Argument(["overrides"], nargs=-1, metavar="[KEY=VALUE]...", shell_complete=complete_override),
-        click.Option(["--nodes"], type=click.IntRange(min=1), help="Nodes of the run; by default trainer.num_nodes."),
-        click.Option(["--cluster"], type=path, metavar="FILE", help="YAML file with the options below."),
-        click.Option(["-o", "--output"], type=path, metavar="DIR", help="Where to write; by default launch/NAME."),
-        click.Option(["--submit"], is_flag=True, help="Submit the job as well."),
-        click.Option(["--force"], is_flag=True, help="Replace files that differ."),
-        click.Option(["--json", "json_output"], is_flag=True, help="Print JSON to standard output."),
-    ]
-
-
-def _options(component: RegisteredComponent) -> list[click.Parameter]:
-    """An option for each key of the launcher's section; its documentation is the help text."""
-    from nxdt_core.config.reference import field_docs
-    from nxdt_core.config.section import keys_of
-
-    cls = component.load_config()
-    if cls is None:
-        return []
-    docs = field_docs(cls)
-    return [_option(name, key.annotation, docs.get(name, "")) for name, key in keys_of(cls).items() if name not in _OWN]
-
-
 def _option(name: str, annotation: Any, text: str) -> click.Option:
     """Values that are not given are None or empty, so that the cluster file and the defaults count."""
     from nxdt_core.config.section import LISTS, TABLES, members
 
     word, destination = name.replace("_", "-"), f"option_{name}"
-    (main,) = [each for each in members(annotation) if each is not type(None)][:1]
+    main = next(member for member in members(annotation) if member is not type(None))
     origin, arguments = get_origin(main) or main, get_args(main)
-    text = text or name
+    names, kind = [f"--{word}", destination], {int: click.INT, float: click.FLOAT}.get(main, click.STRING)
     if origin in LISTS:
-        return click.Option([f"--{word}", destination], multiple=True, metavar="TEXT", help=f"{text} May be repeated.")
+        return click.Option(names, multiple=True, metavar="TEXT", help=f"{text} May be repeated.")
     if origin in TABLES:
-        return click.Option(
-            [f"--{word}", destination],
-            multiple=True,
-            metavar="NAME=VALUE",
-            type=_Pair(numbers=bool(arguments) and arguments[-1] in (int, float)),
-            help=f"{text.replace('{', '').replace('}', '')} May be repeated.",
-        )
+        pair = _Pair(numbers=bool(arguments) and arguments[-1] in (int, float))
+        text = f"{text.replace('{', '').replace('}', '')} May be repeated."
+        return click.Option(names, multiple=True, metavar="NAME=VALUE", type=pair, help=text)
     if origin is Literal:
-        choices = [str(each) for each in arguments if each is not None]
-        return click.Option([f"--{word}", destination], type=click.Choice(choices), help=text)
+        return click.Option(names, type=click.Choice([str(each) for each in arguments if each is not None]), help=text)
     if main is bool:
         return click.Option([f"--{word}/--no-{word}", destination], default=None, help=text)
-    return click.Option(
-        [f"--{word}", destination], type={int: click.INT, float: click.FLOAT}.get(main, click.STRING), help=text
-    )
+    return click.Option(names, type=kind, help=text)
 
 
 class _Pair(click.ParamType[tuple[str, str | float]]):
@@ -201,34 +189,39 @@ class _Pair(click.ParamType[tuple[str, str | float]]):
             self.fail(f"{text!r} is not a number.", param, ctx)
 
 
-def _given(values: dict[str, Any]) -> dict[str, Any]:
-    """The options of the launcher that the command line has."""
-    found = {}
-    for name, value in values.items():
-        if name.startswith("option_") and value not in (None, ()):
-            pairs = isinstance(value, tuple) and isinstance(value[0], tuple)
-            found[name.removeprefix("option_")] = dict(value) if pairs else value
-    return found
-
-
 def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> None:
-    from nxdt_core.cli.checks import require_set, values_to_set
+    from nxdt_core.cli.config import require_set, values_to_set
+    from nxdt_core.config.secrets import drop_replaced
     from nxdt_core.launch.jobs import prepare, submit, write
 
+    words = ["nxdt", "launch", name, values["source"], *drop_replaced(values["overrides"])]
+    words += [f"--nodes={values['nodes']}"] if values["nodes"] is not None else []
+    words += [f"--cluster={values['cluster']}"] if values["cluster"] is not None else []
+    settings: dict[str, Any] = {}  # the options of the launcher that the command line has
+    for key, value in values.items():
+        if not key.startswith("option_") or value in (None, ()):
+            continue
+        key = key.removeprefix("option_")
+        option, several = f"--{key.replace('_', '-')}", value if isinstance(value, tuple) else (value,)
+        settings[key] = dict(value) if isinstance(several[0], tuple) else value
+        if isinstance(value, bool):
+            words.append(option if value else option.replace("--", "--no-", 1))
+        else:
+            words += [f"{option}={'='.join(map(str, one)) if isinstance(one, tuple) else one}" for one in several]
     job, config, submission = prepare(
         component,
         values["source"],
         values["overrides"],
         nodes=values["nodes"],
         cluster=values["cluster"],
-        given=_given(values),
+        given=settings,
         directory=values["output"],
-        command_line=_command_line(name, values),
+        command_line=shlex.join(words),
     )
     if values["submit"]:
         require_set(config)
     files = write(job, submission, force=values["force"])
-    said = submit(job, submission) if values["submit"] else ""
+    output = submit(job, submission) if values["submit"] else ""
     to_set = values_to_set(config)
     command = f"cd {shlex.quote(str(job.directory))} && {shlex.join(submission.command)}"
     if values["json_output"]:
@@ -237,10 +230,9 @@ def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> N
                 "files": [str(path) for path in files],
                 "submit": command,
                 "submitted": values["submit"],
-                "output": said,
-                "nodes": job.nodes,
-                "devices": job.devices,
-                "to_set": list(to_set),
+                "output": output,
+                **attributes(job, "nodes", "devices"),
+                "to_set": to_set,
             }
         )
         return
@@ -250,21 +242,4 @@ def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> N
         print_note(note)
     if to_set:
         print_note(f"Before the job is submitted, set {', '.join(to_set)} with KEY=VALUE.")
-    say(said if values["submit"] else f"Submit it: {command}")
-
-
-def _command_line(name: str, values: dict[str, Any]) -> str:
-    from nxdt_core.config.secrets import drop_replaced
-
-    words = ["nxdt", "launch", name, values["source"], *drop_replaced(values["overrides"])]
-    words += [f"--nodes={values['nodes']}"] if values["nodes"] is not None else []
-    words += [f"--cluster={values['cluster']}"] if values["cluster"] is not None else []
-    for key, value in values.items():
-        if key.startswith("option_") and value not in (None, ()):
-            option = f"--{key.removeprefix('option_').replace('_', '-')}"
-            if isinstance(value, bool):
-                words.append(option if value else option.replace("--", "--no-", 1))
-            else:
-                many = value if isinstance(value, tuple) else (value,)
-                words += [f"{option}={'='.join(map(str, each)) if isinstance(each, tuple) else each}" for each in many]
-    return shlex.join(words)
+    say(output if values["submit"] else f"Submit it: {command}")

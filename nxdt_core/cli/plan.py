@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import groupby
 from typing import TYPE_CHECKING
@@ -11,27 +11,21 @@ from typing import TYPE_CHECKING
 import click
 
 from nxdt_core.cli.terminal import human_size, percent, print_facts, print_table, print_wrapped
-from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note
+from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, verb
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors.launch import TwoMemorySizes
 
 if TYPE_CHECKING:
-    from nxdt_core.config import ResolvedConfig
-    from nxdt_core.protocols.estimate import RankEstimate
-    from nxdt_core.train.layout_search import Search
-    from nxdt_core.train.plan import RunPlan, StepTime
+    from nxdt_core.train.plan import RunPlan, Search
 
 
-@click.command(
-    cls=Verb,
-    examples=(
-        "nxdt plan recipe:llama3-70b --world-size 512",
-        "nxdt plan my_run.yaml --memory-gib 80",
-        "nxdt plan recipe:llama3-8b-trn2 --device trn2",
-        "nxdt plan recipe:llama3-70b --world-size 512 --device h200",
-        "nxdt plan recipe:llama3-70b --world-size 512 --device h200 --search",
-        "nxdt plan recipe:llama3-8b distributed_strategy.zero_stage=3 data.micro_batch_size=2 --json",
-    ),
+@verb(
+    "nxdt plan recipe:llama3-70b --world-size 512",
+    "nxdt plan my_run.yaml --memory-gib 80",
+    "nxdt plan recipe:llama3-8b-trn2 --device trn2",
+    "nxdt plan recipe:llama3-70b --world-size 512 --device h200",
+    "nxdt plan recipe:llama3-70b --world-size 512 --device h200 --search",
+    "nxdt plan recipe:llama3-8b distributed_strategy.zero_stage=3 data.micro_batch_size=2 --json",
 )
 @config_arguments
 @click.option("--world-size", type=click.IntRange(1), help="Processes; by default trainer.devices x trainer.num_nodes.")
@@ -95,15 +89,14 @@ def plan(
 
         reached = EFFICIENCY if efficiency is None else efficiency
         if search and device is not None:
-            from nxdt_core.train.layout_search import search as find
+            from nxdt_core.train.plan import search as find
 
-            def load_layout(settings: Sequence[str]) -> ResolvedConfig:
-                return load(source, (*overrides, *world, *settings))
-
-            def trying(number: int, count: int) -> None:
-                show_progress(f"sizes {number} of {count}")
-
-            found = find(load_layout, product=device, efficiency=reached, trying=trying)
+            found = find(
+                lambda settings: load(source, (*overrides, *world, *settings)),
+                product=device,
+                efficiency=reached,
+                trying=lambda number, count: show_progress(f"sizes {number} of {count}"),
+            )
         else:
             memory_bytes = None if memory_gib is None else round(memory_gib * _GIB)
             made = make(config, memory_bytes=memory_bytes, product=device, efficiency=reached)
@@ -149,21 +142,68 @@ def print_report(plan: RunPlan) -> None:
     """Print what the run needs, the fullest rank last."""
     print_facts(list(_facts(plan)))
     click.echo()
-    shown = _columns(plan.estimate.ranks)
+    # The ends of the pipeline and the fullest and the emptiest rank between them.
+    ranks = plan.estimate.ranks
+    inner = [pick(ranks[1:-1], key=lambda rank: rank.memory.total) for pick in (max, min) if len(ranks) > 2]
+    shown = [rank for _, rank in sorted({rank.pp_rank: rank for rank in (ranks[0], ranks[-1], *inner)}.items())]
     titles = [f"PP {rank.pp_rank}" if plan.sizes.pp > 1 else "EACH RANK" for rank in shown]
-    _print_memory(plan, shown, titles)
+    unit, size = _unit(max(rank.memory.total for rank in shown))
+    rows = [("layers", *(str(rank.layers) for rank in shown), "")]
+    rows.append(("parameters", *(_billions(rank.parameters) for rank in shown), "that a rank computes with"))
+    for part in fields(shown[0].memory):
+        sizes = [getattr(rank.memory, part.name) for rank in shown]
+        if any(sizes):
+            rows.append((part.name, *map(size, sizes), _PARTS[part.name]))
+    fullest = plan.estimate.fullest
+    marked = fullest if len(shown) > 1 else None
+    totals = [
+        click.style(size(rank.memory.total), bold=rank is not marked, fg="yellow" if rank is marked else None)
+        for rank in shown
+    ]
+    rows.append((click.style("total", bold=True), *totals, "at the peak of a step"))
+    print_table((unit, *titles, "WHAT"), rows, right=titles)
     if any(rank.sent for rank in shown):
         click.echo()
-        _print_traffic(shown, titles)
-    if plan.step_time is not None:
+        unit, size = _unit(max(max(rank.sent.values(), default=0) for rank in shown))
+        rows = [
+            (dimension, *(size(rank.sent.get(dimension, 0)) for rank in shown), what)
+            for dimension, what in _DIMENSIONS.items()
+            if any(rank.sent.get(dimension) for rank in shown)
+        ]
+        print_table((f"{unit} SENT", *titles, "BY A RANK IN A STEP"), rows, right=titles)
+    time = plan.step_time
+    if time is not None:
         click.echo()
-        _print_time(plan.step_time)
+        rows = [("compute", f"{time.compute:,.3f}", f"with kernels at {percent(time.efficiency, 0)} of the peak")]
+        if time.waiting:
+            rows.append(("pipeline", f"{time.waiting:,.3f}", "ranks wait for one another"))
+        rows += [
+            (dimension, f"{seconds:,.3f}", f"not hidden: {_DIMENSIONS.get(dimension, '')}".rstrip(": "))
+            for dimension, seconds in time.exposed.items()
+            if seconds
+        ]
+        rate = f"{time.tokens_per_second:,.0f} tokens/s per device, MFU {percent(time.mfu)}"
+        total = click.style(f"{time.total:,.3f}", bold=True)
+        rows.append((click.style("total", bold=True), total, f"{rate}; from data sheets, not measured"))
+        print_table(("SECONDS", "PER STEP", "WHAT"), rows, right=("PER STEP",))
     elif plan.product is not None:
         click.echo()
         print_wrapped("no time per step", f"the links of {plan.product}, or its peak in this dtype, are not known")
     click.echo()
     print_wrapped("", _MEASURED)
-    _print_verdict(plan)
+
+    needed = fullest.memory.total
+    largest = max(_PARTS, key=lambda part: int(getattr(fullest.memory, part)))
+    who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.sizes.pp > 1 else "each rank"
+    need = f"{who} needs {human_size(needed)}, most of it {largest}"
+    if plan.memory_bytes is None:
+        print_wrapped("", f"{need}; --memory-gib compares it with a device")
+        return
+    words, colour = ("tight", "yellow") if plan.tight else ("fits", "green")
+    if not plan.fits:
+        words, colour = "does not fit", "red"
+    has = f"a device has {human_size(plan.memory_bytes)} ({percent(needed / plan.memory_bytes, 0)})"
+    print_wrapped(words, f"{need}; {has}", colour=colour)
 
 
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
@@ -184,88 +224,10 @@ def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
         yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"
     if found.stage_layers:
         cuts = "from model.pipeline_cuts" if plan.config.run.model.pipeline_cuts else "chosen by computation"
-        shares = f"{_runs(found.stage_layers)} layers"
+        runs = [(number, len(list(same))) for number, same in groupby(found.stage_layers)]  # 5, 14 x 6, 4
+        shares = f"{', '.join(f'{n}' if count == 1 else f'{count} x {n}' for n, count in runs)} layers"
         yield "stages", f"{shares}, {cuts}; the longest rank computes {found.longest_rank:.3f} times the mean"
     yield "checkpoint", f"{human_size(found.checkpoint_bytes)}, weights and optimizer state"
-
-
-def _runs(numbers: tuple[int, ...]) -> str:
-    """Return numbers with repeated ones counted: ``5, 14 x 6, 4``."""
-    runs = [(number, len(list(same))) for number, same in groupby(numbers)]
-    return ", ".join(f"{number}" if count == 1 else f"{count} x {number}" for number, count in runs)
-
-
-def _columns(ranks: tuple[RankEstimate, ...]) -> list[RankEstimate]:
-    """The ends of the pipeline and the fullest and the emptiest rank between them."""
-    inner = ranks[1:-1]
-    shown = {rank.pp_rank: rank for rank in (ranks[0], ranks[-1])}
-    for pick in (max, min):
-        if inner:
-            rank = pick(inner, key=lambda rank: rank.memory.total)
-            shown[rank.pp_rank] = rank
-    return [shown[number] for number in sorted(shown)]
-
-
-def _print_memory(plan: RunPlan, shown: list[RankEstimate], titles: list[str]) -> None:
-    unit, size = _unit(max(rank.memory.total for rank in shown))
-    rows = [("layers", *(str(rank.layers) for rank in shown), "")]
-    rows.append(("parameters", *(_billions(rank.parameters) for rank in shown), "that a rank computes with"))
-    for part in fields(shown[0].memory):
-        sizes = [getattr(rank.memory, part.name) for rank in shown]
-        if any(sizes):
-            rows.append((part.name, *map(size, sizes), _PARTS[part.name]))
-    fullest = plan.estimate.fullest
-    marked = fullest if len(shown) > 1 else None
-    totals = [
-        click.style(size(rank.memory.total), bold=rank is not marked, fg="yellow" if rank is marked else None)
-        for rank in shown
-    ]
-    rows.append((click.style("total", bold=True), *totals, "at the peak of a step"))
-    print_table((unit, *titles, "WHAT"), rows, right=titles)
-
-
-def _print_traffic(shown: list[RankEstimate], titles: list[str]) -> None:
-    unit, size = _unit(max(max(rank.sent.values(), default=0) for rank in shown))
-    rows = [
-        (dimension, *(size(rank.sent.get(dimension, 0)) for rank in shown), what)
-        for dimension, what in _DIMENSIONS.items()
-        if any(rank.sent.get(dimension) for rank in shown)
-    ]
-    print_table((f"{unit} SENT", *titles, "BY A RANK IN A STEP"), rows, right=titles)
-
-
-def _print_time(time: StepTime) -> None:
-    rows = [("compute", _seconds(time.compute), f"with kernels at {percent(time.efficiency, 0)} of the peak")]
-    if time.waiting:
-        rows.append(("pipeline", _seconds(time.waiting), "ranks wait for one another"))
-    rows += [
-        (dimension, _seconds(seconds), f"not hidden: {_DIMENSIONS.get(dimension, '')}".rstrip(": "))
-        for dimension, seconds in time.exposed.items()
-        if seconds
-    ]
-    rate = f"{time.tokens_per_second:,.0f} tokens/s per device, MFU {percent(time.mfu)}; from data sheets, not measured"
-    rows.append((click.style("total", bold=True), click.style(_seconds(time.total), bold=True), rate))
-    print_table(("SECONDS", "PER STEP", "WHAT"), rows, right=("PER STEP",))
-
-
-def _seconds(seconds: float) -> str:
-    return f"{seconds:,.3f}"
-
-
-def _print_verdict(plan: RunPlan) -> None:
-    fullest = plan.estimate.fullest
-    needed = fullest.memory.total
-    largest = max(_PARTS, key=lambda part: int(getattr(fullest.memory, part)))
-    who = f"pipeline rank {fullest.pp_rank} is the fullest: it" if plan.sizes.pp > 1 else "each rank"
-    need = f"{who} needs {human_size(needed)}, most of it {largest}"
-    if plan.memory_bytes is None:
-        print_wrapped("", f"{need}; --memory-gib compares it with a device")
-        return
-    words, colour = ("tight", "yellow") if plan.tight else ("fits", "green")
-    if not plan.fits:
-        words, colour = "does not fit", "red"
-    has = f"a device has {human_size(plan.memory_bytes)} ({percent(needed / plan.memory_bytes, 0)})"
-    print_wrapped(words, f"{need}; {has}", colour=colour)
 
 
 def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:

@@ -10,19 +10,16 @@ from typing import Any
 
 import click
 
-from nxdt_core.cli.verb import Verb, say
+from nxdt_core.cli.verb import say, verb
 from nxdt_core.errors.training import NothingToPlot
 from nxdt_core.run.metric_files import Row, finite, fits_axes, lines_of, rows_by_step
 from nxdt_core.system.regular_files import replacing
 from nxdt_core.system.visible_text import visible
 
 
-@click.command(
-    cls=Verb,
-    examples=(
-        "nxdt plot nxdt_experiments/llama-tiny",
-        "nxdt plot nxdt_experiments/llama-tiny nxdt_experiments/llama-small -o both.svg",
-    ),
+@verb(
+    "nxdt plot nxdt_experiments/llama-tiny",
+    "nxdt plot nxdt_experiments/llama-tiny nxdt_experiments/llama-small -o both.svg",
 )
 @click.argument("runs", metavar="RUN...", nargs=-1, required=True, type=click.Path(path_type=Path))
 @click.option(
@@ -124,7 +121,9 @@ def draw(runs: Sequence[PlottedRun], target: Path, metric: str = "loss") -> None
     for axes in (loss, rate):
         axes.grid(alpha=0.3)
     loss.legend()
-    per_step = _tokens_per_step(runs[0].training[-1])
+    row = runs[0].training[-1]
+    tokens = finite(row.get("consumed_tokens"))
+    per_step = tokens / row["step"] if row["step"] and tokens is not None and tokens >= 1 else None
     if per_step is not None:
         above = loss.secondary_xaxis("top", functions=(lambda step: step * per_step, lambda tokens: tokens / per_step))
         above.set_xlabel("tokens" if len(runs) == 1 else f"tokens of {runs[0].name}")
@@ -146,11 +145,6 @@ def _draw_run(loss: Any, rate: Any, run: PlottedRun, metric: str, label: str, li
         mark = {} if number else {"label": f"{label}resumed"}
         loss.axvline(step, color=drawn.get_color(), linestyle=":", linewidth=1, **mark)
     rate.plot(*_points(run.training, "lr"), line, color=drawn.get_color(), linewidth=1)
-
-
-def _tokens_per_step(row: Row) -> float | None:
-    tokens = finite(row.get("consumed_tokens"))
-    return tokens / row["step"] if row["step"] and tokens is not None and tokens >= 1 else None
 
 
 def _points(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:

@@ -1,22 +1,28 @@
-"""``nxdt plugins``: list, inspect, create, trace and pin plugins."""
+"""``nxdt plugins``: list, inspect, create, trace and pin plugins, find their problems and newer versions."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
+import tomllib
 from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
+from importlib.metadata import distributions
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.groups import SuggestingGroup
-from nxdt_core.cli.plugin_checks import outdated
 from nxdt_core.cli.terminal import print_facts, print_table, shade
 from nxdt_core.cli.verb import (
-    Verb,
+    SuggestingGroup,
     as_json,
+    attributes,
     complete_plugin,
     config_arguments,
     optional_config_arguments,
@@ -24,66 +30,27 @@ from nxdt_core.cli.verb import (
     print_note,
     say,
 )
+from nxdt_core.config.secrets import hide_secrets
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.plugins import KitsMissing, PipMissing, UnknownPlugin
+from nxdt_core.kernel import Kernel, PluginPolicy
+from nxdt_core.kernel.hooks import traced_hooks
+from nxdt_core.kernel.hookspecs import HOOKS
+from nxdt_core.kernel.lock import editable_source, write_lock
+from nxdt_core.kernel.plugin import LOCAL, advise, diagnose, names, plugin_hints, plugin_notes
 from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from nxdt_core.config import ResolvedConfig
-    from nxdt_core.kernel import Kernel, RegisteredComponent
+    from nxdt_core.kernel import RegisteredComponent
     from nxdt_core.kernel.plugin import PluginInfo
 
+_TIMEOUT_S = 60
+_AT_ONCE = 4
 
+
+_ENTRY_POINTS = "nxdt.plugins"
 _SLOWEST = 20
 """Rows of the table."""
-
-
-@click.command(
-    "trace",
-    cls=Verb,
-    short_help="Show which hook implementations ran, whose, and how long.",
-    examples=("nxdt plugins trace recipe:llama-tiny", "nxdt plugins trace my_run.yaml trainer.max_steps=10 --json"),
-)
-@config_arguments
-@as_json
-def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
-    """Load CONFIG as a run does, and show each call of a plugin: its hook, how long it took, and what it gave.
-
-    A second table shows the keys whose default came from a plugin. Nothing is trained.
-    """
-    from nxdt_core.config import load
-    from nxdt_core.kernel.hooks import traced_hooks
-
-    with traced_hooks() as calls:
-        config = load(source, overrides)
-    defaults = _defaults(config)
-    if json_output:
-        rows = [
-            {"hook": each.hook, "plugin": each.plugin, "dist": each.dist, "outcome": each.outcome, "s": each.seconds}
-            for each in calls
-        ]
-        print_json({"calls": rows, "defaults": defaults})
-        return
-    slowest = sorted(calls, key=lambda each: -each.seconds)[:_SLOWEST]
-    table = [(each.hook, each.plugin, f"{1000 * each.seconds:.2f}", each.outcome, each.dist) for each in slowest]
-    print_table(("HOOK", "PLUGIN", "MS", "GAVE", "DIST"), table, right=("MS",))
-    total = 1000 * sum(each.seconds for each in calls)
-    say(f"{len(calls)} calls of {len({(each.dist, each.plugin) for each in calls})} plugins, {total:.1f} ms")
-    if defaults:
-        say("")
-        print_table(("KEY", "PLUGIN", "DEFAULT"), [(row["key"], row["plugin"], str(row["value"])) for row in defaults])
-
-
-def _defaults(config: ResolvedConfig) -> list[dict[str, Any]]:
-    """Return the keys whose value a plugin's hook gave."""
-    found = []
-    for key, origin in config.origins.items():
-        value = config.tree.as_shown(key)
-        if origin.kind == "plugin" and not isinstance(value, dict | list):
-            found.append({"key": key, "plugin": origin.where, "value": value})
-    return found
-
-
 _LOCK = "nxdt-plugins.lock"
 _NAMES_SHOWN = 4
 """Components of a plugin that a listing names; it counts more by kind."""
@@ -110,21 +77,32 @@ def list_(kind: str | None, json_output: bool) -> None:
     Notes below the table name plugins whose entry module imports heavy libraries, and plugins with incomplete
     metadata, such as no range of nxdt-core.
     """
-    from nxdt_core.kernel.plugin import plugin_hints, plugin_notes
-
-    kernel = _start_kernel()
+    kernel = Kernel.start()
     if kind is not None:
-        _list_kind(kernel, kind, json_output)
+        chosen = kernel.registry.all(kind)
+        if json_output:
+            print_json([_described(one, **attributes(one, "plugin", "dist", "version")) for one in chosen])
+            return
+        rows = [(_row(one)[1], one.plugin, f"{one.dist} {one.version}".rstrip(), one.record.summary) for one in chosen]
+        print_table(("NAME", "PLUGIN", "DIST", "SUMMARY"), rows)
         return
     if json_output:
         print_json([_as_object(kernel, plugin) for plugin in kernel.plugins])
         return
-    rows = []
+    table = []
     for plugin in kernel.plugins:
-        offers = plugin.reason or _offers(_components(kernel, plugin))
-        rows.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), offers))
+        components = _components(kernel, plugin)
+        offers = [component.record.name for component in components]
+        if len(components) > _NAMES_SHOWN:  # "13 optimizers, 14 LR schedulers"
+            offers = []
+            for offered, count in Counter(component.kind for component in components).items():
+                noun = offered.replace("_", " ").replace("lr ", "LR ")
+                plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
+                offers.append(f"{count} {noun if count == 1 else plural}")
+        cell = plugin.reason or ", ".join(offers)
+        table.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), cell))
     header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY NOT")
-    print_table(header, rows, optional=("DIST", "VERSION"))
+    print_table(header, table, optional=("DIST", "VERSION"))
     for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
         print_note(note)
 
@@ -143,10 +121,9 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
     distributions that require no range of nxdt-core; and editable installations whose metadata are older than their
     pyproject.toml. The table shows how long each entry module takes.
     """
-    from nxdt_core.cli.plugin_checks import complaints
-    from nxdt_core.config.secrets import hide_secrets
+    from nxdt_core.config.load import start_kernel_of
 
-    kernel = _start_kernel(source, overrides)
+    kernel = Kernel.start() if source is None else start_kernel_of(source, overrides)
     unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]
     found = [*map(hide_secrets, (*complaints(kernel.plugins), *unused))]
     if json_output:
@@ -175,8 +152,6 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
     are run. A plugin of which no component can be tested without its repository is not accepted. It needs
     `nxdt-testing`.
     """
-    from nxdt_core.errors.plugins import KitsMissing
-
     if find_spec(_KITS.partition(".")[0]) is None:
         raise KitsMissing(name=name)
     kits = import_module(_KITS)
@@ -185,7 +160,7 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
     tested = {each.of for each in results if each.of in components and each.state != "skip"}
     failed = sum(result.state == "fail" for result in results)
     if json_output:
-        print_json([{key: getattr(each, key) for key in ("of", "requirement", "state", "text")} for each in results])
+        print_json([attributes(each, "of", "requirement", "state", "text") for each in results])
     else:
         colours = {"pass": "green", "skip": "yellow", "fail": "red"}
         rows = [
@@ -229,33 +204,53 @@ def show(name: str, json_output: bool) -> None:
 
     NAME is the plugin's name or that of its distribution.
     """
-    from nxdt_core.errors.plugins import UnknownPlugin
-    from nxdt_core.kernel.plugin import names
-
-    kernel = _start_kernel()
-    chosen = [plugin for plugin in kernel.plugins if names(name, name=plugin.name, dist=plugin.dist)]
-    if not chosen:
-        raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(plugin.name for plugin in kernel.plugins)))
+    kernel = Kernel.start()
+    chosen = _called(name, kernel.plugins)
     if json_output:
-        print_json([_with_details(kernel, plugin) for plugin in chosen])
+        more = ("module", "location", "requires")
+        print_json(
+            [
+                {
+                    **_as_object(kernel, plugin),
+                    **attributes(plugin, *more),
+                    "components": [{"kind": each.kind, **_described(each)} for each in _components(kernel, plugin)],
+                }
+                for plugin in chosen
+            ]
+        )
         return
     for number, plugin in enumerate(chosen):
         click.echo(nl=number > 0)
-        _print_plugin(kernel, plugin)
+        facts = [
+            ("plugin", plugin.name),
+            ("distribution", f"{plugin.dist} {plugin.version}".rstrip()),
+            ("state", shade(plugin.state)),
+            ("reason", plugin.reason),
+            ("note", plugin.note),
+            ("to change", "; ".join(plugin.hints)),
+            ("module", plugin.module),
+            ("location", plugin.location),
+            ("requires", ", ".join(plugin.requires)),
+        ]
+        print_facts([(name, value) for name, value in facts if value])
+        components = _components(kernel, plugin)
+        if components:
+            click.echo()
+            rows = [_row(component) for component in components]
+            print_table(("KIND", "NAME", "SUPPORTS", "SUMMARY"), rows, optional=("SUPPORTS",))
 
 
 @plugins.command("hooks", examples=("nxdt plugins hooks", "nxdt plugins hooks --json"))
 @as_json
 def hooks(json_output: bool) -> None:
     """List the hooks, and the plugins that implement each."""
-    from nxdt_core.kernel.hookspecs import HOOKS
-
-    kernel = _start_kernel()
+    kernel = Kernel.start()
     rows, objects = [], []
     for hook, specification in HOOKS.items():
         found = reversed(getattr(kernel.manager.hook, hook).get_hookimpls())  # the last one is called first
         listeners = [each.plugin_name.rpartition(":")[2] for each in found]
-        summary = _plain_text((specification.__doc__ or "").split("\n", 1)[0])
+        sentence = (specification.__doc__ or "").split("\n", 1)[0].partition(". ")[0].rstrip(".")
+        summary = re.sub(r"(:\w+:)?`+([^`]+)`+", r"\2", sentence)
         rows.append((hook, ", ".join(listeners) or "-", summary))
         objects.append({"hook": hook, "plugins": listeners, "summary": summary})
     if json_output:
@@ -271,9 +266,7 @@ def lock(file: Path) -> None:
 
     A configuration with plugins.lock refuses to run with other plugins.
     """
-    from nxdt_core.kernel.lock import write_lock
-
-    write_lock(_start_kernel().plugins, file)
+    write_lock(Kernel.start().plugins, file)
     say(f"wrote {file}", err=True)
 
 
@@ -283,9 +276,6 @@ def lock(file: Path) -> None:
 @click.pass_context
 def verify(ctx: click.Context, file: Path, json_output: bool) -> None:
     """Compare the installed plugins with FILE (nxdt-plugins.lock); exit status 2 where they differ."""
-    from nxdt_core.errors import NxdtError
-    from nxdt_core.kernel import Kernel, PluginPolicy
-
     try:
         Kernel.start(PluginPolicy(lock=file))
     except NxdtError as error:
@@ -300,47 +290,162 @@ def verify(ctx: click.Context, file: Path, json_output: bool) -> None:
     click.echo(f"{click.style('ok', fg='green')}: the plugins are those of {visible(str(file))}")
 
 
-plugins.add_command(trace)
-plugins.add_command(outdated)
+@plugins.command(
+    "trace",
+    short_help="Show which hook implementations ran, whose, and how long.",
+    examples=("nxdt plugins trace recipe:llama-tiny", "nxdt plugins trace my_run.yaml trainer.max_steps=10 --json"),
+)
+@config_arguments
+@as_json
+def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
+    """Load CONFIG as a run does, and show each call of a plugin: its hook, how long it took, and what it gave.
+
+    A second table shows the keys whose default came from a plugin. Nothing is trained.
+    """
+    from nxdt_core.config import load
+
+    with traced_hooks() as calls:
+        config = load(source, overrides)
+    values = {key: config.tree.as_shown(key) for key, origin in config.origins.items() if origin.kind == "plugin"}
+    defaults = [
+        {"key": key, "plugin": config.origins[key].where, "value": value}
+        for key, value in values.items()
+        if not isinstance(value, dict | list)
+    ]
+    if json_output:
+        rows = [{**attributes(call, "hook", "plugin", "dist", "outcome"), "s": call.seconds} for call in calls]
+        print_json({"calls": rows, "defaults": defaults})
+        return
+    slowest = sorted(calls, key=lambda call: -call.seconds)[:_SLOWEST]
+    table = [(call.hook, call.plugin, f"{1000 * call.seconds:.2f}", call.outcome, call.dist) for call in slowest]
+    print_table(("HOOK", "PLUGIN", "MS", "GAVE", "DIST"), table, right=("MS",))
+    total = 1000 * sum(call.seconds for call in calls)
+    say(f"{len(calls)} calls of {len({(call.dist, call.plugin) for call in calls})} plugins, {total:.1f} ms")
+    if defaults:
+        say("")
+        print_table(("KEY", "PLUGIN", "DEFAULT"), [(row["key"], row["plugin"], str(row["value"])) for row in defaults])
 
 
-def _start_kernel(source: str | None = None, overrides: Sequence[str] = ()) -> Kernel:
-    from nxdt_core.kernel import Kernel
+@plugins.command(
+    "outdated",
+    short_help="Compare installed plugins with pip's index.",
+    examples=("nxdt plugins outdated", "nxdt plugins outdated nxdt-plugin-llama --json"),
+)
+@click.argument("names", nargs=-1, metavar="[NAME]...")
+@as_json
+@click.pass_context
+def outdated(ctx: click.Context, names: tuple[str, ...], json_output: bool) -> None:
+    """Ask the package index that pip is configured for whether newer versions of the core and the plugins exist.
 
-    if source is None:
-        return Kernel.start()
-    from nxdt_core.config.load import start_kernel_of
+    Exit status 1 where a distribution is older than the index's newest version. Prereleases do not count. A
+    distribution that the index does not have, or that pip cannot ask it for, is not found. NAME is a plugin or
+    distribution; all by default.
+    """
+    from packaging.version import Version
 
-    return start_kernel_of(source, overrides)
+    if find_spec("pip") is None:
+        raise PipMissing(python=sys.executable)
+    chosen = [plugin for plugin in Kernel.start().plugins if plugin.dist != LOCAL]
+    if names:
+        chosen = list(chain.from_iterable(_called(name, chosen) for name in names))
+    installed = {plugin.dist: plugin.version for plugin in chosen}
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        newest = dict(zip(installed, pool.map(_newest, installed), strict=True))
+    rows = []
+    for dist, version in sorted(installed.items()):
+        state = "not found"
+        if newest[dist]:
+            state = "outdated" if Version(version) < Version(newest[dist]) else "ok"
+        rows.append({"dist": dist, "installed": version, "newest": newest[dist], "state": state})
+    old = [row["dist"] for row in rows if row["state"] == "outdated"]
+    if json_output:
+        print_json(rows)
+    else:
+        cells = [(row["dist"], row["installed"], row["newest"] or "-", row["state"]) for row in rows]
+        print_table(("DIST", "INSTALLED", "NEWEST", "STATE"), cells)
+        if old:
+            say(f"\npip install --upgrade {' '.join(old)}")
+    ctx.exit(1 if old else 0)
+
+
+def _newest(dist: str) -> str:
+    """Return the newest version of ``dist`` on the index; empty where the index has none."""
+    command = [sys.executable, "-m", "pip", "--disable-pip-version-check", "index", "versions", dist]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
+    except subprocess.TimeoutExpired:
+        return ""
+    found = re.search(r"^Available versions: ([^,\s]+)", done.stdout, flags=re.MULTILINE)
+    return found[1] if found is not None and done.returncode == 0 else ""
+
+
+def complaints(plugins: Iterable[PluginInfo]) -> Iterator[str]:
+    """Yield a line for each thing that is wrong with a plugin; one that is blocked is as its user wants it."""
+    for plugin in plugins:
+        if plugin.state not in ("ok", "blocked"):
+            yield f"plugin {diagnose(plugin)} ({advise(plugin)})"
+        for line in (plugin.note, *plugin.hints, stale_metadata(plugin)):
+            if line:
+                yield f"plugin {plugin.label}: {line}"
+
+
+def stale_metadata(plugin: PluginInfo) -> str:
+    """Return how the metadata of an editable installation differ from its sources, as a sentence without an end; empty
+    where they agree, and of other installations. (pip writes metadata at installation.)
+
+    Compared are the entry points of plugins, the version and the requirements, where ``pyproject.toml`` has them.
+    """
+    dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
+    source = None if dist is None else editable_source(dist)
+    if dist is None or source is None:
+        return ""
+    if not source.is_dir():
+        return f"it is installed from {source}, which does not exist"
+    try:
+        project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError):
+        return ""
+    different = []
+    if {entry.name: entry.value for entry in dist.entry_points if entry.group == _ENTRY_POINTS} != project.get(
+        "entry-points", {}
+    ).get(_ENTRY_POINTS, {}):
+        different.append("entry points")
+    if project.get("version") not in (None, dist.version):
+        different.append("version")
+    requirements = {_compact(line) for line in dist.requires or () if "extra ==" not in line}
+    if "dependencies" in project and {_compact(line) for line in project["dependencies"]} != requirements:
+        different.append("requirements")
+    if not different:
+        return ""
+    older = f"its installed metadata are older than {source / 'pyproject.toml'}: other {' and '.join(different)}"
+    return f"{older}; run 'pip install -e {source}' again"
+
+
+def _compact(requirement: str) -> str:
+    """A requirement in one spelling, as far as builders change it: order of the bounds, spaces and quotes."""
+    bounds, mark, marker = requirement.replace("'", '"').partition(";")
+    name = bounds.replace(" ", "").lower().replace("_", "-")
+    start = next((place for place, letter in enumerate(name) if letter in "<>=!~"), len(name))
+    parts = sorted(name[start:].strip("()").split(","))
+    return name[:start].rstrip("(") + ",".join(parts) + mark + marker.replace(" ", "")
+
+
+def _called(name: str, plugins: Sequence[PluginInfo]) -> list[PluginInfo]:
+    """Return the plugins of this name or distribution.
+
+    Raises:
+        UnknownPlugin: there is none.
+    """
+    chosen = [plugin for plugin in plugins if names(name, name=plugin.name, dist=plugin.dist)]
+    if not chosen:
+        raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(plugin.name for plugin in plugins)))
+    return chosen
 
 
 def _components(kernel: Kernel, plugin: PluginInfo) -> list[RegisteredComponent]:
     """Return the components that one plugin registered, in the order of the kinds."""
     every = [c for kind in kernel.registry.kinds() for c in kernel.registry.all(kind.name)]
     return [c for c in every if plugin.state == "ok" and (c.plugin, c.dist) == (plugin.name, plugin.dist)]
-
-
-def _offers(components: Sequence[RegisteredComponent]) -> str:
-    """``llama, mistral``, or ``13 optimizers, 14 LR schedulers`` of many."""
-    if len(components) <= _NAMES_SHOWN:
-        return ", ".join(component.record.name for component in components)
-    return ", ".join(_counted(count, kind) for kind, count in Counter(c.kind for c in components).items())
-
-
-def _counted(count: int, kind: str) -> str:
-    noun = kind.replace("_", " ").replace("lr ", "LR ")
-    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
-    return f"{count} {noun if count == 1 else plural}"
-
-
-def _list_kind(kernel: Kernel, kind: str, json_output: bool) -> None:
-    """Print the components of one kind."""
-    found = kernel.registry.all(kind)
-    if json_output:
-        print_json([_described(each, plugin=each.plugin, dist=each.dist, version=each.version) for each in found])
-        return
-    rows = [(_row(each)[1], each.plugin, f"{each.dist} {each.version}".rstrip(), each.record.summary) for each in found]
-    print_table(("NAME", "PLUGIN", "DIST", "SUMMARY"), rows)
 
 
 def _described(component: RegisteredComponent, **origin: str) -> dict[str, object]:
@@ -353,48 +458,9 @@ def _described(component: RegisteredComponent, **origin: str) -> dict[str, objec
 def _as_object(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
     """One plugin in ``--json``; keys are only ever added."""
     return {
-        "name": plugin.name,
-        "dist": plugin.dist,
-        "version": plugin.version,
-        "state": plugin.state,
-        "reason": plugin.reason,
-        "note": plugin.note,
-        "hints": list(plugin.hints),
+        **attributes(plugin, "name", "dist", "version", "state", "reason", "note", "hints"),
         "components": [{"kind": c.kind, "name": c.record.name} for c in _components(kernel, plugin)],
     }
-
-
-def _with_details(kernel: Kernel, plugin: PluginInfo) -> dict[str, object]:
-    """One plugin in ``plugins show --json``: what ``list`` has, and more of it."""
-    details = [{"kind": each.kind, **_described(each)} for each in _components(kernel, plugin)]
-    more = {"module": plugin.module, "location": plugin.location, "requires": list(plugin.requires)}
-    return {**_as_object(kernel, plugin), **more, "components": details}
-
-
-def _print_plugin(kernel: Kernel, plugin: PluginInfo) -> None:
-    facts = [
-        ("plugin", plugin.name),
-        ("distribution", f"{plugin.dist} {plugin.version}".rstrip()),
-        ("state", shade(plugin.state)),
-        ("reason", plugin.reason),
-        ("note", plugin.note),
-        ("to change", "; ".join(plugin.hints)),
-        ("module", plugin.module),
-        ("location", plugin.location),
-        ("requires", ", ".join(plugin.requires)),
-    ]
-    print_facts([(name, value) for name, value in facts if value])
-    components = _components(kernel, plugin)
-    if components:
-        click.echo()
-        rows = [_row(component) for component in components]
-        print_table(("KIND", "NAME", "SUPPORTS", "SUMMARY"), rows, optional=("SUPPORTS",))
-
-
-def _plain_text(docstring: str) -> str:
-    """The first sentence of a docstring without its markup."""
-    sentence = docstring.partition(". ")[0].rstrip(".")
-    return re.sub(r"(:\w+:)?`+([^`]+)`+", r"\2", sentence)
 
 
 def _row(component: RegisteredComponent) -> tuple[str, str, str, str]:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.groups import SuggestingGroup
 from nxdt_core.cli.terminal import print_table, print_wrapped
-from nxdt_core.cli.verb import as_json, complete_recipe, print_json, say
+from nxdt_core.cli.verb import SuggestingGroup, as_json, complete_recipe, print_json, say
 
 if TYPE_CHECKING:
     from nxdt_core.config.sources import Recipe

@@ -1,18 +1,161 @@
-"""``nxdt report`` and ``nxdt watch``: the page of runs, written once or served while they train."""
+"""``nxdt report`` and ``nxdt watch``: the page of runs, written once or served while they train.
+
+It shows what a run wrote into its directory. A file that is missing or cut short gives what can be read of it.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from itertools import product
+from os.path import isfile, realpath
 from pathlib import Path
 
 import click
 
 from nxdt_core.cli.report_plot import COLOURS, Content, Markup, document, element, plot, policy
-from nxdt_core.cli.report_records import Run, Series, read_run
-from nxdt_core.cli.verb import Verb, say
+from nxdt_core.cli.verb import say, verb
 from nxdt_core.errors.training import NotARunDirectory
+from nxdt_core.run.metric_files import json_object, lines_of, numbers_of, rows_by_step
 from nxdt_core.system.http_server import Handler, Server
+
+Series = dict[int, float]
+"""Value by step."""
+
+_EVENT = re.compile(r"(?P<time>[\d-]+ [\d:]+),\d+ (?P<level>[A-Z]+) rank (?P<rank>\d+) [\w.]+: (?P<text>.*)")
+_TOLD = re.compile(r"resum|starting from|stop|skipped|not finite|plugins |learning rate|average|damaged|fall")
+"""Information that is an event; warnings and errors always are."""
+_MOST_EVENTS = 200
+_COUNTERS = frozenset({"step", "consumed_samples", "consumed_tokens", "tokens", "pairs"})
+"""Columns that have no curve."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """The records of one run."""
+
+    directory: Path
+    name: str
+    curves: Mapping[str, Series]
+    """Curves by ``FILE:COLUMN``, such as ``metrics:loss``; those of a validation set by ``validation:loss/NAME``."""
+    last_step: int | None
+    values: Mapping[str, str]
+    """Configuration as text by key."""
+    origins: Mapping[str, str]
+    """Origin of each key for which ``config.yaml`` has one."""
+    versions: Mapping[str, str]
+    """Versions by distribution, of the newest checkpoint that can be read."""
+    facts: Mapping[str, str]
+    """Layout and fingerprint of the same checkpoint."""
+    events: tuple[tuple[str, str, str], ...] = ()
+    """Time, level and text."""
+    generations: tuple[tuple[int, str, str], ...] = field(default=())
+    """Step, prompt and text of the newest samples."""
+
+
+def read_run(directory: Path) -> Run:
+    """Return the records below the directory of a run.
+
+    Raises:
+        NotARunDirectory: it has neither metrics nor a configuration.
+    """
+    if not isfile(directory / "metrics.jsonl") and not isfile(directory / "config.yaml"):
+        raise NotARunDirectory(path=str(directory))
+    curves: dict[str, Series] = {}
+    rows = {name: rows_by_step(_lines(directory / f"{name}.jsonl")) for name in ("metrics", "validation", "saves")}
+    for file, rows_of_file in rows.items():
+        for row in rows_of_file:
+            for column, suffix, number in numbers_of(row):
+                if column not in _COUNTERS:
+                    curves.setdefault(f"{file}:{column}{suffix}", {})[row["step"]] = number
+
+    values, origins = _read_configuration(_lines(directory / "config.yaml"))
+
+    # From the newest manifest below the run's own directory of checkpoints.
+    named: dict[str, str] = {}
+    facts: dict[str, str] = {}
+    for path in reversed(_paths(directory, "checkpoints/step-*/manifest.json")):
+        manifest = {} if path.parent.is_symlink() else json_object("\n".join(_lines(path)))
+        versions, mesh = manifest.get("versions"), manifest.get("mesh")
+        if isinstance(versions, dict) and isinstance(mesh, dict):
+            named = {name: str(version) for name, version in versions.items()}
+            facts = {
+                "newest checkpoint": f"step {manifest.get('step')}, {manifest.get('created')}",
+                "layout": " ".join(f"{name}={size}" for name, size in mesh.items()),
+                "plugins' fingerprint": str(manifest.get("plugin_fingerprint", "")),
+            }
+            break
+
+    # Warnings, errors and turning points from the first rank's log, and steps whose update was skipped.
+    events: deque[tuple[str, str, str]] = deque(maxlen=_MOST_EVENTS)
+    for path in _paths(directory, "logs/globalrank-0_*.txt"):
+        for event in map(_EVENT.fullmatch, _lines(path)):
+            if event is not None and (event["level"] != "INFO" or _TOLD.search(event["text"])):
+                events.append((event["time"], event["level"].lower(), event["text"]))
+    before = 0
+    for row in rows["metrics"]:
+        skipped = row.get("skipped_steps")
+        skipped = skipped if isinstance(skipped, int) else before
+        if skipped > before:
+            text = f"{skipped - before} steps skipped, their gradients not finite"
+            events.append((f"step {row['step']}", "warning", text))
+        before = skipped
+    replaced = sum(type(json_object(line).get("step")) is int for line in _lines(directory / "metrics.replaced.jsonl"))
+    if replaced:
+        events.append(("", "info", f"{replaced} logged steps were repeated after a resume (metrics.replaced.jsonl)"))
+
+    samples = (row for row in map(json_object, _lines(directory / "generations.jsonl")) if type(row.get("step")) is int)
+    return Run(
+        directory=directory,
+        name=Path(realpath(directory)).name,
+        curves=curves,
+        last_step=max((row["step"] for row in rows["metrics"]), default=None),
+        values=values,
+        origins=origins,
+        versions=named,
+        facts=facts,
+        events=tuple(events),
+        generations=tuple(
+            (row["step"], str(row.get("prompt", "")), str(row.get("text", ""))) for row in deque(samples, maxlen=12)
+        ),
+    )
+
+
+def _lines(path: Path) -> Iterator[str]:
+    with suppress(OSError):
+        yield from lines_of(path)
+
+
+def _paths(directory: Path, pattern: str) -> list[Path]:
+    """Paths that match, sorted; as many as can be listed while the directory may be going away."""
+    found: list[Path] = []
+    with suppress(OSError):
+        found.extend(directory.glob(pattern))
+    return sorted(found)
+
+
+def _read_configuration(lines: Iterator[str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Value and origin of each key, read line by line, since the origins are comments."""
+    values, origins = {}, {}
+    above: list[tuple[int, str]] = []
+    for line in lines:
+        text, _, origin = line.rpartition("  # ") if "  # " in line else (line, "", "")
+        key, colon, value = text.lstrip(" ").partition(":")
+        if not colon or not key or key[0] in "#\t" or (value and value[0] != " "):
+            continue
+        indent, key, value = len(text) - len(text.lstrip(" ")), key.strip(), value.strip()
+        above = [(depth, name) for depth, name in above if depth < indent]
+        path = ".".join([*(name for _, name in above), key])
+        if value:
+            values[path], origins[path] = value, origin
+        else:
+            above.append((indent, key))
+    return values, origins
+
 
 _HOST = "127.0.0.1"
 _REFRESH_S = 10
@@ -20,10 +163,7 @@ _REFRESH_S = 10
 _runs = click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 
 
-@click.command(
-    cls=Verb,
-    examples=("nxdt report nxdt_experiments/llama-tiny", "nxdt report runs/a runs/b -o compare.html"),
-)
+@verb("nxdt report nxdt_experiments/llama-tiny", "nxdt report runs/a runs/b -o compare.html")
 @_runs
 @click.option(
     "-o",
@@ -49,10 +189,7 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
     say(f"wrote {output}")
 
 
-@click.command(
-    cls=Verb,
-    examples=("nxdt watch nxdt_experiments/llama-tiny", "nxdt watch runs/a runs/b --port 9000"),
-)
+@verb("nxdt watch nxdt_experiments/llama-tiny", "nxdt watch runs/a runs/b --port 9000")
 @_runs
 @click.option(
     "--port",
@@ -69,17 +206,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 
     for run in runs:
         read_run(run)
-    try:
-        server = Server(_HOST, port, _handler(runs))
-    except OSError as error:
-        raise CannotServeReport(port=port, reason=error.strerror or str(error)) from error
-    with server:
-        say(f"serving http://{_HOST}:{server.server_port}/ (Ctrl-C ends it)")
-        sys.stdout.flush()
-        server.serve_forever()
 
-
-def _handler(runs: Sequence[Path]) -> type[Handler]:
     class ReportHandler(Handler):
         def respond(self) -> None:
             """Answer the one page, or one that says which directory is gone; both load again."""
@@ -93,7 +220,14 @@ def _handler(runs: Sequence[Path]) -> type[Handler]:
             policy = f"{POLICY}; frame-ancestors 'none'"
             self.answer(status, "text/html; charset=utf-8", text, Content_Security_Policy=policy)
 
-    return ReportHandler
+    try:
+        server = Server(_HOST, port, ReportHandler)
+    except OSError as error:
+        raise CannotServeReport(port=port, reason=error.strerror or str(error)) from error
+    with server:
+        say(f"serving http://{_HOST}:{server.server_port}/ (Ctrl-C ends it)")
+        sys.stdout.flush()
+        server.serve_forever()
 
 
 _CHARTS = (
@@ -114,7 +248,7 @@ _CHARTS = (
 _MEMORY = (
     "Measured: on a GPU the peak of torch's allocator, on a CPU that of the whole process. nxdt plan counts tensors."
 )
-_SHOWN = ("loss", "val_loss", "tokens_per_s", "lr", "grad_norm")
+_SHOWN = ("metrics:loss", "validation:loss", "metrics:tokens_per_s", "metrics:lr", "metrics:grad_norm")
 _LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
 _OF_SAVES = "metrics:checkpoint_"
 """Columns that ``saves.jsonl`` has, too."""
@@ -157,7 +291,9 @@ def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
         runs: at least one.
         refresh_s: seconds after which a browser loads the page again; None for never.
     """
-    sections = (_summary(runs), _plots(runs), _configuration(runs), _environment(runs), _events(runs), _samples(runs))
+    curves = [element("h2", "Curves"), _dim("Over the optimizer steps.")]
+    curves.append(element("div", _plots(runs), class_="grid-of-plots"))
+    sections = (_summary(runs), curves, _configuration(runs), _environment(runs), _events(runs), _samples(runs))
     return _page(", ".join(run.name for run in runs), *sections, refresh_s=refresh_s)
 
 
@@ -175,16 +311,11 @@ def _summary(runs: Sequence[Run]) -> Content:
     for run in runs:
         goal = run.values.get("trainer.max_steps", "")
         step = "-" if run.last_step is None else f"{run.last_step}{f' of {goal}' if goal else ''}"
-        last = [_last(run, column) for column in _SHOWN]
+        points = [run.curves.get(column) for column in _SHOWN]
+        last = [f"{values[max(values)]:.5g}" if values else "-" for values in points]
         rows.append([run.name, step, *last, str(run.directory)])
     head = ["Run", "Step", "Loss", "Validation loss", "Tokens/s", "Learning rate", "Gradient norm", "Directory"]
     return _legend([(number, run.name) for number, run in enumerate(runs)]), _table(head, rows)
-
-
-def _last(run: Run, column: str) -> str:
-    key = f"validation:{column.removeprefix('val_')}" if column.startswith("val_") else f"metrics:{column}"
-    points = run.curves.get(key)
-    return f"{points[max(points)]:.5g}" if points else "-"
 
 
 def _legend(lines: Sequence[tuple[int, str]]) -> Markup:
@@ -193,45 +324,27 @@ def _legend(lines: Sequence[tuple[int, str]]) -> Markup:
 
 
 def _plots(runs: Sequence[Run]) -> Iterator[Markup]:
-    yield from (element("h2", "Curves"), element("p", "Over the optimizer steps.", class_="dim"))
-    yield element("div", _metric_plots(runs), class_="grid-of-plots")
-
-
-def _metric_plots(runs: Sequence[Run]) -> Iterator[Markup]:
     known = {column for _, columns, _ in _CHARTS for column in columns} | _LEFT_OUT
     seen = dict.fromkeys(
         column for run in runs for column in run.curves if column not in known and not column.startswith(_OF_SAVES)
     )
     further = [(column.partition(":")[2].replace("_", " "), (column,), False) for column in seen]
     for chart, columns, log in (*_CHARTS, *further):
-        title = _in_mib(chart, [run.curves.get(column, {}) for run in runs for column in columns])
-        lines = [
-            (
-                number + (len(runs) if column.startswith("validation") and len(columns) > 1 else 0),
-                name,
-                _in_unit(run.curves[column], title),
-            )
-            for number, run in enumerate(runs)
-            for column in columns
-            if column in run.curves
-            for name in [f"{run.name}: {'validation' if column.startswith('validation') else 'training'}"]
-        ]
+        values = [value for run in runs for column in columns for value in run.curves.get(column, {}).values()]
+        title = chart.replace("GiB", "MiB") if max(values, default=_GIB) < _GIB / 10 else chart
+        unit = {"GiB": _GIB, "MiB": _MIB}.get(title.rpartition(" ")[2], 1)
+        lines = []
+        for (number, run), column in product(enumerate(runs), columns):
+            validates = column.startswith("validation")
+            colour = number + (len(runs) if validates and len(columns) > 1 else 0)
+            points = {step: value / unit for step, value in run.curves.get(column, {}).items()}
+            if column in run.curves:
+                lines.append((colour, f"{run.name}: {'validation' if validates else 'training'}", points))
         picture = plot(lines, label=title, log=log)
         if picture is not None:
             legend = _legend([(colour, name) for colour, name, _ in lines]) if len(columns) > 1 else None
             note = _dim(_MEMORY) if columns == ("metrics:max_memory_bytes",) else None
             yield element("figure", element("h3", title, ", log scale" if log else None), picture, legend, note)
-
-
-def _in_mib(title: str, curves: Sequence[Series]) -> str:
-    """Return the title of a chart of bytes with MiB in place of GiB where all of its values are small."""
-    largest = max((value for points in curves for value in points.values()), default=_GIB)
-    return title.replace("GiB", "MiB") if largest < _GIB / 10 else title
-
-
-def _in_unit(points: Series, title: str) -> Series:
-    size = {"GiB": _GIB, "MiB": _MIB}.get(title.rpartition(" ")[2], 1)
-    return {step: value / size for step, value in points.items()}
 
 
 def _configuration(runs: Sequence[Run]) -> Iterator[Markup]:
@@ -241,15 +354,11 @@ def _configuration(runs: Sequence[Run]) -> Iterator[Markup]:
     yield element("h2", "Configuration")
     if len(runs) > 1:
         yield from (element("h3", "Differences"), _table(head, _key_rows(runs, differing), differs=True))
-    chosen = [key for key in keys if any(_is_set(run, key) for run in runs)]
+    written = [{key for key in run.values if not run.origins.get(key, "").startswith("default")} for run in runs]
+    chosen = [key for key in keys if any(key in names for names in written)]
     for title, shown, opened in (("Keys that are set", chosen, ""), ("All keys", keys, None)):
         summary = element("summary", f"{title} ({len(shown)})")
         yield element("details", summary, _table(head, _key_rows(runs, shown)), open=opened)
-
-
-def _is_set(run: Run, key: str) -> bool:
-    """Return whether a file, the command line or a plugin set the value."""
-    return key in run.values and not run.origins.get(key, "").startswith("default")
 
 
 def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[Content]]:

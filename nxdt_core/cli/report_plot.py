@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias, final
@@ -91,19 +91,10 @@ _MOST_DECADES = 12
 _Point = tuple[int, float]
 
 
-@final
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """Maps ``low`` to ``start`` and ``high`` to ``end``."""
-
-    low: float
-    high: float
-    start: float
-    end: float
-
-    def place(self, value: float) -> str:
-        share = (value - self.low) / (self.high - self.low) if self.high > self.low else 0.5
-        return f"{self.start + share * (self.end - self.start):.1f}"
+def _place(value: float, low: float, high: float, start: float, end: float) -> str:
+    """Map ``low`` to ``start`` and ``high`` to ``end``."""
+    share = (value - low) / (high - low) if high > low else 0.5
+    return f"{start + share * (end - start):.1f}"
 
 
 def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log: bool = False) -> Markup | None:
@@ -122,35 +113,38 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
     if not steps or not any(values if not log else steps):  # a counter that stays at 0 has no picture
         return None
     x_ticks = [each for each in _ticks(min(steps), max(steps), 4) if min(steps) <= each <= max(steps)]
-    y_ticks = _decades(min(values), max(values)) if log else _ticks(*_widened(min(values), max(values)), 4)
-    x = _Axis(min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
-    y = _Axis(min(*values, y_ticks[0]), max(*values, y_ticks[-1]), _HEIGHT - _BOTTOM, _TOP)
-    return element(
-        "svg",
-        _across(y, y_ticks, _labels([10**tick if log else tick for tick in y_ticks])),
-        [
-            element("text", text, x=x.place(tick), y=_HEIGHT - 8, text_anchor="middle")
-            for tick, text in zip(x_ticks, _labels(x_ticks), strict=True)
-        ],
-        [_line(x, y, *each) for each in drawn],
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
-        role="img",
-        aria_label=label,
-    )
+    low, high = min(values), max(values)
+    if log:  # logarithms of 1, 2, 5, 10, … that enclose the values; of many, powers of ten alone
+        factors = (1, 2, 5) if high - low < 3 else (1,)
+        size = math.ceil((high - low) / _MOST_DECADES) or 1
+        decades = range(math.floor(low) - size, math.ceil(high) + size + 1, size)
+        candidates = [decade + math.log10(factor) for decade in decades for factor in factors]
+        first = max(index for index, tick in enumerate(candidates) if tick <= low)
+        last = min(index for index, tick in enumerate(candidates) if tick >= high)
+        y_ticks = candidates[first : last + 1]
+    else:  # values that differ by less than 1 % show as nearly equal, with short labels
+        more = max(0.0, 0.01 * max(abs(low), abs(high)) - (high - low)) / 2
+        y_ticks = _ticks(low - more, high + more, 4)
+    ends = min(*values, y_ticks[0]), max(*values, y_ticks[-1])
 
+    def x_of(step: float) -> str:
+        return _place(step, min(steps), max(steps), _LEFT, _WIDTH - _RIGHT)
 
-def _across(y: _Axis, ticks: Sequence[float], labels: Sequence[str]) -> Iterator[Markup]:
-    for tick, text in zip(ticks, labels, strict=True):
-        place = y.place(tick)
-        yield element("line", class_="grid", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=place, y2=place)
-        yield element("text", text, x=_LEFT - 6, y=place, dy=4, text_anchor="end")
+    def y_of(value: float) -> str:
+        return _place(value, *ends, _HEIGHT - _BOTTOM, _TOP)
 
-
-def _line(x: _Axis, y: _Axis, colour: int, name: str, points: Sequence[_Point]) -> Markup:
-    places = [(x.place(step), y.place(value)) for step, value in points]
-    dots = [element("circle", cx=across, cy=down, r=2.5) for across, down in places] if len(places) <= 30 else None
-    line = element("polyline", points=" ".join(map(",".join, places)))
-    return element("g", element("title", name), line, dots, class_=f"s{colour % COLOURS}")
+    content: list[Markup] = []
+    for tick, text in zip(y_ticks, _labels([10**tick if log else tick for tick in y_ticks]), strict=True):
+        content.append(element("line", class_="grid", x1=_LEFT, x2=_WIDTH - _RIGHT, y1=y_of(tick), y2=y_of(tick)))
+        content.append(element("text", text, x=_LEFT - 6, y=y_of(tick), dy=4, text_anchor="end"))
+    for tick, text in zip(x_ticks, _labels(x_ticks), strict=True):
+        content.append(element("text", text, x=x_of(tick), y=_HEIGHT - 8, text_anchor="middle"))
+    for colour, name, points in drawn:
+        places = [(x_of(step), y_of(value)) for step, value in points]
+        dots = [element("circle", cx=x, cy=y, r=2.5) for x, y in places] if len(places) <= 30 else None
+        line = element("polyline", points=" ".join(map(",".join, places)))
+        content.append(element("g", element("title", name), line, dots, class_=f"s{colour % COLOURS}"))
+    return element("svg", content, viewBox=f"0 0 {_WIDTH} {_HEIGHT}", role="img", aria_label=label)
 
 
 def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
@@ -165,13 +159,6 @@ def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
     return [point for pair in ends for point in sorted(pair)]
 
 
-def _widened(low: float, high: float) -> tuple[float, float]:
-    """Return a range that shows values which differ by less than 1 % as nearly equal, with short labels."""
-    least = 0.01 * max(abs(low), abs(high))
-    more = max(0.0, least - (high - low)) / 2
-    return low - more, high + more
-
-
 def _ticks(low: float, high: float, count: int) -> list[float]:
     """Round numbers that enclose a range."""
     span = high - low or abs(high) or 1.0
@@ -179,17 +166,6 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
     step = next((size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= count), size * 10)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(first, max(last, first + 1) + 1)]
-
-
-def _decades(low: float, high: float) -> list[float]:
-    """Logarithms of 1, 2, 5, 10, … that enclose a range of logarithms; of many, powers of ten alone."""
-    factors = (1, 2, 5) if high - low < 3 else (1,)
-    size = math.ceil((high - low) / _MOST_DECADES) or 1
-    decades = range(math.floor(low) - size, math.ceil(high) + size + 1, size)
-    found = [decade + math.log10(factor) for decade in decades for factor in factors]
-    first = max(index for index, tick in enumerate(found) if tick <= low)
-    last = min(index for index, tick in enumerate(found) if tick >= high)
-    return found[first : last + 1]
 
 
 def _labels(values: Sequence[float]) -> list[str]:

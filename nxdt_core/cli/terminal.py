@@ -21,21 +21,8 @@ from typing import TextIO
 import click
 
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.system.visible_text import visible
-
-__all__ = [
-    "byte_bar",
-    "error_text",
-    "human_size",
-    "percent",
-    "print_facts",
-    "print_table",
-    "print_wrapped",
-    "shade",
-    "wrap",
-]
-
 
 _GAP = "  "
 _NARROWEST = 12
@@ -80,8 +67,12 @@ def print_table(
     filled = [column for column in range(len(header)) if any(cells[column] for cells in rows)]
     columns = {header[column]: [cells[column] for cells in rows] for column in filled}
     for title in optional:
-        narrowest = sum(_longest_word(*each) for each in columns.items()) + len(_GAP) * (len(columns) - 1)
-        if title in columns and len(columns) > 1 and (narrowest > _columns() or _squeezed(columns, optional)):
+        if title not in columns or len(columns) < 2:
+            continue
+        narrowest = sum(_longest_word(*column) for column in columns.items()) + len(_GAP) * (len(columns) - 1)
+        last = list(columns)[-1]
+        readable = min(_READABLE, _natural(last, columns[last]))  # the last column, unless it is optional, too
+        if narrowest > _columns() or (last not in optional and _fitted(columns)[-1] < readable):
             del columns[title]
     widths = _fitted(columns)
     titles = [click.style(title, bold=True) for title in columns]
@@ -111,7 +102,20 @@ def wrap(text: str, width: int) -> list[str]:
     styled = _STYLED.fullmatch(text)
     if styled:
         return [f"{styled[1]}{line}\x1b[0m" for line in wrap(styled[2], width)]
-    return [part for line in text.split("\n") for part in _wrapped(line, width)]
+    lines: list[str] = []
+    for line in text.split("\n"):
+        if "\x1b" in line or _width(line) <= width:
+            lines.append(line)
+            continue
+        indent = line[: len(line) - len(line.lstrip())]
+        current = ""
+        for piece in _pieces(line, max(width - len(indent), 1)):
+            if current and _width(indent + current + piece.rstrip()) > width:
+                lines.append(indent + current.rstrip())
+                current = ""
+            current += piece
+        lines.append(indent + current.rstrip())
+    return lines
 
 
 def print_wrapped(lead: str, text: str, *, colour: str | None = None, err: bool = False) -> None:
@@ -144,20 +148,6 @@ def human_size(size_bytes: int) -> str:
             return f"{size:.0f} {unit}" if unit == "B" or size >= 100 else f"{size:.1f} {unit}"
         size /= 1024
     return f"{size:.1f} TiB"
-
-
-def _wrapped(line: str, width: int) -> list[str]:
-    if "\x1b" in line or _width(line) <= width:
-        return [line]
-    indent = line[: len(line) - len(line.lstrip())]
-    lines: list[str] = []
-    current = ""
-    for piece in _pieces(line, max(width - len(indent), 1)):
-        if current and _width(indent + current + piece.rstrip()) > width:
-            lines.append(indent + current.rstrip())
-            current = ""
-        current += piece
-    return [*lines, indent + current.rstrip()]
 
 
 def _pieces(line: str, width: int) -> list[str]:
@@ -197,12 +187,6 @@ def _longest_word(title: str, cells: Sequence[str]) -> int:
     """Width of the longest word, with the indentation of its line."""
     lines = [line for cell in (title, *cells) for line in click.unstyle(cell).split("\n")]
     return max(len(line) - len(line.lstrip()) + max(map(_width, line.split()), default=0) for line in lines)
-
-
-def _squeezed(columns: Mapping[str, Sequence[str]], optional: Sequence[str]) -> bool:
-    """Return whether the last column, which is not optional, is too narrow for its text to be readable."""
-    last = list(columns)[-1]
-    return last not in optional and _fitted(columns)[-1] < min(_READABLE, _natural(last, columns[last]))
 
 
 def _fitted(columns: Mapping[str, Sequence[str]]) -> list[int]:
@@ -248,25 +232,18 @@ def error_text(error: NxdtError) -> str:
     codes = list(dict.fromkeys(problem.shown_code for problem in problems)) or [error.code]
     last = f"More: nxdt explain {' '.join(codes[:_EXPLAINED])}"
     if sys.stderr.isatty():
-        return "\n".join([*_terminal_lines(error, problems), *([""] if problems else []), click.style(last, dim=True)])
+        lines = [*_indented_lines(error.code, "", error.what(), "")]
+        for line in error.do().split("\n") if not isinstance(error, ConfigError) else ():
+            lines += _indented_lines("", "", line.strip(), _GAP)
+        for problem in problems:
+            key = f"{problem.key}: " if problem.key else ""
+            text = f"{key}{problem.what()} {problem.do()}".strip()
+            lines += ["", *_indented_lines(problem.shown_code, problem.place, text, _GAP)]
+        return "\n".join([*lines, *([""] if problems else []), click.style(last, dim=True)])
     from nxdt_core.config.secrets import hide_secrets
 
     code, _, rest = hide_secrets(str(error)).partition(" ")
     return f"{click.style(code, fg='red', bold=True)} {rest}\n  {last}"
-
-
-def _terminal_lines(error: NxdtError, problems: tuple[ConfigProblem, ...]) -> Iterator[str]:
-    yield from _indented_lines(error.code, "", error.what(), "")
-    if not isinstance(error, ConfigError):
-        for line in error.do().split("\n"):
-            yield from _indented_lines("", "", line.strip(), _GAP)
-        return
-    for problem in problems:
-        yield ""
-        key = f"{problem.key}: " if problem.key else ""
-        yield from _indented_lines(
-            problem.shown_code, problem.place, f"{key}{problem.what()} {problem.do()}".strip(), _GAP
-        )
 
 
 def _indented_lines(code: str, place: str, text: str, indent: str) -> Iterator[str]:

@@ -1,16 +1,18 @@
-"""``nxdt train``: one run, from a YAML file or a recipe."""
+"""``nxdt train``: one run, from a YAML file or a recipe. ``nxdt compile``: fill the cache of compiled graphs for it."""
 
 from __future__ import annotations
 
 import io
 import os
 import re
+import subprocess
 import sys
+import time
 from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json, print_note, say
+from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, say, verb
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
 from nxdt_core.system.progress import PROGRESS, process_age_s
@@ -21,14 +23,11 @@ if TYPE_CHECKING:
     from nxdt_core.launch.supervision.client import Client
 
 
-@click.command(
-    cls=Verb,
-    examples=(
-        "nxdt train recipe:llama-tiny",
-        "nxdt train my_run.yaml",
-        "nxdt train my_run.yaml trainer.max_steps=1000 model.optim.lr=3e-4",
-        "nxdt train my_run.yaml trainer.devices=4 distributed_strategy.tensor_model_parallel_size=2",
-    ),
+@verb(
+    "nxdt train recipe:llama-tiny",
+    "nxdt train my_run.yaml",
+    "nxdt train my_run.yaml trainer.max_steps=1000 model.optim.lr=3e-4",
+    "nxdt train my_run.yaml trainer.devices=4 distributed_strategy.tensor_model_parallel_size=2",
 )
 @config_arguments
 @click.option(
@@ -63,12 +62,19 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
     PROGRESS.begin_start(process_age_s())
     PROGRESS.spent("import")
-    survive_closed_output()
+    for name in ("stdout", "stderr"):  # the log files of a run keep all of it
+        stream = getattr(sys, name)
+        if type(stream) is io.TextIOWrapper:
+            stream.flush()
+            setattr(sys, name, _Surviving(stream))
     place = find_place()
     if place.world_size > 1:
         from nxdt_core.launch.rank import as_rank
 
-        ctx.exit(as_rank(place, lambda client: _train(_load(source, overrides, client.is_first), client, json_output)))
+        def run(client: Client) -> int:
+            return _train(_load(source, overrides, prints=client.is_first), client, json_output)
+
+        ctx.exit(as_rank(place, run))
     options = ["--json"] if json_output else []
     config = _load(source, overrides, prints=not max_restarts)
     if max_restarts:
@@ -77,7 +83,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
         ctx.exit(run_with_restarts(config, max_restarts, ["train", *options]))
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config, json_output=json_output))
-    from nxdt_core.cli.checks import check_layout
+    from nxdt_core.cli.config import check_layout
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
@@ -94,28 +100,31 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     ctx.exit(outcome.status)
 
 
-def _load(source: str, overrides: tuple[str, ...], prints: bool = True) -> ResolvedConfig:
-    from nxdt_core.cli.checks import require_set, vocabulary_notes
+def _load(source: str, overrides: tuple[str, ...], *, prints: bool = True, trial: bool = False) -> ResolvedConfig:
+    from nxdt_core.cli.config import require_set, vocabulary_notes
     from nxdt_core.config import load
     from nxdt_core.config.migration import environment_notes
 
     config = load(source, overrides)
-    require_set(config)
-    if prints:
-        engine = config.selected("engine").component.record
-        # The variables of NxD Training's job scripts are those of its runtime, which such an engine reads.
-        others = () if "xla" in engine.capabilities else environment_notes(os.environ, config.kernel)
-        for note in (*config.notes, *vocabulary_notes(config), *others):
-            print_note(note)
-    PROGRESS.spent("configuration")
+    notes = [*config.notes]
+    if trial:
+        check_torch_folder()
+    else:
+        require_set(config)
+        PROGRESS.spent("configuration")
+    if prints and not trial:
+        notes += vocabulary_notes(config)
+        # The variables of NxD Training's job scripts are those of its runtime, which an engine for XLA reads.
+        if "xla" not in config.selected("engine").component.record.capabilities:
+            notes += environment_notes(os.environ, config.kernel)
+    for note in notes if prints else ():
+        print_note(note)
     return config
 
 
 def _train(config: ResolvedConfig, client: Client | None = None, json_output: bool = False) -> int:
     check_torch_folder()
-    from nxdt_core.run.training import (
-        train as run,  # imports torch: only a configuration that is right pays for it
-    )
+    from nxdt_core.run.training import train as run  # imports torch: only a right configuration pays for it
 
     summary = run(config, client)
     if client is None or client.place.rank == 0:
@@ -127,19 +136,9 @@ def _train(config: ResolvedConfig, client: Client | None = None, json_output: bo
     return summary.exit_status
 
 
-def survive_closed_output() -> None:
-    """Let standard output and standard error of this process drop what is written once their reader has gone.
-
-    The log files of a run keep all of it.
-    """
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if type(stream) is io.TextIOWrapper:
-            stream.flush()
-            setattr(sys, name, _Surviving(stream))
-
-
 class _Surviving(io.TextIOWrapper):
+    """Drops what is written once its reader has gone."""
+
     def __init__(self, stream: io.TextIOWrapper) -> None:
         """``stream``: whose buffer this writes to."""
         super().__init__(
@@ -170,3 +169,69 @@ class _Surviving(io.TextIOWrapper):
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.fileno())
         os.close(nowhere)
+
+
+@verb(
+    "nxdt compile my_run.yaml model.compile=true",
+    "nxdt compile recipe:llama-tiny model.compile=true compiler_cache_url=/shared/graphs",
+    "nxdt compile recipe:llama3-8b parallel_engine.name=nxd",
+    name="compile",
+)
+@config_arguments
+@click.pass_context
+def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -> None:
+    """Compile the graphs of a run, so that its first step finds them in a cache.
+
+    CONFIG and KEY=VALUE are those of `nxdt train`. A trial of the run trains for three steps and validates, with
+    fresh weights, on as many processes as the run has. It writes no checkpoint and leaves the run's directory alone.
+    The cache is at compiler_cache_url, by default where the compiler has it; `nxdt train` with the same
+    configuration reads it. The output says which graphs were new.
+    """
+    from nxdt_core.launch.joining import find_place
+
+    place = find_place()
+    if place.world_size > 1:
+        from nxdt_core.launch.rank import as_rank
+
+        def run(client: Client) -> int:
+            config = _load(source, overrides, prints=client.is_first, trial=True)
+            client.watch(config.run.distributed_strategy.timeout_s)
+            return _trial(config, speaks=client.place.rank == 0)
+
+        ctx.exit(as_rank(place, run))
+    config = _load(source, overrides, trial=True)
+    from nxdt_core.train.compile_ahead import ahead_of  # imports torch: only a right configuration pays for it
+
+    ahead = ahead_of(config)
+    if ahead.tool:
+        command = [*ahead.tool, sys.executable, "-m", "nxdt_core", "compile", "--", config.source, *config.overrides]
+        say(f"cache of compiled graphs: {ahead.cache}")
+        sys.stdout.flush()
+        status = subprocess.run(command, env=os.environ, check=False).returncode
+        if status == 0 and ahead.result is not None:
+            say(ahead.result())
+        ctx.exit(status if status >= 0 else 128 - status)
+    if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
+        ctx.exit(_trial(config))
+    from nxdt_core.cli.config import check_layout
+
+    check_layout(config)
+    from nxdt_core.launch.launcher import launch
+
+    outcome = launch(config, ["compile"])
+    if outcome.text:
+        say(outcome.text, err=True)
+    ctx.exit(outcome.status)
+
+
+def _trial(config: ResolvedConfig, *, speaks: bool = True) -> int:
+    from nxdt_core.train.compile_ahead import ahead_of, run_trial
+
+    ahead = ahead_of(config)
+    if speaks:
+        say(f"cache of compiled graphs: {ahead.cache}")
+    began = time.monotonic()
+    graphs = run_trial(config, ahead, say)
+    if speaks and graphs is not None:
+        say(f"graphs: {graphs}, in {time.monotonic() - began:.1f} s")
+    return 0

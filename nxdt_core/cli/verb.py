@@ -1,10 +1,17 @@
-"""The shape of every ``nxdt`` command: a help text with examples, options that several share, and completions."""
+"""The shape of every ``nxdt`` command: a help text with examples, options that several share, and completions.
+
+A group imports its commands when they are called: the core's, and those that plugins add.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections import Counter
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib import import_module
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import click
@@ -16,6 +23,7 @@ __all__ = [
     "Verb",
     "WithExamples",
     "as_json",
+    "attributes",
     "complete_override",
     "complete_plugin",
     "complete_recipe",
@@ -25,9 +33,9 @@ __all__ = [
     "print_json",
     "print_note",
     "say",
+    "verb",
     "without_secrets",
 ]
-
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MESSAGES = ("notes", "problems")
@@ -88,6 +96,13 @@ def _keys_like(option: str) -> list[str]:
     return [key for key in found if key.count(".") == min(each.count(".") for each in found)]
 
 
+def verb(
+    *examples: str, name: str | None = None, short_help: str | None = None
+) -> Callable[[Callable[..., Any]], click.Command]:
+    """Return a decorator that makes a command of a function; ``examples`` are whole command lines."""
+    return click.command(name, cls=Verb, examples=examples, short_help=short_help)
+
+
 def as_json(function: _F) -> _F:
     """Add ``--json``."""
     return click.option("--json", "json_output", is_flag=True, help="Print JSON to standard output.")(function)
@@ -99,6 +114,11 @@ def print_json(value: object) -> None:
     Notes and problems in it hide secrets, as they do on standard error.
     """
     say(json.dumps(_with_hidden(value), indent=2, ensure_ascii=False))
+
+
+def attributes(value: object, *names: str) -> dict[str, Any]:
+    """Return attributes of a record by their names, in this order, for :func:`print_json`."""
+    return {name: getattr(value, name) for name in names}
 
 
 def say(text: str, *, err: bool = False, end: str = "\n") -> None:
@@ -214,11 +234,8 @@ def _values(path: str) -> list[str]:
         if slot.key == path:
             return [component.record.name for component in Kernel.start().registry.all(slot.kind)]
     section, _, name = path.rpartition(".")
-    for cls in _classes(section):
-        key = keys_of(cls).get(name)
-        if key is not None:
-            return list(dict.fromkeys(_words(key.json_schema())))
-    return []
+    keys = (keys_of(cls).get(name) for cls in _classes(section))
+    return next((list(dict.fromkeys(_words(key.json_schema()))) for key in keys if key is not None), [])
 
 
 def _words(schema: Mapping[str, Any]) -> Iterator[str]:
@@ -240,3 +257,148 @@ def config_arguments(function: _F, *, required: bool = True) -> _F:
 
 optional_config_arguments = partial(config_arguments, required=False)
 """:func:`config_arguments` for a command that also works without a configuration."""
+
+
+@dataclass(frozen=True, slots=True)
+class LazyCommand:
+    """Import target of a command, and the line that a listing shows for it without importing it."""
+
+    target: str
+    """``package.module:attribute`` of a :class:`click.Command`."""
+    summary: str
+    section: str = "Commands"
+    """Heading above the command in the help text of its group."""
+
+    def load(self) -> click.Command:
+        """Import the command, whose summary in other listings is this one, too."""
+        from nxdt_core.kernel.discovery import exits_explained  # not for `nxdt --help`
+
+        module, _, attribute = self.target.partition(":")
+        with exits_explained():
+            command: click.Command = getattr(import_module(module), attribute)
+        command.short_help = self.summary
+        return command
+
+
+_NAMES_ELSEWHERE = {"compare": "diff", "delete": "prune", "finetune": "train", "ls": "list", "run": "train"}
+"""Other programs' names of commands → names here that are not like them."""
+
+
+class SuggestingGroup(WithExamples, click.Group):
+    """A group with examples, which names the command that was probably meant, and which plugins may add verbs to.
+
+    Args:
+        lazy: commands that are imported when they are called; they are listed first.
+        place: the words between ``nxdt`` and a verb of the group; its name by default.
+    """
+
+    command_class = Verb
+
+    def __init__(
+        self,
+        *args: Any,
+        lazy: Mapping[str, LazyCommand] = MappingProxyType({}),
+        place: str | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.lazy = lazy
+        self.place = (self.name or "") if place is None else place
+
+    def summaries(self) -> dict[str, str]:
+        """Return the group's own commands in the order of the help text, each with its line there."""
+        own = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        return {name: entry.summary for name, entry in self.lazy.items()} | own
+
+    def own_command(self, name: str) -> click.Command | None:
+        """Return one of these; None where there is none of that name."""
+        return self.lazy[name].load() if name in self.lazy else self.commands.get(name)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the group's own names, then those of plugins."""
+        return [*self.summaries(), *self._contributed()]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Find a command; plugins are asked only for a name that the group does not have."""
+        command = self.own_command(cmd_name)
+        if command is None and cmd_name in (contributed := self._contributed()):
+            command = contributed[cmd_name][1]()
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Write the commands by section, those of plugins last, from the summaries, importing nothing."""
+        sections: dict[str, list[tuple[str, str]]] = {}
+        for name, summary in self.summaries().items():
+            section = getattr(self.lazy.get(name), "section", "Commands")
+            sections.setdefault(section, []).append((name, summary))
+        sections["Commands of plugins"] = [(name, summary) for name, (summary, _) in self._contributed().items()]
+        width = max((len(name) for rows in sections.values() for name, _ in rows), default=0)
+        for title, rows in sections.items():
+            if rows:
+                with formatter.section(title):
+                    formatter.write_dl([(name.ljust(width), summary) for name, summary in rows])
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Find the command of the first word; the usage error suggests a close one."""
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            from difflib import get_close_matches
+
+            from nxdt_core.kernel import Kernel
+            from nxdt_core.kernel.registry import missing_dist
+
+            dist = missing_dist("command", f"{self.place} {args[0]}".strip(), Kernel.start().plugins)
+            if dist is not None:
+                raise click.UsageError(f"{error.message} Install it: pip install {dist}", ctx) from None
+            known = self.list_commands(ctx)
+            close = get_close_matches(_NAMES_ELSEWHERE.get(args[0], args[0]), known, n=1)
+            if not close:
+                raise
+            raise click.UsageError(f"{error.message} Did you mean '{close[0]}'?", ctx) from None
+
+    def _contributed(self) -> dict[str, tuple[str, Callable[[], click.Command]]]:
+        """Return the summary of each command that plugins add, and what makes it, sorted by name.
+
+        A name that is reserved, or that several plugins offer, is listed as ``plugin:name``: no plugin overrides
+        another one silently. A group that the core has shows what plugins put into it itself.
+        """
+        reserved, offers = self.summaries(), _offers()
+        commands: dict[str, tuple[str, Callable[[], click.Command]]] = {}
+        for name in offers if not self.place else ():
+            if name and name not in reserved:
+                verbs = _named(offers[name], ())
+                text = f"Commands of plugins: {', '.join(verbs)}."
+                examples = [f"nxdt {name} {verb} --help" for verb in verbs]
+                commands[name] = text, partial(SuggestingGroup, name=name, help=text, examples=examples)
+        own = _named(offers.get(self.place, ()), reserved, commands)
+        return dict(sorted([*((name, (one.summary, one.load)) for name, one in own.items()), *commands.items()]))
+
+
+Offer = tuple[str, str, LazyCommand]
+"""The plugin that offers a command, its verb, and the command."""
+
+
+@cache
+def _offers() -> Mapping[str, Sequence[Offer]]:
+    """Return the offers by group; the kernel is started once, however often a command line is looked up in listings."""
+    from nxdt_core.kernel import Kernel
+
+    offers: dict[str, list[Offer]] = {}
+    for plugin, commands in Kernel.start().call("nxdt_cli"):
+        for record in commands:
+            group, _, verb = record.name.rpartition(" ")
+            command = LazyCommand(record.target, record.summary)
+            offers.setdefault(group, []).append((plugin.name, verb, command))
+    return offers
+
+
+def _named(offers: Sequence[Offer], *taken: Container[str]) -> dict[str, LazyCommand]:
+    times = Counter(verb for _, verb, _ in offers)
+    names = {}
+    for plugin, verb, command in offers:
+        clash = times[verb] > 1 or any(verb in own for own in taken)
+        names[f"{plugin}:{verb}" if clash else verb] = command
+    return names

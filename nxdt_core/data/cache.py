@@ -178,7 +178,9 @@ def cached_arrays(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         _remove_unfinished(directory)
-        lock = _wait_for_turn(directory / f"{name}.lock")
+        note = f"process {os.getpid()} makes these arrays\n".encode()
+        while (lock := _try_lock(directory / f"{name}.lock", note)) is None:
+            time.sleep(_LOOK_AGAIN_S)
     except OSError as error:
         unkept(error)
         return make()
@@ -283,15 +285,6 @@ def _remove_oldest(current: Path, most_bytes: int | None) -> None:
             return
         shutil.rmtree(place, ignore_errors=True)
         del sizes[place]
-
-
-def _wait_for_turn(path: Path) -> FileLock:
-    note = f"process {os.getpid()} makes these arrays\n".encode()
-    lock = _try_lock(path, note)
-    while lock is None:
-        time.sleep(_LOOK_AGAIN_S)
-        lock = _try_lock(path, note)
-    return lock
 
 
 @contextmanager

@@ -1,5 +1,9 @@
 """The loader of a run: one item per step, an exact position, the same samples in every layout.
 
+The global batch of a step is the same in every layout; rank r of n takes its r-th of n equal slices. Where a
+single pass ends within a global batch, every rank yields as many micro-batches as the fullest, and rows without a
+sample are blank (see :func:`blank_like`), so that collectives of all ranks still meet.
+
 Threads work ahead, not processes: a tokenised sample is a slice of a numpy array, cheaper to copy than to send between
 processes, and threads share one dataset, one set of open files and one way to fail.
 """
@@ -9,20 +13,211 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import islice
 from typing import Any, TypeVar
 
+import numpy as np
+import torch
 from torch import distributed
 
 from nxdt_core.data.sampler import GlobalOrder
-from nxdt_core.data.sources import MapSource, Position, Slicing, StreamSource
-from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing
-from nxdt_core.protocols.batch import Batch
+from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing, EmptyDataset, MixedSamples
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
-__all__ = ["GlobalBatchLoader", "prefetched"]
+__all__ = ["GlobalBatchLoader", "blank_like", "collate", "count_loss_tokens", "prefetched"]
+
+
+def collate(samples: Sequence[Sample]) -> Batch:
+    """Stack samples into tensors [len(samples), seq]; those of several rows [len(samples) × rows, seq].
+
+    An optional field that only some samples have is filled with what its absence means, so that a batch is the
+    same whichever samples it is made of. Labels stay as the dataset shifted them.
+
+    Raises:
+        MixedSamples: the samples differ in length.
+        EmptyDataset: there are no samples.
+    """
+    if not samples:
+        raise EmptyDataset()
+    shapes = [sample.input_ids.shape for sample in samples]
+    if min(shapes) != max(shapes):
+        raise MixedSamples(lengths=tuple(shape[-1] for shape in shapes))
+    optional: dict[str, Any] = {}
+    for name, (dtype, absent) in _OPTIONAL.items():
+        if any(getattr(sample, name) is not None for sample in samples):
+            filled = [absent(one) if getattr(one, name) is None else getattr(one, name) for one in samples]
+            optional[name] = _stack(filled, dtype)
+    return Batch(
+        input_ids=_stack([sample.input_ids for sample in samples], np.int64),
+        labels=_stack([sample.labels for sample in samples], np.int64),
+        **optional,
+        values={
+            name: _stack([sample.values.get(name, np.zeros(sample.labels.shape)) for sample in samples], np.float32)
+            for name in dict.fromkeys(n for item in samples for n in item.values)
+        },
+        rows_per_sample=1 if len(shapes[0]) == 1 else shapes[0][0],
+        origins=tuple(origins) if any(origins := [sample.origin for sample in samples]) else (),
+    )
+
+
+def blank_like(sample: Sample) -> Sample:
+    """Return a sample of the same shape that is all padding, without a loss; fills up the last batch of a pass."""
+    return replace(
+        sample,
+        labels=np.full_like(sample.labels, IGNORE_INDEX),
+        loss_weights=None if sample.loss_weights is None else np.zeros_like(sample.loss_weights),
+        padding=np.ones(sample.labels.shape, np.bool_),
+        origin=None,
+    )
+
+
+def count_loss_tokens(batches: Iterable[Batch]) -> int:
+    """Return the number of positions of these micro-batches whose label counts, with any weight."""
+    return sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
+
+
+_OPTIONAL: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]] = {
+    "loss_weights": (np.float32, lambda sample: sample.labels != IGNORE_INDEX),
+    "position_ids": (
+        np.int64,
+        lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
+    ),
+    "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
+    "padding": (
+        np.bool_,
+        lambda sample: np.zeros(sample.labels.shape) if sample.document_ids is None else sample.document_ids < 0,
+    ),
+    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
+}
+"""Dtype of each field, and what its absence means."""
+
+
+def _stack(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
+    """[len(arrays) × rows, seq]"""
+    out = np.empty((len(arrays), *arrays[0].shape), dtype)
+    for part, array in zip(out, arrays, strict=True):
+        part[:] = array
+    return torch.from_numpy(out.reshape(-1, out.shape[-1]))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Position:
+    """A place between two steps."""
+
+    samples: int = 0
+    """Samples of the global order before it."""
+    stream: dict[str, Any] | None = None
+    """State of an iterable dataset; None means its beginning. Always None for map-style data."""
+
+
+Step = tuple[list[Batch], Position]
+"""One rank's part of a global batch, and the position after it."""
+Job = Callable[[], Step | None]
+"""Builds a step; None where the data of a single pass ended before it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slicing:
+    """Division of a global batch into the micro-batches of one rank."""
+
+    global_batch_size: int
+    micro_batch_size: int
+    dp_rank: int
+    dp_size: int
+    repeat: bool
+    drop_last: bool
+    constant: bool = False
+    """Every global batch has equally many micro-batches, also the last one of a single pass."""
+
+    @property
+    def mine(self) -> range:
+        """Return this rank's places within a global batch."""
+        per_rank = self.global_batch_size // self.dp_size
+        return range(self.dp_rank * per_rank, (self.dp_rank + 1) * per_rank)
+
+    def cut(self, samples: Sequence[Sample], template: Sample, found: int) -> list[Batch]:
+        """Return the micro-batches of this rank's ``samples``, filled up with blanks made of ``template``.
+
+        Args:
+            samples: those of the ``found`` samples of the global batch at the positions :attr:`mine`.
+            template: any sample of the global batch.
+            found: samples in the global batch; fewer than its size only at the end of a single pass.
+        """
+        size = self.micro_batch_size
+        micro_batches = -(-(len(self.mine) if self.constant else min(found, len(self.mine))) // size)
+        blanks = [blank_like(template)] * (micro_batches * size - len(samples))
+        rows = [*samples, *blanks]
+        return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]
+
+    def keeps(self, found: int) -> bool:
+        """Return whether a global batch with ``found`` samples is used."""
+        return found == self.global_batch_size or (found > 0 and not self.drop_last)
+
+
+def _map_jobs(dataset: MapDataset, order: GlobalOrder, slicing: Slicing, position: Position) -> Iterator[Job]:
+    """Yield the jobs of the steps after ``position``, of samples that are found by index; endless, unless the data is
+    passed once. Jobs may run in any order and at once."""
+
+    def read(index: int, place: int) -> Sample:
+        return dataset.at(index, place // len(dataset))
+
+    def build(indices: list[int], start: int) -> Step:
+        samples = [read(indices[place], start + place) for place in slicing.mine if place < len(indices)]
+        template = samples[0] if samples else read(indices[0], start)
+        return slicing.cut(samples, template, len(indices)), Position(samples=start + len(indices))
+
+    size, start = slicing.global_batch_size, position.samples
+    while True:
+        count = size if slicing.repeat else max(0, min(size, len(dataset) - start))
+        if not slicing.keeps(count):
+            return
+        yield partial(build, order.indices(start, start + count).tolist(), start)
+        start += count
+
+
+def _stream_jobs(
+    dataset: IterableDataset, beginning: dict[str, Any], slicing: Slicing, position: Position
+) -> Iterator[Job]:
+    """Yield endless jobs of the steps after ``position``, of samples in the dataset's own order; they build None after
+    the end of a single pass.
+
+    Each rank reads all samples and keeps its own. Jobs run one after the other (one worker), and each records the
+    position of the dataset after its samples.
+    """
+
+    def endless() -> Iterator[Sample]:
+        empty_passes = 0  # one may be: a checkpoint at the very end of the data
+        while empty_passes < 2:
+            empty_passes += 1
+            for sample in dataset:
+                empty_passes = 0
+                yield sample
+            dataset.load_state_dict(beginning)
+        raise EmptyDataset()
+
+    dataset.load_state_dict(beginning if position.stream is None else position.stream)
+    samples = endless() if slicing.repeat else iter(dataset)
+    reached = position.samples
+
+    def build() -> Step | None:
+        nonlocal reached
+        template, mine, count = None, [], 0
+        for count, sample in zip(range(1, slicing.global_batch_size + 1), samples, strict=False):
+            template = template or sample
+            if count - 1 in slicing.mine:
+                mine.append(sample)
+        if template is None or not slicing.keeps(count):
+            return None
+        reached += count
+        return slicing.cut(mine, template, count), Position(samples=reached, stream=dataset.state_dict())
+
+    while True:
+        yield build
 
 
 T = TypeVar("T")
@@ -101,7 +296,9 @@ class GlobalBatchLoader:
         constant_micro_batches: bool = False,
     ) -> None:
         if dp_rank is None and dp_size is None:
-            dp_rank, dp_size = _only_rank()
+            if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+                raise DataRankMissing(world_size=distributed.get_world_size())
+            dp_rank, dp_size = 0, 1
         elif dp_rank is None or dp_size is None:
             raise ValueError("pass dp_rank and dp_size together")
         if min(global_batch_size, micro_batch_size, dp_size) < 1 or global_batch_size % (micro_batch_size * dp_size):
@@ -120,12 +317,13 @@ class GlobalBatchLoader:
         self._dataset = dataset
         self._repeat = repeat
         self._workers = num_workers
-        self._source: MapSource | StreamSource
+        self._jobs: Callable[[Position], Iterator[Job]]
         if isinstance(dataset, MapDataset):
-            self._source = MapSource(dataset, GlobalOrder(len(dataset), seed=seed, shuffle=shuffle), slicing)
+            order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
+            self._jobs = partial(_map_jobs, dataset, order, slicing)
             self._order = f"shuffled with seed {seed}" if shuffle else "in sequence"
         else:
-            self._source = StreamSource(dataset, slicing)
+            self._jobs = partial(_stream_jobs, dataset, dataset.state_dict(), slicing)
             self._order = "the dataset's own"
             self._workers = min(num_workers, 1)
         self._position = Position()
@@ -146,11 +344,11 @@ class GlobalBatchLoader:
         return iteration
 
     def _iterate(self) -> Generator[list[Batch], None, None]:
-        for step in prefetched(self._source.jobs(self._position), self._workers):
+        for step in prefetched(self._jobs(self._position), self._workers):
             if step is None:
                 return
-            self._position = step.after
-            yield step.batches
+            batches, self._position = step
+            yield batches
 
     def close(self) -> None:
         """End the running iteration and its threads. An iteration without references ends by itself."""
@@ -189,14 +387,3 @@ class GlobalBatchLoader:
                 raise DataChanged(aspect=aspect, saved=state[key], found=current)
         self._position = Position(samples=int(state["consumed_samples"]), stream=state.get("stream"))
         self._loaded = True
-
-
-def _only_rank() -> tuple[int, int]:
-    """Return rank and size of a single process.
-
-    Raises:
-        DataRankMissing: there are several.
-    """
-    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
-        raise DataRankMissing(world_size=distributed.get_world_size())
-    return 0, 1

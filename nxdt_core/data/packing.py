@@ -44,10 +44,16 @@ class Packing:
         """
         document_ids = position_ids = None
         if starts is not None and self.reset_attention_mask:
-            document_ids = _numbered(starts, len(inputs))
+            steps = np.zeros(len(inputs) + 1, dtype=np.int64)
+            steps[starts] = 1
+            document_ids = np.cumsum(steps[:-1])
             labels = _without(labels, starts - 1)
         if starts is not None and self.reset_position_ids:
-            position_ids = _restarted(starts, len(inputs))
+            length = len(inputs)
+            places = np.arange(length, dtype=np.int64)
+            latest = np.zeros(length + 1, dtype=np.int64)
+            latest[starts] = starts
+            position_ids = places - np.maximum.accumulate(latest[:-1])
         if self.eod_id is not None:
             labels = np.where(inputs == self.eod_id, IGNORE_INDEX, labels)
         return Sample(input_ids=inputs, labels=labels, position_ids=position_ids, document_ids=document_ids)
@@ -115,19 +121,6 @@ class PackedDataset(MapDataset):
         """Starts of documents within a window, relative to it: 1 … seq_length (a label's place counts)."""
         first, last = np.searchsorted(self._starts, (begin + 1, begin + self._seq_length + 1))
         return self._starts[first:last] - begin
-
-
-def _numbered(inner: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    steps = np.zeros(length + 1, dtype=np.int64)
-    steps[inner] = 1
-    return np.cumsum(steps[:-1])
-
-
-def _restarted(inner: NDArray[np.int64], length: int) -> NDArray[np.int64]:
-    places = np.arange(length, dtype=np.int64)
-    latest = np.zeros(length + 1, dtype=np.int64)
-    latest[inner] = inner
-    return places - np.maximum.accumulate(latest[:-1])
 
 
 def _without(labels: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:

@@ -132,15 +132,12 @@ class GlobalOrder:
             count = min(stop - start, self._length - within)
             positions = np.arange(within, within + count, dtype=np.int64)
             if self._shuffle:
-                positions = self._epoch(epoch).take(positions)
+                if self._permutation is None or self._permutation[0] != epoch:
+                    self._permutation = epoch, Permutation(self._length, seed=self._seed, epoch=epoch)
+                positions = self._permutation[1].take(positions)
             parts.append(positions)
             start += count
         return np.concatenate(parts)
-
-    def _epoch(self, epoch: int) -> Permutation:
-        if self._permutation is None or self._permutation[0] != epoch:
-            self._permutation = epoch, Permutation(self._length, seed=self._seed, epoch=epoch)
-        return self._permutation[1]
 
 
 class Head(MapDataset):

@@ -106,8 +106,34 @@ def prepare(
     nodes = in_file if nodes is None else nodes
     words = (*drop_replaced(overrides), *([] if nodes is None else [f"trainer.num_nodes={nodes}"]))
     config = load(source, words)
-    _check_devices(config, options, cluster)
-    job = _job(config, words, options, directory, command_line)
+    # A cluster with more or fewer devices per node than the layout uses wastes them, or cannot start the run.
+    devices, wanted = getattr(options, "devices", None), config.run.trainer.devices
+    if devices not in (None, wanted):
+        key = "devices_per_node" if getattr(options, "devices_per_node", None) is not None else "instance_type"
+        where = f"{key} of {cluster}" if cluster is not None else f"--{key.replace('_', '-')}"
+        raise ClusterHasOtherDevices(source=where, found=devices, wanted=wanted)
+    run = config.run
+    name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:_NAME_LENGTH].strip("-") or "nxdt"
+    path = None if config.source.startswith(RECIPE_SCHEME) else Path(config.source).expanduser().absolute()
+    arguments = (config.source if path is None else str(path), *shown_words(config, words))
+    engine = config.selected("engine").component.record.capabilities
+    compiles = getattr(options, "compile", None)
+    if compiles is None:
+        compiles = "xla" in engine or bool(run.model.compile)
+    job = Job(
+        name=name,
+        nodes=run.trainer.num_nodes,
+        devices=run.trainer.devices,
+        train=("train", *arguments, *(word for word in _RESUME if word not in words)),
+        compile=("compile", *arguments) if compiles else (),
+        needs_agent="xla" in engine,
+        checkpoints=config.checkpoint_uri,
+        config=config.to_dict(),
+        config_path=path,
+        directory=(directory or Path("launch") / name).absolute(),
+        working_directory=Path.cwd(),
+        command_line=command_line,
+    )
     submission = launcher().submission(job, options)
     if any(MASK in text for text in submission.files.values()):  # a masked secret would be taken for the secret
         raise SecretsInJobFiles(keys=tuple(_masked(config.to_dict())))
@@ -153,41 +179,6 @@ def submit(job: Job, submission: Submission) -> str:
     if done.returncode != 0:
         raise SubmitFailed(command=command, status=done.returncode, output=output, directory=str(job.directory))
     return output
-
-
-def _check_devices(config: ResolvedConfig, options: Any, cluster: Path | None) -> None:
-    """A cluster with more or fewer devices per node than the layout uses wastes them, or cannot start the run."""
-    devices, wanted = getattr(options, "devices", None), config.run.trainer.devices
-    if devices is None or devices == wanted:
-        return
-    key = "devices_per_node" if getattr(options, "devices_per_node", None) is not None else "instance_type"
-    where = f"{key} of {cluster}" if cluster is not None else f"--{key.replace('_', '-')}"
-    raise ClusterHasOtherDevices(source=where, found=devices, wanted=wanted)
-
-
-def _job(config: ResolvedConfig, words: Sequence[str], options: Any, directory: Path | None, command_line: str) -> Job:
-    run = config.run
-    name = re.sub(r"[^a-z0-9]+", "-", run.name.lower()).strip("-")[:_NAME_LENGTH].strip("-") or "nxdt"
-    recipe = config.source.startswith(RECIPE_SCHEME)
-    path = None if recipe else Path(config.source).expanduser().absolute()
-    arguments = (config.source if path is None else str(path), *shown_words(config, words))
-    engine = config.selected("engine").component.record.capabilities
-    wished = getattr(options, "compile", None)
-    compiles = wished if wished is not None else "xla" in engine or bool(run.model.compile)
-    return Job(
-        name=name,
-        nodes=run.trainer.num_nodes,
-        devices=run.trainer.devices,
-        train=("train", *arguments, *(word for word in _RESUME if word not in words)),
-        compile=("compile", *arguments) if compiles else (),
-        needs_agent="xla" in engine,
-        checkpoints=config.checkpoint_uri,
-        config=config.to_dict(),
-        config_path=path,
-        directory=(directory or Path("launch") / name).absolute(),
-        working_directory=Path.cwd(),
-        command_line=command_line,
-    )
 
 
 def _masked(tree: Any, path: str = "") -> list[str]:

@@ -36,7 +36,6 @@ from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied
 from nxdt_core.launch.restarts import SIGNALS, handled_by, interpreter_arguments, is_restarted
 from nxdt_core.launch.supervision.client import Client, find_supervisor, open_supervisor
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
-from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.system.parent import PARENT_VARIABLE
 
@@ -195,10 +194,28 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     supervisor = None
     if node.number == 0:
         supervisor = open_supervisor(store, place, world_size=node.count * node.devices, in_rank_zero=False)
-    _wait_for_nodes(store, node)
+    names = [f"nxdt/node/{number}" for number in range(node.count)]
+    store.set(names[node.number], "")
+    try:
+        store.wait(names, timedelta(seconds=join_timeout_s()))
+    except DistError as error:
+        missing = tuple(number for number, name in enumerate(names) if not store.check([name]))
+        raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
     ranks = partial(run_ranks, config, node, store.port, command)
     if supervisor is not None:
-        return _run_first_node(supervisor, ranks, node)
+        with _forwarded(lambda number, urgent: supervisor.stop(number, urgent=urgent)) as received:
+            codes = _exit_codes(ranks, node, received)
+        root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
+        if root_cause is None and not codes:
+            return Outcome(status=supervisor.status)
+        if root_cause is not None and root_cause.dead is None:
+            return Outcome(status=root_cause.status, text=root_cause.text)
+        dead = None if root_cause is None else root_cause.dead
+        rank = _first_ended_rank(codes, None if dead is None else dead.rank)
+        if received and codes.get(rank) in {-number for number in SIGNALS}:
+            return Outcome(status=128 + received[0], text=INTERRUPTION.text)
+        host = dead.host if dead is not None and dead.rank == rank else node.place().host
+        raise RankDied(rank=rank, host=host, how=_describe_exit(codes.get(rank)))
     return _run_further_node(Client(place, find_supervisor(store, place), is_rank=False), ranks, node)
 
 
@@ -214,32 +231,6 @@ def _join(node: Node, place: RankEnvironment) -> TCPStore:
         if time.monotonic() > end:
             raise NodeAlreadyJoined(number=node.number, address=place.master_addr, port=place.master_port)
         time.sleep(_RETRY_S)
-
-
-def _wait_for_nodes(store: TCPStore, node: Node) -> None:
-    names = [f"nxdt/node/{number}" for number in range(node.count)]
-    store.set(names[node.number], "")
-    try:
-        store.wait(names, timedelta(seconds=join_timeout_s()))
-    except DistError as error:
-        missing = tuple(number for number, name in enumerate(names) if not store.check([name]))
-        raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
-
-
-def _run_first_node(supervisor: Supervisor, ranks: _Ranks, node: Node) -> Outcome:
-    with _forwarded(lambda number, urgent: supervisor.stop(number, urgent=urgent)) as received:
-        codes = _exit_codes(ranks, node, received)
-    root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
-    if root_cause is None and not codes:
-        return Outcome(status=supervisor.status)
-    if root_cause is not None and root_cause.dead is None:
-        return Outcome(status=root_cause.status, text=root_cause.text)
-    dead = None if root_cause is None else root_cause.dead
-    rank = _first_ended_rank(codes, None if dead is None else dead.rank)
-    if received and codes.get(rank) in {-number for number in SIGNALS}:
-        return Outcome(status=128 + received[0], text=INTERRUPTION.text)
-    host = dead.host if dead is not None and dead.rank == rank else node.place().host
-    raise RankDied(rank=rank, host=host, how=_describe_exit(codes.get(rank)))
 
 
 def _run_further_node(client: Client, ranks: _Ranks, node: Node) -> Outcome:

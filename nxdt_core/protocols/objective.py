@@ -77,7 +77,7 @@ class Objective(ABC):
     """Method of an objective that compares more than the labels and supports ``model.loss_chunk_tokens``
     (:attr:`nxdt_core.protocols.step_context.StepContext.head_loss`)."""
     teacher: str | None = None
-    """Address of a second model, which does not train, as of :func:`~nxdt_core.train.weights.found.find_weights`. The
+    """Address of a second model, which does not train, as of :func:`~nxdt_core.train.weights.loading.find_weights`. The
     record of an objective that has one requires the capability ``frozen_model`` of the engine. The objective runs the
     teacher in :meth:`prepare` or, without a pipeline, in its call."""
     teacher_config: str | None = None

@@ -119,11 +119,15 @@ def problems_of_run(config: ResolvedConfig) -> Iterator[str]:
             f"torch has no process-group backend {profile.process_group_backend!r}, which ranks on {device.type} need. "
             f"Install {profile.install}."
         )
-    if config.run.model.compile and not _compiles(profile):
-        yield (
-            f"torch.compile cannot use its backend {profile.compile_backend!r} here. Install a C++ compiler, or set "
-            f"model.compile=false."
-        )
+    if config.run.model.compile:
+        from torch._dynamo import list_backends  # seconds: only a run that compiles pays for it
+
+        has_compiler = any(shutil.which(name) for name in ("g++", "clang++"))  # for kernels of the host
+        if profile.compile_backend not in list_backends(exclude_tags=()) or (profile.host and not has_compiler):
+            yield (
+                f"torch.compile cannot use its backend {profile.compile_backend!r} here. Install a C++ compiler, or"
+                " set model.compile=false."
+            )
     for package in map(_package, _PACKAGES):
         if package.problem and package.name in _PAIRED_WITH_TORCH and not profile.host:
             yield f"{package.name} {package.version}: {package.problem}"
@@ -151,21 +155,17 @@ def _has_backend(profile: DeviceProfile) -> bool:
     return dist.is_available() and dist.is_backend_available(profile.process_group_backend)
 
 
-def _compiles(profile: DeviceProfile) -> bool:
-    """Return whether ``torch.compile`` has the backend; the stock one needs a C++ compiler for kernels of the host."""
-    from torch._dynamo import list_backends  # seconds: only a run that compiles pays for it
-
-    known = profile.compile_backend in list_backends(exclude_tags=())
-    return known and (not profile.host or any(shutil.which(name) for name in ("g++", "clang++")))
-
-
 def _package(name: str) -> Package:
     try:
         found = distribution(name)
     except PackageNotFoundError:
         return Package(name=name, version=None)
+    # Modules of a placeholder say that the package is the wrong one; none is imported.
+    record = read_metadata_file(found, "RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
+    files = (row[0] for row in csv.reader(record.splitlines()) if row)
+    modules = (Path(str(found.locate_file(file))) for file in files if file.endswith(".py") and file.count("/") <= 1)
     problem = ""
-    if _is_placeholder(name):
+    if any(_PLACEHOLDER.search(module.read_bytes()) for module in modules if module.is_file()):
         problem = f"PyPI's package only reserves the name. Install it from AWS: pip install {name} -i {_AWS_INDEX}."
     elif name in _PAIRED_WITH_TORCH and _pair(found.version) != _pair(torch.__version__):
         problem = (
@@ -173,15 +173,6 @@ def _package(name: str) -> Package:
             f"Install {name}=={'.'.join(_pair(torch.__version__))}.* or that torch."
         )
     return Package(name=name, version=found.version, problem=problem)
-
-
-def _is_placeholder(name: str) -> bool:
-    """Return whether the modules of the package say that it is the wrong one; none is imported."""
-    found = distribution(name)
-    record = read_metadata_file(found, "RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
-    files = (row[0] for row in csv.reader(record.splitlines()) if row)
-    modules = (Path(str(found.locate_file(file))) for file in files if file.endswith(".py") and file.count("/") <= 1)
-    return any(_PLACEHOLDER.search(module.read_bytes()) for module in modules if module.is_file())
 
 
 def _pair(version: str) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.file_lock import FileLock, take_file_lock, this_process
 from nxdt_core.system.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
-from nxdt_core.train.run_dir import run_dir_explained
+from nxdt_core.train.build import run_dir_explained
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Ownership
@@ -43,7 +43,9 @@ def with_dated_run_dir(config: ResolvedConfig, ranks: RankAgreement) -> Resolved
     named = manager.version is not None or manager.explicit_log_dir is not None
     if not manager.use_datetime_version or named or config.run.checkpoint.resume_if_exists:
         return config
-    version = ranks.broadcast_object(_unused_name(config.run_dir, f"{datetime.now():%Y-%m-%d_%H-%M-%S}"))
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    version = ranks.broadcast_object(next(each for each in names if not os.path.lexists(config.run_dir / each)))
     run_dir = config.run_dir / version
     return replace(
         config,
@@ -51,12 +53,6 @@ def with_dated_run_dir(config: ResolvedConfig, ranks: RankAgreement) -> Resolved
         run_dir=run_dir,
         checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
     )
-
-
-def _unused_name(directory: Path, name: str) -> str:
-    """Return ``name``, with the first number from 2 on for which the directory holds nothing of that name."""
-    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
-    return next(each for each in names if not os.path.lexists(directory / each))
 
 
 def previous_source(config: ResolvedConfig) -> str | None:

@@ -20,7 +20,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.system.regular_files import make_directory, regular_opener
 from nxdt_core.system.visible_text import VisibleFormatter, visible
-from nxdt_core.train.run_dir import run_dir_explained
+from nxdt_core.train.build import run_dir_explained
 
 VALUES = "nxdt_values"
 """Attribute of a record: the values that its message shows, such as a row of ``metrics.jsonl``."""
@@ -124,7 +124,11 @@ def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     Values from the environment and secrets are replaced in the error that ends the block.
     """
     as_json, redact = config.run.exp_manager.log_format == "json", Redaction(config.tree)
-    printing = [_printing_json(info, JsonFormatter(rank=info.rank, redact=redact))] if as_json else _printing(info)
+    printing = _printing(info)
+    if as_json:  # everything of rank 0, and errors of each rank
+        printing = [logging.StreamHandler()]
+        printing[0].setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
+        printing[0].setFormatter(JsonFormatter(rank=info.rank, redact=redact))
     try:
         with _attached(printing), _warnings_logged() if as_json else nullcontext():
             yield
@@ -186,14 +190,6 @@ def _printing(info: RankInfo) -> list[logging.Handler]:
     errors.setLevel(logging.ERROR)
     errors.setFormatter(VisibleFormatter(redact=hide_secrets))
     return [errors]
-
-
-def _printing_json(info: RankInfo, lines: JsonFormatter) -> logging.Handler:
-    """Return the console's replacement where lines are JSON: it prints everything of rank 0 and errors of each rank."""
-    printed = logging.StreamHandler()
-    printed.setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
-    printed.setFormatter(lines)
-    return printed
 
 
 @contextmanager

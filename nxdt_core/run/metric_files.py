@@ -23,7 +23,7 @@ from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.run.files import directory_lock
 from nxdt_core.run.log import strict_json
 from nxdt_core.system.regular_files import read_text, regular_opener, replace_text, replacing
-from nxdt_core.train.run_dir import cannot_write
+from nxdt_core.train.build import cannot_write
 
 _ASIDE = ".replaced.jsonl"
 
@@ -92,27 +92,25 @@ def move_later_rows(run_dir: Path, step: int) -> None:
         step: the last one that is not repeated; 0 for a run without a checkpoint.
     """
     for path in sorted(run_dir.glob("*.jsonl")):
-        if not path.name.endswith(_ASIDE):
-            _split(path, step)
-
-
-def _split(path: Path, step: int) -> None:
-    with open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows:
-        if _step(rows.readline()) is None:
-            return
-        rows.seek(0)
-        kept, moved = list[str](), list[str]()
-        for row in rows:
-            found = _step(row)
-            (kept if found is not None and found <= step else moved).append(row.rstrip("\n") + "\n")
-    if moved:
+        if path.name.endswith(_ASIDE):
+            continue
+        with open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows:
+            if _step(rows.readline()) is None:
+                continue
+            rows.seek(0)
+            earlier, later = list[str](), list[str]()
+            for row in rows:
+                done = _step(row)
+                (earlier if done is not None and done <= step else later).append(row.rstrip("\n") + "\n")
+        if not later:
+            continue
         aside = path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)
         with open(aside, "a", encoding="utf-8", newline="\n", opener=regular_opener) as file:
-            file.writelines(moved)
+            file.writelines(later)
             file.flush()
             os.fsync(file.fileno())
         with replacing(path) as whole:
-            whole.write("".join(kept).encode("utf-8"))
+            whole.write("".join(earlier).encode("utf-8"))
             whole.flush()
             os.fsync(whole.fileno())
 

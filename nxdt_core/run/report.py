@@ -1,19 +1,29 @@
-"""Reports of a run: the banner before its first slow step, the differences on resume, the summary at its end."""
+"""Reports of a run: the banner before its first slow step, the differences on resume, the summary at its end; errors
+of running out of memory, with what is in use and what was estimated.
+"""
 
 from __future__ import annotations
 
+import json
 import math
 import shlex
-from collections.abc import Callable, Iterator, Mapping
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.secrets import shown_words
-from nxdt_core.distributed.devices import meta_device
+from nxdt_core.distributed.devices import max_memory_bytes, meta_device, profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.ranks import OutOfMemory
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.run.callbacks.console import human
 from nxdt_core.train import build
@@ -22,7 +32,101 @@ from nxdt_core.train.weights.average import has_average
 from nxdt_core.train.weights.saved_config import config_to_save
 
 if TYPE_CHECKING:
-    from nxdt_core.checkpoint import CheckpointFacts
+    pass
+
+_HOST_ALLOCATOR = "DefaultCPUAllocator"
+"""Text in the message of the ``RuntimeError`` that torch raises where the host has no memory left."""
+_ESTIMATE_S = 10.0
+"""Longest wait of the other ranks for an estimate; it takes 4 CPU-seconds, most of them imports."""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryUse:
+    """Bytes of one rank, in the two parts that users can do something about in different ways."""
+
+    held: int
+    """Between steps: weights, gradients and optimizer state. Sharding helps."""
+    step: int
+    """During a step: activations, logits and buffers. Smaller micro-batches and recomputation help."""
+
+
+@contextmanager
+def memory_errors_explained(session: TrainSession) -> Iterator[None]:
+    """Turn what allocators raise into an :class:`nxdt_core.errors.ranks.OutOfMemory` of this rank.
+
+    Args:
+        session: which the block builds or trains; the memory that its configuration takes is estimated again.
+
+    Raises:
+        OutOfMemory: the device, or the host, has no memory for what was asked.
+    """
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _HOST_ALLOCATOR not in str(error):
+            raise
+        raise _explained(session) from error
+
+
+def _explained(session: TrainSession) -> NxdtError:
+    engine = session.engine
+    profile = profile_of(engine.device)
+    peak, total = max_memory_bytes(engine.device), profile.operations.total_memory_bytes(engine.device)
+    if peak is None or (total is None and not profile.host):
+        usage, part = "the device does not say how much memory tensors had taken", ""
+    elif total is None:
+        usage, part = f"the process had taken up to {peak / _GIB:.1f} GiB", ""
+    else:
+        usage = f"tensors had taken up to {peak / _GIB:.1f} GiB of {total / _GIB:.1f} GiB"
+        tensors: list[Any] = []
+        if session.built_model is not None:
+            for _, parameter in session.built_model.named_parameters():
+                tensors += [parameter, parameter.grad]
+        if session.built_optimizer is not None:
+            for state in session.built_optimizer.inner.state.values():
+                tensors += state.values()
+        local = [local_of(tensor) for tensor in tensors]
+        held = sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
+        sizes = engine.rank_info.mesh
+        pp_rank = engine.rank_info.rank * sizes.get("pp", 1) // engine.rank_info.world_size
+        part = compare(MemoryUse(held=held, step=max(0, peak - held)), _estimated(session.config, pp_rank))
+    return OutOfMemory(
+        rank=engine.ranks.rank, host=engine.ranks.host, device=str(engine.device), usage=usage, part=part
+    )
+
+
+def _estimated(config: ResolvedConfig, pp_rank: int) -> MemoryUse | None:
+    """Return what ``nxdt plan`` expects of this rank; None if it fails or takes too long.
+
+    (It runs in a separate process: the estimate simulates a process group, and this process may be in a real one.)
+    """
+    command = [sys.executable, "-m", "nxdt_core", "plan", "--json", "--", config.source, *config.overrides]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_ESTIMATE_S, check=False)
+        ranks = json.loads(done.stdout)["ranks"]
+    except (OSError, subprocess.SubprocessError, ValueError, KeyError):
+        return None
+    memory = next(rank["memory_bytes"] for rank in ranks if rank["pp_rank"] == pp_rank)
+    held = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    return MemoryUse(held=held, step=memory["total"] - held)
+
+
+def compare(found: MemoryUse, estimated: MemoryUse | None) -> str:
+    """Return a sentence on what was taken for what, and which part is more than was expected; empty without an
+    estimate."""
+    if estimated is None:
+        return ""
+    parts = (
+        ("weights, gradients and optimizer state", found.held, estimated.held),
+        ("activations and buffers", found.step, estimated.step),
+    )
+    taken = " and ".join(f"{have / _GIB:.1f} GiB {name} (estimated: {want / _GIB:.1f})" for name, have, want in parts)
+    name, have, want = max(parts, key=lambda part: part[1] - part[2])
+    excess = (
+        f"{name} exceeded the estimate" if have > want else "neither exceeded its estimate, the device is too small"
+    )
+    return f" Of that, {taken}: {excess}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +243,12 @@ def resume_command(config: ResolvedConfig, step: int) -> str:
             overrides.pop(_RESUME, None)  # it comes last
             override(_RESUME, "true")
         if step >= trainer.max_steps:
-            _move_end(config, step, override)
+            passes, asked = config.run.trainer.max_epochs, config.tree.get("trainer.max_steps")
+            if passes is not None and passes > 0 and isinstance(asked, int) and step < asked:
+                override("trainer.max_epochs", 2 * passes)
+            else:
+                override("trainer.max_steps", 2 * step)
     return shlex.join(["nxdt", "train", config.source, *shown_words(config, overrides.values())])
-
-
-def _move_end(config: ResolvedConfig, step: int, override: Callable[[str, object], None]) -> None:
-    passes, asked = config.run.trainer.max_epochs, config.tree.get("trainer.max_steps")
-    if passes is not None and passes > 0 and isinstance(asked, int) and step < asked:
-        override("trainer.max_epochs", 2 * passes)
-    else:
-        override("trainer.max_steps", 2 * step)
 
 
 _OF_THE_RESULT = ("model", "data", "precision", "objective", "adapter", "seed", "trainer.gradient_clip_val")
@@ -167,27 +267,19 @@ def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
     facts, now = session.resumed.facts, session.horizon.max_steps
     if horizon != now:
         yield f"the learning-rate schedule now ends at step {now} instead of {horizon}"
-    yield from _changed_settings(facts, session.config)
-    if changed := _changed_plugins(facts.plugins, session.config.kernel.identities()):
-        yield f"plugins that differ from those of the checkpoint: {', '.join(changed)}"
+    for found in compare_trees("config", facts.config, config_to_save(session.config)):
+        counts = any(f"{found.path}.".startswith(f"{path}.") for path in _OF_THE_RESULT)
+        if counts and found.only_in is None and found.path not in _NOTED_ELSEWHERE:
+            yield f"{found.path} is now {found.values[1]}; the checkpoint was trained with {found.values[0]}"
+    before, after = facts.plugins, session.config.kernel.identities()
+    differ = sorted(name for name in before.keys() | after.keys() if before and before.get(name) != after.get(name))
+    if differ:  # none where the checkpoint names no plugin
+        changes = (f"{name} ({_change(before.get(name), after.get(name))})" for name in differ)
+        yield f"plugins that differ from those of the checkpoint: {', '.join(changes)}"
     averages = session.average is not None
     if averages != has_average(session.resumed):
         news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
         yield f"the average of the weights {news}"
-
-
-def _changed_settings(saved: CheckpointFacts, config: ResolvedConfig) -> Iterator[str]:
-    """One line for each value that is not that of the checkpoint; keys that only one of them has are left out."""
-    for found in compare_trees("config", saved.config, config_to_save(config)):
-        counts = any(f"{found.path}.".startswith(f"{path}.") for path in _OF_THE_RESULT)
-        if counts and found.only_in is None and found.path not in _NOTED_ELSEWHERE:
-            yield f"{found.path} is now {found.values[1]}; the checkpoint was trained with {found.values[0]}"
-
-
-def _changed_plugins(before: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """The names of plugins that differ, each with what it is now; none where the checkpoint names no plugin."""
-    differ = sorted(name for name in before.keys() | now.keys() if before and before.get(name) != now.get(name))
-    return [f"{name} ({_change(before.get(name), now.get(name))})" for name in differ]
 
 
 def _change(before: str | None, now: str | None) -> str:

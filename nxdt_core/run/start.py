@@ -157,7 +157,7 @@ def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) 
 def _named(
     config: ResolvedConfig, uri: str, say: Callable[[str], None], ranks: RankAgreement | None, began: int | None = None
 ) -> Start | ForeignStart:
-    from nxdt_core.checkpoint.foreign import format_of
+    from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
     from nxdt_core.checkpoint.signing import refuse_foreign
 
     weights_only, trusted = config.run.checkpoint.weight_init_only, build.trusted_keys(config)
@@ -166,20 +166,17 @@ def _named(
         if not weights_only:
             raise ForeignHasWeightsOnly(path=uri, format=format)
         refuse_foreign(trusted, uri)
-        on_first_rank(ranks, lambda: _check_fits(config, Path(uri)), where=uri)
+
+        def check_fits() -> None:  # names and shapes, before the run takes memory for the model
+            _, reader = open_checkpoint(Path(uri), config.kernel, fill_rows=bool(build.added_tokens(config)))
+            reader.listing(build.model_builder(config), weights_only=True)
+
+        on_first_rank(ranks, check_fits, where=uri)
         return ForeignStart(path=Path(uri))
     storage, step = build.locate(config, uri)
     wanted = began if step is None else step
     manifest = checkpoint.find_checkpoint(storage, wanted, warn=say, ranks=ranks, trusted=trusted)
     return Start(storage=storage, manifest=manifest, weights_only=weights_only)
-
-
-def _check_fits(config: ResolvedConfig, path: Path) -> None:
-    """Compare names and shapes before the run takes memory for the model that its configuration describes."""
-    from nxdt_core.checkpoint.foreign import open_checkpoint
-
-    _, found = open_checkpoint(path, config.kernel, fill_rows=bool(build.added_tokens(config)))
-    found.listing(build.model_builder(config), weights_only=True)
 
 
 def counts_epochs(config: ResolvedConfig) -> bool:

@@ -33,8 +33,7 @@ from nxdt_core.run.files import (
 )
 from nxdt_core.run.log import printed, run_log
 from nxdt_core.run.metric_files import MetricFiles
-from nxdt_core.run.out_of_memory import memory_errors_explained
-from nxdt_core.run.report import RunSummary, banner, resume_command, resume_notes
+from nxdt_core.run.report import RunSummary, banner, memory_errors_explained, resume_command, resume_notes
 from nxdt_core.run.start import (
     ForeignStart,
     Start,
@@ -52,15 +51,15 @@ from nxdt_core.system.garbage_collection import collect_as_usual
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.system.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build
+from nxdt_core.train.build import run_dir_explained
 from nxdt_core.train.data import RunData
 from nxdt_core.train.loop import fit
-from nxdt_core.train.run_dir import run_dir_explained
 from nxdt_core.train.session import TrainSession
 from nxdt_core.train.step import start_engine
-from nxdt_core.train.weights.saved_optimizer import continues_optimizer
+from nxdt_core.train.weights.saved_config import continues_optimizer
 
 if TYPE_CHECKING:
-    from nxdt_core.checkpoint import Ownership
+    from nxdt_core.checkpoint import Manifest, Ownership
     from nxdt_core.run.callbacks.monitor import Monitor
 
 # What a run can leave out (checkpoints, the monitor, the profiler) is imported where the run asks for it.
@@ -187,7 +186,8 @@ def _train(
             resume_command=resume_command(config, step),
         )
     base = decide_base(config, start, say, ranks) if _resumes(start) else None
-    config = with_start_step(config, base or start)
+    source = base or start
+    config = with_start_step(config, source)
     if ranks.rank == 0:
         for line in banner(config, engine):
             say(line)
@@ -198,7 +198,12 @@ def _train(
     # Data, session and callbacks.
     data.prepare()
     PROGRESS.spent("data")
-    session = TrainSession(config, engine=engine, data=data)
+    weights: tuple[CheckpointStore, Manifest] | Path | None = None
+    if isinstance(source, ForeignStart):
+        weights = source.path
+    elif source is not None and source.weights_only:
+        weights = (source.storage, source.manifest)
+    session = TrainSession(config, engine=engine, data=data, weights=weights)
     files = MetricFiles(config.run_dir if ranks.rank == 0 else None, signals.fail)
     policy, saver, compile_time, reports = build.precision(config), None, None, None
     if store is not None and config.run.checkpoint.enabled:
@@ -248,13 +253,10 @@ def _train(
         collect_as_usual()
         with memory_errors_explained(session):
             # Weights, model and optimizer.
-            source = base or start
-            if isinstance(source, ForeignStart):
-                say(f"starting from the weights of {source.path}")
-                session.take_foreign_weights(source.path)
-            elif source is not None and source.weights_only:
-                say(f"starting from the weights of {build.step_uri(source.storage, source.manifest.step)}")
-                session.take_weights(source.storage, source.manifest)
+            if isinstance(weights, Path):
+                say(f"starting from the weights of {weights}")
+            elif weights is not None:
+                say(f"starting from the weights of {build.step_uri(weights[0], weights[1].step)}")
             if saved is not None:
                 say(f"resuming from {saved}")
             say("building the model")

@@ -165,7 +165,10 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     part = path.with_name(f".nxdt-{secrets.token_hex(6)}.part")
     try:
         with open(open_regular(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as file:
-            _copy_mode(path, file.fileno())
+            with suppress(FileNotFoundError):
+                mode = path.lstat().st_mode
+                if stat.S_ISREG(mode):
+                    os.fchmod(file.fileno(), mode & 0o777)
             yield file
         part.replace(path)
     except OSError as error:
@@ -241,13 +244,6 @@ def _require_directory(path: Path) -> os.stat_result:
     if not stat.S_ISDIR(status.st_mode):
         raise NotRegularFile(errno.ENOTDIR, f"it is {kind_of(status.st_mode) or 'a file'}, not a directory", str(path))
     return status
-
-
-def _copy_mode(path: Path, descriptor: int) -> None:
-    with suppress(FileNotFoundError):
-        mode = path.lstat().st_mode
-        if stat.S_ISREG(mode):
-            os.fchmod(descriptor, mode & 0o777)
 
 
 def _check(path: Path, status: os.stat_result, *, writable: bool) -> None:

@@ -1,11 +1,16 @@
-"""Functions that build the objects of a run from a resolved configuration, one per object."""
+"""Builds the objects of a run from a resolved configuration, and names its plan and directory in errors."""
 
 from __future__ import annotations
 
+import difflib
+import os
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
+
+from torch import nn
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.format.file_names import step_name
@@ -16,29 +21,34 @@ from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.process_group import Ranks
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
-from nxdt_core.errors.optimizers import NoMasterWeights
+from nxdt_core.errors.optimizers import NoMasterWeights, TrainableEmpty
+from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.kernel.plugin import BUILTIN, LOCAL
+from nxdt_core.models.patterns import matches_within
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleFactory, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train.hidden_state import check_schedule
-from nxdt_core.train.trainable import Trainable
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Signer, TrustedKeys
 
 __all__ = [
+    "Trainable",
     "adapters",
     "batches",
+    "cannot_write",
     "chat_keys",
     "dataset",
     "engine",
@@ -47,6 +57,7 @@ __all__ = [
     "objective",
     "plan_errors_named",
     "precision",
+    "run_dir_explained",
     "schedule",
     "schedule_horizon",
     "signer",
@@ -56,6 +67,54 @@ __all__ = [
     "trusted_keys",
     "window",
 ]
+
+
+class Trainable(Adapter):
+    """An :class:`~nxdt_core.protocols.adapter.Adapter` that adds nothing; ``config`` is ``model.trainable``."""
+
+    def __init__(self, config: Sequence[str]) -> None:
+        self._patterns = config
+
+    def apply(self, module: nn.Module, plan: ParallelPlan) -> ParallelPlan:
+        """Freeze the parameters that no pattern matches, in place.
+
+        Raises:
+            TrainableEmpty: a pattern matches no parameter, or there is none.
+        """
+        names = [name for name, _ in module.named_parameters()]
+        empty = [pattern for pattern in self._patterns if not any(matches_within(pattern, name) for name in names)]
+        if empty or not self._patterns:
+            raise TrainableEmpty(patterns=empty, nearest=_nearest(empty, names))
+        for name, parameter in module.named_parameters():
+            chosen = any(matches_within(pattern, name) for pattern in self._patterns)
+            parameter.requires_grad_(parameter.requires_grad and chosen)
+        return plan
+
+
+def _nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
+    """Return patterns of parameters that are like one of ``patterns``, or all; those of equal layers are one."""
+    known = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
+    close = [each for pattern in patterns for each in difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)]
+    return list(dict.fromkeys(close)) or known
+
+
+@contextmanager
+def run_dir_explained(config: ResolvedConfig) -> Iterator[None]:
+    """Turn an ``OSError`` of the block into :class:`CannotWriteRunDirectory`."""
+    try:
+        yield
+    except OSError as error:
+        raise cannot_write(config.run_dir, error) from error
+
+
+def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
+    """Return the error of a run whose directory cannot be written; its reason names the file, if the system does."""
+    reason = error.strerror or str(error)
+    name = os.path.relpath(os.fsdecode(error.filename), run_dir) if error.filename is not None else "."
+    if name.partition(os.sep)[0] not in (".", ".."):
+        reason = f"{name}: {reason}"
+    return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
+
 
 T = TypeVar("T")
 

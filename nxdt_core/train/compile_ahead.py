@@ -63,7 +63,19 @@ def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
     engine = TrainSession(config).engine
     start_engine(config, engine)
     directory = Path(tempfile.gettempdir(), engine.broadcast_object(f"nxdt-compile-{uuid.uuid4().hex}"))
-    session = TrainSession(_trial_config(config, directory), engine=engine)
+    run = config.run
+    session = TrainSession(
+        replace(
+            config,
+            run=run.changed(
+                trainer=run.trainer.changed(max_steps=_STEPS),
+                checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False, resume_from=None),
+            ),
+            loggers=(),
+            run_dir=directory,
+        ),
+        engine=engine,
+    )
     try:
         session.build_model()
         session.build_optimizer()
@@ -72,19 +84,6 @@ def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     session.close()  # not after an error: other ranks may be stuck in a collective
-
-
-def _trial_config(config: ResolvedConfig, directory: Path) -> ResolvedConfig:
-    run = config.run
-    return replace(
-        config,
-        run=run.changed(
-            trainer=run.trainer.changed(max_steps=_STEPS),
-            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False, resume_from=None),
-        ),
-        loggers=(),
-        run_dir=directory,
-    )
 
 
 def _train(session: TrainSession) -> None:

@@ -5,24 +5,31 @@ over the product's peak times an ``efficiency``: the share of the peak that kern
 its bytes over the slowest link on the way of its group. What an engine can send while it computes counts only as far as
 it takes longer than that computation. Latencies, the optimizer's step, memory traffic of small operations and the host
 are left out, so ``efficiency`` stands for all of them.
+
+The candidates of ``--search`` are all sizes of tensor, pipeline, context and expert parallelism that are powers of two,
+each with ZeRO-1 and ZeRO-3 and with less and more recomputation, or inputs of tensor blocks that are gathered again.
+Each passes the checks and the estimate of one layout, so the search contains no rules about models and engines: it
+leaves out what they refuse.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import product as combinations
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import register_profile_of
-from nxdt_core.distributed.devices import PROFILES, Links, available_type
-from nxdt_core.errors.launch import UnknownDevice
+from nxdt_core.distributed.devices import PROFILES, DeviceProfile, Links, available_type
+from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.launch import NoLayoutFits, NoTimesOfDevice, UnknownDevice
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.estimate import Estimate, RankEstimate, RunParts
+from nxdt_core.protocols.estimate import Estimate, RunParts
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE_BYTES
-from nxdt_core.train.weights.found import teacher_run
+from nxdt_core.train.weights.loading import teacher_run
 
 EFFICIENCY = 0.6
 """Assumed, not measured: published runs of dense models on H100 reach 40 to 60 % of the peak."""
@@ -154,7 +161,18 @@ class RunPlan:
             "checkpoint_bytes": found.checkpoint_bytes,
             "flops_per_token": found.flops_per_token,
             "flops_per_step": found.flops_per_step,
-            "ranks": [_rank(rank) for rank in found.ranks],
+            "ranks": [
+                {
+                    "pp_rank": rank.pp_rank,
+                    "stages": list(rank.stages),
+                    "layers": rank.layers,
+                    "parameters": rank.parameters,
+                    "stored_parameters": rank.stored,
+                    "memory_bytes": {**asdict(rank.memory), "total": rank.memory.total},
+                    "sent_bytes_per_step": dict(rank.sent),
+                }
+                for rank in found.ranks
+            ],
             "fullest_pp_rank": found.fullest.pp_rank,
             "memory_bytes": self.memory_bytes,
             "product": self.product,
@@ -185,21 +203,24 @@ def plan(
         UnknownDevice: no profile knows ``product``.
         NxdtError: the run would not start, or machines of the product cannot run it.
     """
-    known = None if product is None else product_of(config, product)
+    profile, name = (None, None) if product is None else product_of(config, product)
     engine = config.selected("engine").component.load_class(ParallelEngine)
-    if known is not None:
-        engine.check_product(config, known.name)
+    if name is not None:
+        engine.check_product(config, name)
     with build.plan_errors_named(config):
         estimate = engine.estimate(config, run_parts(config))
+    if profile is None or name is None:
+        if memory_bytes is None:  # that of this machine's accelerator
+            memory_bytes = PROFILES[available_type()].operations.total_memory_bytes()
+        return RunPlan(config=config, estimate=estimate, memory_bytes=memory_bytes)
     if memory_bytes is None:
-        memory_bytes = accelerator_memory_bytes() if known is None else round(known.memory_gib * 2**30)
-    name = None if known is None else known.name
+        memory_bytes = round(profile.memory_gib[name] * 2**30)
     made = RunPlan(config=config, estimate=estimate, memory_bytes=memory_bytes, product=name)
-    peak = None if known is None else known.peak_flops.get(estimate.compute_dtype)
-    if known is None or peak is None or known.links is None:
+    peak, links = profile.peak_flops.get(name, {}).get(estimate.compute_dtype), profile.links.get(name)
+    if peak is None or links is None:
         return made
-    found = step_time(estimate, made.sizes, peak_flops=peak, links=known.links, efficiency=efficiency)
-    return replace(made, step_time=found)
+    seconds = step_time(estimate, made.sizes, peak_flops=peak, links=links, efficiency=efficiency)
+    return replace(made, step_time=seconds)
 
 
 def run_parts(config: ResolvedConfig) -> RunParts:
@@ -216,24 +237,8 @@ def run_parts(config: ResolvedConfig) -> RunParts:
     )
 
 
-def accelerator_memory_bytes() -> int | None:
-    """Return the memory of this machine's accelerator; None where it has none."""
-    return PROFILES[available_type()].operations.total_memory_bytes()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """Share of a product that one process has."""
-
-    name: str
-    memory_gib: float
-    peak_flops: Mapping[str, float]
-    """Peak FLOP/s by dtype."""
-    links: Links | None
-
-
-def product_of(config: ResolvedConfig, device: str) -> Product:
-    """Return the product of that name, in any case of letters, that a device profile knows, such as ``trn2``.
+def product_of(config: ResolvedConfig, device: str) -> tuple[DeviceProfile, str]:
+    """Return the device profile that knows a product, such as ``trn2``, and its name there, in any case of letters.
 
     Raises:
         UnknownDevice: none does.
@@ -243,22 +248,177 @@ def product_of(config: ResolvedConfig, device: str) -> Product:
     name = next((name for name in known if name.lower() == device.lower()), None)
     if name is None:
         raise UnknownDevice(device=device, known=tuple(known))
-    profile = known[name]
-    return Product(
-        name=name,
-        memory_gib=profile.memory_gib[name],
-        peak_flops=profile.peak_flops.get(name, {}),
-        links=profile.links.get(name),
-    )
+    return known[name], name
 
 
-def _rank(rank: RankEstimate) -> dict[str, Any]:
-    return {
-        "pp_rank": rank.pp_rank,
-        "stages": list(rank.stages),
-        "layers": rank.layers,
-        "parameters": rank.parameters,
-        "stored_parameters": rank.stored,
-        "memory_bytes": {**asdict(rank.memory), "total": rank.memory.total},
-        "sent_bytes_per_step": dict(rank.sent),
-    }
+_STRATEGY = "distributed_strategy"
+_REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
+_TOKENS_PER_CONTEXT_RANK = 8192
+"""A sequence is divided only as long as each rank keeps that many tokens of it: less costs more than it saves."""
+_MOST_TENSOR, _MOST = 8, 16
+"""Ranks that share a layer's matrices; stages of a pipeline, and ranks that share the experts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """One candidate."""
+
+    tp: int
+    pp: int
+    cp: int
+    ep: int
+
+    @property
+    def ranks(self) -> int:
+        """Return how many ranks hold one copy of the model."""
+        return self.tp * self.pp * self.cp
+
+    def settings(self, zero_stage: int, recompute: Mapping[str, str]) -> dict[str, str]:
+        """Return the keys that select it, with their values as they are written in an override."""
+        return {
+            f"{_STRATEGY}.tensor_model_parallel_size": str(self.tp),
+            f"{_STRATEGY}.pipeline_model_parallel_size": str(self.pp),
+            f"{_STRATEGY}.virtual_pipeline_model_parallel_size": "1",
+            f"{_STRATEGY}.pipeline_schedule": "null",
+            f"{_STRATEGY}.context_parallel_size": str(self.cp),
+            f"{_STRATEGY}.expert_model_parallel_size": str(self.ep),
+            f"{_STRATEGY}.sequence_parallel": "true" if self.tp > 1 else "false",
+            f"{_STRATEGY}.zero_stage": str(zero_stage),
+            **recompute,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankedLayout:
+    """A layout that fits."""
+
+    settings: Mapping[str, str]
+    plan: RunPlan
+
+    @property
+    def seconds(self) -> float:
+        """Return the estimated time of a step."""
+        assert self.plan.step_time is not None
+        return self.plan.step_time.total
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Search:
+    """Result of a search."""
+
+    given: RunPlan
+    """The configuration as it is."""
+    found: Sequence[RankedLayout]
+    """Layouts that fit, fastest first. ZeRO-3 is among them only where it is faster than ZeRO-1 or fits alone."""
+    estimated: int
+    refused: int
+    """Combinations that the model, the engine or the sizes of the run do not allow."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plain JSON-able tree."""
+        return {
+            "given": self.given.to_dict(),
+            "found": [{"settings": dict(each.settings), **each.plan.to_dict()} for each in self.found],
+            "estimated": self.estimated,
+            "refused": self.refused,
+        }
+
+
+def search(
+    load: Callable[[Sequence[str]], ResolvedConfig],
+    *,
+    product: str,
+    efficiency: float = EFFICIENCY,
+    trying: Callable[[int, int], None] = lambda number, count: None,
+) -> Search:
+    """Estimate every candidate and rank those that leave some memory free.
+
+    Args:
+        load: returns the run's configuration with overrides of its keys.
+        product: name of a product that a device profile knows with its links, such as ``H200``.
+        efficiency: share of the product's peak that kernels reach.
+        trying: called before each combination of sizes with its number, from 1, and how many there are.
+
+    Raises:
+        NoTimesOfDevice: the product's links, or its peak in the run's dtype, are not known.
+        NoLayoutFits: all candidates need more memory than there is.
+        UnknownDevice: no profile knows ``product``.
+        NxdtError: the configuration as it is would not start.
+    """
+    given = plan(load(()), product=product, efficiency=efficiency)
+    if given.step_time is None:
+        raise NoTimesOfDevice(device=given.product or product, dtype=given.estimate.compute_dtype)
+
+    recomputations, fitting = _recomputations(given.config), list[RankedLayout]()
+    estimated = refused = 0
+
+    def least_recomputing(layout: Layout, zero_stage: int) -> RankedLayout | None:
+        nonlocal estimated, refused
+        for recompute in recomputations:
+            if layout.tp == 1 and recompute[_REGATHER] == "true":
+                continue
+            settings = layout.settings(zero_stage, recompute)
+            try:
+                config = load([f"{key}={value}" for key, value in settings.items()])
+                made = plan(config, product=product, efficiency=efficiency)
+            except NxdtError:
+                if recompute[_REGATHER] == "true":
+                    continue  # not every engine gathers inputs again
+                refused += 1
+                return None  # for its sizes, which recomputing does not change
+            estimated += 1
+            if made.fits and not made.tight:
+                return RankedLayout(settings=settings, plan=made)
+            memory, limit = made.estimate.fullest.memory, made.memory_bytes
+            if limit is not None and memory.weights + memory.gradients + memory.optimizer > limit:
+                return None  # recomputing saves activations only
+        return None
+
+    layouts = list(candidates(given.config))
+    for number, layout in enumerate(layouts, start=1):
+        trying(number, len(layouts))
+        first = least_recomputing(layout, 1)
+        if first is not None:
+            fitting.append(first)
+        # Where ZeRO-1 has to recompute, ZeRO-3 is tried, too: it sends more, and leaves more memory.
+        recomputes = first is None or not recomputations[0].items() <= first.settings.items()
+        if layout.ranks < given.sizes.world_size and recomputes:
+            other = least_recomputing(layout, 3)
+            if other is not None and (first is None or other.seconds < first.seconds):
+                fitting.append(other)
+    if not fitting:
+        raise NoLayoutFits(device=given.product or product, tried=estimated)
+    ranked = sorted(fitting, key=lambda layout: layout.seconds)
+    return Search(given=given, found=ranked, estimated=estimated, refused=refused)
+
+
+def candidates(config: ResolvedConfig) -> Iterator[Layout]:
+    """Yield sizes to try, those that divide a layer's matrices least first."""
+    run = config.run
+    world = run.trainer.devices * run.trainer.num_nodes
+    context = max(run.data.seq_length // _TOKENS_PER_CONTEXT_RANK, run.distributed_strategy.context_parallel_size)
+    has_experts = "ep" in config.selected("model").component.record.capabilities
+    for tp, pp, cp, ep in combinations(
+        _powers_of_two(min(world, run.trainer.devices, _MOST_TENSOR)),
+        _powers_of_two(min(world, _MOST)),
+        _powers_of_two(min(world, context)),
+        _powers_of_two(min(world, _MOST) if has_experts else 1),
+    ):
+        layout = Layout(tp, pp, cp, ep)
+        if world % layout.ranks == 0:
+            yield layout
+
+
+def _powers_of_two(most: int) -> list[int]:
+    return [1 << bits for bits in range(most.bit_length())]
+
+
+def _recomputations(config: ResolvedConfig) -> list[dict[str, str]]:
+    """Return settings of recomputation, the fastest first: nothing, inputs that are gathered again, what the
+    configuration selects, whole layers."""
+    granularity = "model.activations_checkpoint_granularity"
+    names = "model.activations_checkpoint_recompute"
+    selected = config.run.model.activations_checkpoint_recompute
+    nothing = {granularity: "null", names: "null", _REGATHER: "false"}
+    some = [{**nothing, granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
+    return [nothing, {**nothing, _REGATHER: "true"}, *some, {**nothing, granularity: "full"}]

@@ -23,13 +23,12 @@ from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer
 from nxdt_core.protocols.piece import Piece
-from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, capture_rng, versions_of
 from nxdt_core.train.weights.average import WeightAverage, pop_average
-from nxdt_core.train.weights.base import base_digest, load_weights, without_base
-from nxdt_core.train.weights.saved_optimizer import check_shared_state, continues_optimizer
+from nxdt_core.train.weights.loading import base_digest, load_weights, without_base
+from nxdt_core.train.weights.saved_config import check_shared_state, continues_optimizer
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointFacts, Manifest
@@ -102,6 +101,10 @@ def save_parts(
         held |= {} if optimizer is None else masters
     if optimizer is not None and average is not None:
         held |= average.state_dict()
+    if elements is None:  # of all ranks together
+        sizes = {name: math.prod(weight.shape) for name, weight in weights.items()}
+        by_name = {name: size for part in engine.ranks.all_gather_object(sizes) for name, size in part.items()}
+        elements = sum(by_name.values())
     # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
     updates = max(0, state.updates - (0 if optimizer is None else int(optimizer.skipped_steps)))
     facts = checkpoint.CheckpointFacts(
@@ -116,7 +119,7 @@ def save_parts(
         versions=versions_of(config.kernel),
         keep=about.keep,
         fencing=about.fencing,
-        elements=_count_elements(weights, engine.ranks) if elements is None else elements,
+        elements=elements,
         base=base_digest(model, engine.ranks) if model.added else "",
         without_base=alone,
         hf=hf,
@@ -181,13 +184,6 @@ def load_saved(
     return saved, same_layout
 
 
-def _count_elements(weights: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement) -> int:
-    """Return the number of elements that all ranks together save. Collective."""
-    own = {name: math.prod(weight.shape) for name, weight in weights.items()}
-    by_name = {name: size for held in ranks.all_gather_object(own) for name, size in held.items()}
-    return sum(by_name.values())
-
-
 def round_to_bfloat16(weights: Tensors, parameters: Collection[str]) -> tuple[Tensors, Tensors]:
     """Round those of ``weights`` that are ``parameters`` and wider than bfloat16.
 
@@ -220,17 +216,14 @@ def mismatch_explained(config: ResolvedConfig, manifest: Manifest) -> Iterator[N
     try:
         yield
     except WeightsDoNotFit as error:
-        saved = _differing_keys(config, manifest)
+        before = manifest.facts.config.get("model", {})
+        if not isinstance(before, Mapping):
+            before = {}
+        shown, values = config.to_dict()["model"], config.to_values()["model"]
+        cls: Any = type(config.selected("model").config)
+        saved = [
+            f"model.{key}={before[key]}"
+            for key in ("name", *keys_of(cls))
+            if key in before and before[key] not in (shown.get(key), values.get(key))
+        ]
         raise WeightsDoNotFit(missing=error.missing, extra=error.extra, shapes=error.shapes, saved=saved) from error
-
-
-def _differing_keys(config: ResolvedConfig, manifest: Manifest) -> list[str]:
-    saved = manifest.facts.config.get("model", {})
-    shown, own = config.to_dict()["model"], config.to_values()["model"]
-    if not isinstance(saved, Mapping):
-        return []
-    cls: Any = type(config.selected("model").config)
-    keys = ["name", *keys_of(cls)]
-    return [
-        f"model.{key}={saved[key]}" for key in keys if key in saved and saved[key] not in (shown.get(key), own.get(key))
-    ]

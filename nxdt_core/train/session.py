@@ -55,8 +55,7 @@ from nxdt_core.train.step import (
     train_step,
 )
 from nxdt_core.train.weights.average import WeightAverage
-from nxdt_core.train.weights.base import trained_parameters
-from nxdt_core.train.weights.found import teacher_of
+from nxdt_core.train.weights.loading import teacher_of, trained_parameters
 from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
 from nxdt_core.train.weights.saved_config import config_to_save
 
@@ -84,12 +83,9 @@ class TrainSession:
         optimizer: over ``model``.
         state: counters to continue from.
         data: of the run, which other code may have read before.
+        weights: the first ones of a new run, which :meth:`build_model` loads: a committed checkpoint
+            (``weight_init_only``), or the path of another program's; None are fresh ones.
     """
-
-    model: ParallelModel
-    """Model in its layout; an attribute once it is built."""
-    optimizer: ParallelOptimizer
-    """Optimizer over ``model``; an attribute once it is built."""
 
     def __init__(
         self,
@@ -100,6 +96,7 @@ class TrainSession:
         optimizer: ParallelOptimizer | None = None,
         state: TrainState | None = None,
         data: RunData | None = None,
+        weights: tuple[CheckpointStore, Manifest] | Path | None = None,
     ) -> None:
         self.config = config
         self._saved_config = config_to_save(config)
@@ -118,14 +115,13 @@ class TrainSession:
         """The checkpoint whose run this one resumes."""
         if engine is not None:
             self.engine = engine
-        if model is not None:
-            self.model = model
-        if optimizer is not None:
-            self.optimizer = optimizer
+        self.built_model = model
+        """Model in its layout; None before it is built."""
+        self.built_optimizer = optimizer
+        """Optimizer over the model; None before it is built."""
+        self._weights = weights
         self._referenced = False
         self._elements: int | None = None
-        self._weights: tuple[CheckpointStore, Manifest] | None = None
-        self._foreign: Path | None = None
 
     @classmethod
     def load(cls, source: str, overrides: Sequence[str] = ()) -> Self:
@@ -152,6 +148,20 @@ class TrainSession:
         """
         check_world_size(self.config, read_rank_environment())
         return build.engine(self.config)
+
+    @property
+    def model(self) -> ParallelModel:
+        """Model in its layout, which has been built."""
+        if self.built_model is None:
+            raise RuntimeError("The session has no model yet. Call start() or build_model() first.")
+        return self.built_model
+
+    @property
+    def optimizer(self) -> ParallelOptimizer:
+        """Optimizer over the model, which has been built."""
+        if self.built_optimizer is None:
+            raise RuntimeError("The session has no optimizer yet. Call start() or build_optimizer() first.")
+        return self.built_optimizer
 
     def __enter__(self) -> Self:
         return self.start()
@@ -181,14 +191,6 @@ class TrainSession:
 
     # The model and where its weights come from.
 
-    def take_weights(self, storage: CheckpointStore, manifest: Manifest) -> None:
-        """Let :meth:`build_model` take the weights of a checkpoint, for a new run (``weight_init_only``)."""
-        self._weights = (storage, manifest)
-
-    def take_foreign_weights(self, path: Path) -> None:
-        """Let :meth:`build_model` take the weights of another program's checkpoint, for a new run."""
-        self._foreign = path
-
     def build_model(self, *, resumes: Manifest | None = None) -> None:
         """Build the model in its layout, with its first weights. Collective.
 
@@ -197,20 +199,21 @@ class TrainSession:
         """
         free_earlier_runs(self.engine.device)
         seed_all(self.config.run.seed, self.engine.device)
-        loads = any(source is not None for source in (resumes, self._weights, self._foreign))
-        strict = self.config.run.checkpoint.strict
-        fresh = not (loads and strict)  # what a checkpoint lacks keeps its first values
+        loads = resumes is not None or self._weights is not None
+        fresh = not (loads and self.config.run.checkpoint.strict)  # what a checkpoint lacks keeps its first values
         if resumes is not None and resumes.facts.without_base:
-            fresh = self._weights is None and self._foreign is None
-        self.model = initialize_parallel_model(self.config, self.engine, materialise=fresh)
-        if self._weights is not None:
+            fresh = self._weights is None
+        self.built_model = initialize_parallel_model(self.config, self.engine, materialise=fresh)
+        if isinstance(self._weights, Path):
+            self.load_foreign(self._weights)
+        elif self._weights is not None:
             self.load_checkpoint(*self._weights, weights_only=True)
-        if self._foreign is not None:
-            self.load_foreign(self._foreign)
+        adapters = build.adapters(self.config)
         if resumes is None:
-            for adapter in build.adapters(self.config):
+            for adapter in adapters:
                 adapter.begin(self.model, self.config, self.engine.ranks)
-        self._note_frozen_rows()
+        if adapters and build.added_tokens(self.config):
+            self._note_frozen_rows()
         if self._traits.reference == "step":
             check_base_frozen(self.model, self.config.run.objective.name)
         if self.objective.teacher is not None:
@@ -219,14 +222,12 @@ class TrainSession:
 
     def _note_frozen_rows(self) -> None:
         """Warn where the rows of tokens that the configuration adds are frozen. Collective."""
-        if not build.added_tokens(self.config) or not build.adapters(self.config):
-            return
         rows, trained = build.model_builder(self.config).vocab_size, trained_parameters(self.model)
         tables = [name for name, weight in self.model.state_dict().items() if tuple(weight.shape)[:1] == (rows,)]
         paths = [name.removesuffix(".weight") for name in tables]
-        own = [path for path in paths if not any(name.startswith(f"{path}.") for name in trained)]
+        here = [path for path in paths if not any(name.startswith(f"{path}.") for name in trained)]
         ranks = self.engine.ranks
-        frozen = [*dict.fromkeys(chain.from_iterable(ranks.all_gather_object(own)))]
+        frozen = [*dict.fromkeys(chain.from_iterable(ranks.all_gather_object(here)))]
         if frozen and ranks.rank == 0:
             key = "adapter.modules_to_save" if self.config.run.model.trainable is None else "model.trainable"
             _log.warning(
@@ -238,7 +239,7 @@ class TrainSession:
 
     def build_optimizer(self) -> None:
         """Build the optimizer over the model. Collective."""
-        self.optimizer = initialize_parallel_optimizer(self.config, self.engine, self.model)
+        self.built_optimizer = initialize_parallel_optimizer(self.config, self.engine, self.model)
         component = self.config.selected("objective").component
         if component.plugin != BUILTIN:
             watch_objective(self.objective, self.optimizer.inner, component)
@@ -311,22 +312,15 @@ class TrainSession:
         if self._referenced or self._traits.reference != "before":
             return
         self._referenced = True
-        self.data.replace_datasets(self._with_reference)
 
-    def _with_reference(self, dataset: Dataset, split: str) -> Dataset:
-        if not isinstance(dataset, MapDataset):
-            raise ReferenceNeedsLength(objective=self.config.run.objective.name, split=split)
-        return with_reference(
-            dataset, config=self.config, engine=self.engine, model=self.model, weights=self._first_weights
-        )
+        def with_log_probs(dataset: Dataset, split: str) -> Dataset:
+            if not isinstance(dataset, MapDataset):
+                raise ReferenceNeedsLength(objective=self.config.run.objective.name, split=split)
+            source = self._weights[1] if isinstance(self._weights, tuple) else self._weights
+            first = first_weights_digest(self.config, source) if self.resumed is None else None  # others have changed
+            return with_reference(dataset, config=self.config, engine=self.engine, model=self.model, weights=first)
 
-    @property
-    def _first_weights(self) -> str | None:
-        """Digest of the source of the run's first weights; None in a resumed run, whose weights have changed since."""
-        if self.resumed is not None:
-            return None
-        manifest = None if self._weights is None else self._weights[1]
-        return first_weights_digest(self.config, manifest, self._foreign)
+        self.data.replace_datasets(with_log_probs)
 
     # Steps.
 
@@ -511,7 +505,7 @@ class TrainSession:
         """
         if strict is None:
             strict = self.config.run.checkpoint.strict
-        optimizer = None if weights_only else getattr(self, "optimizer", None)
+        optimizer = None if weights_only else self.built_optimizer
         saved, same_layout = load_saved(
             storage,
             manifest,
@@ -534,15 +528,15 @@ class TrainSession:
     @cached_property
     def hf_facts(self) -> Mapping[str, Any]:
         """Facts on the model's use from the Hugging Face directory that the weights came from; empty without one."""
-        for manifest in (self.resumed, None if self._weights is None else self._weights[1]):
+        for manifest in (self.resumed, self._weights[1] if isinstance(self._weights, tuple) else None):
             if manifest is not None and manifest.facts.hf:
                 return manifest.facts.hf
-        if self._foreign is None:
+        if not isinstance(self._weights, Path):
             return {}
         from nxdt_core.checkpoint.foreign import format_of
 
-        is_hf = format_of(self._foreign, self.config.kernel) == "hf"
-        return read_hf_source(self._foreign).facts() if is_hf else {}
+        is_hf = format_of(self._weights, self.config.kernel) == "hf"
+        return read_hf_source(self._weights).facts() if is_hf else {}
 
     @cached_property
     def stop_ids(self) -> frozenset[int]:
@@ -559,7 +553,7 @@ class TrainSession:
             self.config,
             self.engine,
             self.model,
-            getattr(self, "optimizer", None),
+            self.built_optimizer,
             self.average,
             self.state,
             extra=extra or {},

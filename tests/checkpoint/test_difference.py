@@ -13,8 +13,8 @@ from nxdt_testing.ranks import RankPool
 from nxdt_core.checkpoint import CheckpointFacts, read_manifest
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.cli.checkpoint import difference
-from nxdt_core.cli.checkpoint.difference import Difference, Side, compare_checkpoints
+from nxdt_core.cli.checkpoint import diff as difference
+from nxdt_core.cli.checkpoint.diff import Difference, Side, compare_checkpoints
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from tests.checkpoint.layouts.sharded import STEP, Layout, save_in
 from tests.checkpoint.memory import MemoryStorage

@@ -33,7 +33,7 @@ from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.format.manifest import FileEntry, Manifest, digest, encode_manifest
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.cli.checkpoint.difference import Side, compare_checkpoints
+from nxdt_core.cli.checkpoint.diff import Side, compare_checkpoints
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound
 from nxdt_core.errors.exchange import WeightsPickled

@@ -13,9 +13,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from nxdt_core.cli.report import page
+from nxdt_core.cli.report import page, read_run
 from nxdt_core.cli.report_plot import plot
-from nxdt_core.cli.report_records import read_run
 from tests import processes
 from tests.processes import take_interrupts
 from tests.sampling import slow

@@ -17,9 +17,8 @@ import pytest
 
 from nxdt_core.cli.plot import draw
 from nxdt_core.cli.plot import read_run as read_plotted
-from nxdt_core.cli.report import POLICY, notice, page
+from nxdt_core.cli.report import POLICY, notice, page, read_run
 from nxdt_core.cli.report_plot import plot
-from nxdt_core.cli.report_records import read_run
 from nxdt_core.errors.training import NotARunDirectory
 from nxdt_core.run import metric_files
 from tests import processes

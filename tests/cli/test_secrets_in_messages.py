@@ -11,7 +11,7 @@ import click
 import pytest
 
 from nxdt_core.cli.app import root
-from nxdt_core.cli.groups import LazyCommand
+from nxdt_core.cli.verb import LazyCommand
 from tests.train.small import SMALL
 
 SECRET, REFERENCE = 's3cr3t-"Pa55\\w0rd-XYZZY', "${oc.env:NXDT_CANARY}"

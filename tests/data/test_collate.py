@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from nxdt_testing.errors import raises
 
-from nxdt_core.data.sources import blank_like, collate, count_loss_tokens
+from nxdt_core.data.loader import blank_like, collate, count_loss_tokens
 from nxdt_core.errors.data import EmptyDataset, MixedSamples
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 

@@ -37,7 +37,7 @@ def ends(call, package, extra):
 def test_a_zstandard_file_without_its_library(tmp_path, without):
     path = tmp_path / "a.jsonl.zst"
     path.write_bytes(b"\x28\xb5\x2f\xfd")
-    without("zstandard", "nxdt_core.data.files.zstd")
+    without("zstandard", "nxdt_core.data.files.compressed")
     assert str(path) in ends(lambda: read_bytes(path), "zstandard", "zstd")
 
 

@@ -40,8 +40,7 @@ from nxdt_core.checkpoint.format.manifest import digest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.cli.plot import read_run as read_plotted
-from nxdt_core.cli.report import page
-from nxdt_core.cli.report_records import read_run
+from nxdt_core.cli.report import page, read_run
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.records import read_records
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
@@ -51,7 +50,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model
-from nxdt_core.train.weights.found import find_weights
+from nxdt_core.train.weights.loading import find_weights
 from tests.checkpoint.poison import import_all, weights
 from tests.checkpoint.saving import save_checkpoint
 from tests.fuzz.mutation import changed, changed_bytes, odd_values

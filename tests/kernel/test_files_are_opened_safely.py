@@ -59,7 +59,7 @@ ALLOWED = {
         f"{NXD_CORE}/arguments.py: files(__package__).joinpath('fixed_arguments.csv').read_text('utf-8')",
         f"{CORE}/kernel/metadata.py: PathDistribution(Path(folder)).read_text(name)",
         f"{CORE}/kernel/metadata.py: dist.read_text(name)",
-        f"{CORE}/cli/plugin_checks.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
+        f"{CORE}/cli/plugins.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
         f"{CORE}/kernel/lock.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
         f"{CORE}/run/environment.py: module.read_bytes()",

@@ -35,7 +35,7 @@ from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.run.callbacks.console import Console
 from nxdt_core.run.callbacks.stopping import StopSignals
-from nxdt_core.run.out_of_memory import MemoryUse, compare, memory_errors_explained
+from nxdt_core.run.report import MemoryUse, compare, memory_errors_explained
 from nxdt_core.system.progress import process_age_s
 
 USUAL = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node0", "MASTER_PORT": "29500"}
@@ -395,7 +395,7 @@ def test_a_request_that_comes_twice_at_once_is_one_and_a_later_one_is_urgent():
 class Session:
     """What is asked of a session when memory ends."""
 
-    config = None
+    config = built_model = built_optimizer = None
     engine = SimpleNamespace(
         device=torch.device("cpu"), ranks=Ranks(RankEnvironment(host="here", rank=3, world_size=4))
     )

@@ -16,7 +16,7 @@ from nxdt_core.errors.checkpoints import CheckpointNotFound, NoBestCheckpoint
 from nxdt_core.run.training import train
 from nxdt_core.train.generate import generate
 from nxdt_core.train.weights.export import export_hf
-from nxdt_core.train.weights.found import find_weights
+from nxdt_core.train.weights.loading import find_weights
 from nxdt_core.train.weights.saved_config import locate
 
 TINY = (

@@ -21,8 +21,7 @@ from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.data.tokenizers.sentencepiece import SentencePieceTokenizer
 from nxdt_core.data.tokenizers.tiktoken import TiktokenTokenizer
 from nxdt_core.protocols.parallel_model import CacheUnsupported
-from nxdt_core.train.continuation import Writer, completion
-from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.sampling import Sampling, Writer, completion
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
 sentencepiece = pytest.importorskip("sentencepiece", reason="sentencepiece is not installed")

@@ -30,8 +30,8 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.system.regular_files import NotRegularFile, require_inside
 from nxdt_core.train.generate import load_model
-from nxdt_core.train.weights.found import find_weights
 from nxdt_core.train.weights.importing import import_checkpoint
+from nxdt_core.train.weights.loading import find_weights
 from tests.checkpoint.poison import HF_CONFIG, little_memory, weights
 
 __all__ = ["little_memory"]

@@ -14,10 +14,9 @@ from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.distributed.device_operations import HostOperations
 from nxdt_core.distributed.devices import CPU, PROFILES, current_device, profile_of
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding
-from nxdt_core.train import continuation
-from nxdt_core.train.continuation import Writer, completion
+from nxdt_core.train import sampling as continuation
 from nxdt_core.train.generate import load_model
-from nxdt_core.train.sampling import Sampler, Sampling, warped
+from nxdt_core.train.sampling import Sampler, Sampling, Writer, completion, warped
 from tests.sampling import sampled
 
 SIZES = {

@@ -29,8 +29,7 @@ from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
 from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.run.training import train
 from nxdt_core.system.visible_text import visible
-from nxdt_core.train.evaluate import Answer, Question, questions, scores
-from nxdt_core.train.generate import generate
+from nxdt_core.train.generate import Answer, Question, generate, questions, scores
 from tests import processes
 from tests.train.small import SMALL
 

@@ -8,8 +8,7 @@ from nxdt_testing.errors import raises
 from nxdt_core.config import load
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.launch import NoLayoutFits, NoTimesOfDevice
-from nxdt_core.train.layout_search import candidates, search
-from nxdt_core.train.plan import plan
+from nxdt_core.train.plan import candidates, plan, search
 
 STRATEGY = "distributed_strategy"
 WORLD = ("trainer.devices=4", "precision.type=autocast", "model.num_layers=2")

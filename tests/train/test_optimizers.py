@@ -18,8 +18,7 @@ from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train.optimizers import config as sections
 from nxdt_core.train.optimizers.elementwise import Lion, adamw_fp32_state
-from nxdt_core.train.optimizers.muon import Muon, orthogonal
-from nxdt_core.train.optimizers.whole_parameters import Novograd
+from nxdt_core.train.optimizers.whole_parameters import Muon, Novograd, orthogonal
 
 STEPS = 6
 SHAPES = {"matrix": (6, 10), "tall": (9, 4), "vector": (7,), "stack": (3, 5, 4), "row": (1, 8)}

@@ -11,8 +11,8 @@ from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.run.training import train
-from nxdt_core.train.trainable import Trainable
-from nxdt_core.train.weights.found import find_weights
+from nxdt_core.train.build import Trainable
+from nxdt_core.train.weights.loading import find_weights
 
 
 def chosen(section):

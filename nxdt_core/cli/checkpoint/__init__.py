@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import click
 
-from nxdt_core.cli.groups import LazyCommand, SuggestingGroup
+from nxdt_core.cli.verb import LazyCommand, SuggestingGroup
 
 VERBS = {
     "list": LazyCommand(
-        "nxdt_core.cli.checkpoint.list:list_", "List the checkpoints at URI, and whether they are committed."
+        "nxdt_core.cli.checkpoint.store:list_", "List the checkpoints at URI, and whether they are committed."
     ),
-    "inspect": LazyCommand("nxdt_core.cli.checkpoint.inspect:inspect", "Show what a checkpoint contains."),
-    "verify": LazyCommand("nxdt_core.cli.checkpoint.verify:verify", "Check that checkpoints are whole."),
+    "inspect": LazyCommand("nxdt_core.cli.checkpoint.store:inspect", "Show what a checkpoint contains."),
+    "verify": LazyCommand("nxdt_core.cli.checkpoint.store:verify", "Check that checkpoints are whole."),
     "diff": LazyCommand("nxdt_core.cli.checkpoint.diff:diff", "Compare two checkpoints."),
     "copy": LazyCommand("nxdt_core.cli.checkpoint.copy:copy", "Copy checkpoints to another store."),
-    "prune": LazyCommand("nxdt_core.cli.checkpoint.prune:prune", "Delete old checkpoints."),
+    "prune": LazyCommand("nxdt_core.cli.checkpoint.store:prune", "Delete old checkpoints."),
     "export": LazyCommand(
-        "nxdt_core.cli.checkpoint.export:export", "Write the model of a checkpoint for transformers or llama.cpp."
+        "nxdt_core.cli.checkpoint.convert:export", "Write the model of a checkpoint for transformers or llama.cpp."
     ),
-    "import": LazyCommand("nxdt_core.cli.checkpoint.import_:import_", "Import a model that another program has saved."),
+    "import": LazyCommand("nxdt_core.cli.checkpoint.convert:import_", "Import a model that another program has saved."),
 }
 """The verbs, in the order of the help text."""
 

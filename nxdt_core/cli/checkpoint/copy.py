@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING
 
 import click
 
@@ -20,11 +20,11 @@ from nxdt_core.checkpoint.commit import clear_other_attempts, commit, read_objec
 from nxdt_core.checkpoint.format.digested_files import VerifiedFile
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, digest
-from nxdt_core.checkpoint.signing import Signature, TrustedKeys, read_signature, write_signature
-from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.checkpoint.signing import TrustedKeys, read_signature, write_signature
+from nxdt_core.checkpoint.storage import explained_os_errors, locate
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
 from nxdt_core.cli.terminal import byte_bar, human_size
-from nxdt_core.cli.verb import Verb, as_json, print_json, say
+from nxdt_core.cli.verb import as_json, print_json, say, verb
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -33,20 +33,12 @@ from nxdt_core.errors.checkpoints import (
 )
 from nxdt_core.protocols.store import CheckpointStore
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
-    from nxdt_core.checkpoint import CheckpointStatus
-
-
-@click.command(
-    cls=Verb,
-    examples=(
-        f"nxdt checkpoint copy {EXAMPLE_URI} s3://my-bucket/llama-tiny",
-        f"nxdt checkpoint copy {EXAMPLE_URI}/step-00000040 /mnt/archive/llama-tiny",
-        f"nxdt checkpoint copy {EXAMPLE_URI} /mnt/archive/llama-tiny --steps newest",
-        f"nxdt checkpoint copy {EXAMPLE_URI} /mnt/archive/llama-tiny --steps 20,40",
-    ),
+@verb(
+    f"nxdt checkpoint copy {EXAMPLE_URI} s3://my-bucket/llama-tiny",
+    f"nxdt checkpoint copy {EXAMPLE_URI}/step-00000040 /mnt/archive/llama-tiny",
+    f"nxdt checkpoint copy {EXAMPLE_URI} /mnt/archive/llama-tiny --steps newest",
+    f"nxdt checkpoint copy {EXAMPLE_URI} /mnt/archive/llama-tiny --steps 20,40",
 )
 @click.argument("source", metavar="SRC")
 @click.argument("destination", metavar="DST")
@@ -66,9 +58,25 @@ def copy(
     of it is there. After an interruption the same command resumes: complete files are not copied again. With --trusted
     only what one of the keys has signed is copied.
     """
-    origin, found = look_for_committed(source)
-    chosen = _chosen(source, found, steps)
-    target = _target(destination, chosen)
+    origin, statuses = look_for_committed(source)
+    chosen = sorted(statuses, key=lambda status: -status.step)  # a run resumes from the newest
+    if steps == "newest":
+        chosen = chosen[:1]
+    elif steps != "all":
+        try:
+            wanted = {int(word) for word in steps.split(",")}
+        except ValueError:
+            raise click.BadParameter(f"{steps!r} is neither 'all', 'newest' nor numbers like 20,40.") from None
+        missing = sorted(wanted - {status.step for status in statuses})
+        if missing:
+            there = ", ".join(str(status.step) for status in statuses)
+            reason = f"step {missing[0]} is not committed; the committed steps there are {there}"
+            raise CheckpointNotFound(where=source, reason=reason)
+        chosen = [status for status in chosen if status.step in wanted]
+    target, step = locate(destination)
+    others = [status.step for status in chosen if status.step != step]
+    if step is not None and others:
+        raise CopyOntoOtherStep(where=destination, reason=f"it names step {step}, and step {others[0]} is copied")
     keys = TrustedKeys(trusted) if trusted else None
     reports = []
     with own_for("copy", target) as ownership:
@@ -79,51 +87,21 @@ def copy(
                     origin, target, status.step, threads=threads, deep=deep, progress=progress, trusted=keys
                 )
             reports.append(report)
-            if not json_output:
-                say(_sentence(report, target.uri))
+            if json_output:
+                continue
+            if report.was_committed and not report.files_copied:
+                say(f"Step {report.step} is already there.")
+                continue
+            kept = f", {human_size(report.bytes_kept)} were there already" if report.bytes_kept else ""
+            verb_done = "Repaired" if report.was_committed else "Copied"
+            say(f"{verb_done} step {report.step} at {target.uri}: {human_size(report.bytes_copied)} copied{kept}.")
     if json_output:
-        print_json([_facts(report, target.uri) for report in reports])
-
-
-def _chosen(source: str, found: Sequence[CheckpointStatus], steps: str) -> list[CheckpointStatus]:
-    """The checkpoints to copy, the newest first: a run resumes from it."""
-    newest_first = sorted(found, key=lambda status: -status.step)
-    if steps == "all":
-        return newest_first
-    if steps == "newest":
-        return newest_first[:1]
-    try:
-        wanted = {int(word) for word in steps.split(",")}
-    except ValueError:
-        raise click.BadParameter(f"{steps!r} is neither 'all', 'newest' nor numbers like 20,40.") from None
-    missing = sorted(wanted - {status.step for status in found})
-    if missing:
-        there = ", ".join(str(status.step) for status in found)
-        reason = f"step {missing[0]} is not committed; the committed steps there are {there}"
-        raise CheckpointNotFound(where=source, reason=reason)
-    return [status for status in newest_first if status.step in wanted]
-
-
-def _target(destination: str, chosen: Sequence[CheckpointStatus]) -> CheckpointStore:
-    from nxdt_core.checkpoint import locate
-
-    target, step = locate(destination)
-    others = [status.step for status in chosen if status.step != step]
-    if step is not None and others:
-        raise CopyOntoOtherStep(where=destination, reason=f"it names step {step}, and step {others[0]} is copied")
-    return target
-
-
-def _sentence(report: CopyReport, uri: str) -> str:
-    if report.was_committed and not report.files_copied:
-        return f"Step {report.step} is already there."
-    kept = f", {human_size(report.bytes_kept)} were there already" if report.bytes_kept else ""
-    verb = "Repaired" if report.was_committed else "Copied"
-    return f"{verb} step {report.step} at {uri}: {human_size(report.bytes_copied)} copied{kept}."
-
-
-def _facts(report: CopyReport, uri: str) -> dict[str, object]:
-    return {"step": report.step, "uri": f"{uri}/{step_name(report.step)}", **asdict(report)}
+        print_json(
+            [
+                {"step": report.step, "uri": f"{target.uri}/{step_name(report.step)}", **asdict(report)}
+                for report in reports
+            ]
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,8 +153,20 @@ def copy_checkpoint(
     data, manifest = _read_source(source, step)
     with explained_os_errors(f"{source.uri}/{manifest.prefix}"):
         signature = read_signature(source, manifest) if trusted is None else trusted.check(source, manifest, data)
-    with explained_os_errors(f"{destination.uri}/{step_name(step)}"):
-        was_committed = _is_there(destination, manifest)
+    address = f"{destination.uri}/{step_name(step)}"
+    with explained_os_errors(address):
+        was_committed = False
+        committed = read_object(destination, manifest_key(step))
+        if committed is not None:
+            try:
+                attempt = decode_manifest(committed, step=step, where=f"{destination.uri}/{manifest_key(step)}").attempt
+            except CheckpointDamaged:
+                destination.delete_many([manifest_key(step)])
+            else:
+                if attempt != manifest.attempt:
+                    reason = f"it was saved as {attempt}, the one to copy as {manifest.attempt}"
+                    raise CopyHasOtherCheckpoint(where=address, reason=reason)
+                was_committed = True
         sizes = {info.key: info.size_bytes for info in destination.list(manifest.prefix)}
         copy = _Copy(source, destination, manifest, sizes, deep, progress)
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
@@ -186,7 +176,10 @@ def copy_checkpoint(
             if _read_source(source, step)[0] == data:
                 raise
             raise _not_found(source, step, "it was replaced while it was copied") from None
-        if signature is not None and _signature_there(destination, manifest) is None:
+        if signature is not None:
+            with suppress(CheckpointDamaged):  # a damaged one may be replaced
+                signature = None if read_signature(destination, manifest) is not None else signature
+        if signature is not None:
             write_signature(destination, manifest, signature)
         if not was_committed:
             commit(destination, manifest, None, data=data)
@@ -212,36 +205,8 @@ def _read_source(source: CheckpointStore, step: int) -> tuple[bytes, Manifest]:
     return data, decode_manifest(data, step=step, where=f"{source.uri}/{manifest_key(step)}")
 
 
-def _signature_there(destination: CheckpointStore, manifest: Manifest) -> Signature | None:
-    """Return the destination's signature; None where there is none, or a damaged one, which may be replaced."""
-    try:
-        return read_signature(destination, manifest)
-    except CheckpointDamaged:
-        return None
-
-
 def _not_found(source: CheckpointStore, step: int, reason: str) -> CheckpointNotFound:
     return CheckpointNotFound(where=f"{source.uri}/{step_name(step)}", reason=reason)
-
-
-def _is_there(destination: CheckpointStore, manifest: Manifest) -> bool:
-    """Return whether this very checkpoint is committed at the destination; a damaged manifest there is deleted."""
-    key = manifest_key(manifest.step)
-    where = f"{destination.uri}/{key}"
-    data = read_object(destination, key)
-    if data is None:
-        return False
-    try:
-        found = decode_manifest(data, step=manifest.step, where=where)
-    except CheckpointDamaged:
-        destination.delete_many([key])
-        return False
-    if found.attempt == manifest.attempt:
-        return True
-    raise CopyHasOtherCheckpoint(
-        where=f"{destination.uri}/{step_name(manifest.step)}",
-        reason=f"it was saved as {found.attempt}, the one to copy as {manifest.attempt}",
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,10 +224,19 @@ class _Copy:
 
     def file(self, name: str) -> str | None:
         """Copy the file ``name`` unless the destination has it; return its name if it was copied."""
-        if self._is_kept(name):
-            self.progress(self.manifest.files[name].size_bytes)
+        entry, key = self.manifest.files[name], self.manifest.prefix + name
+        whole = (self.sizes.get(key), self.sizes.get(digests_name(key))) == (entry.size_bytes, entry.digests_bytes)
+        if whole and self.deep:
+            try:
+                VerifiedFile(self.destination, self.manifest, name).verify()
+            except CheckpointDamaged:
+                whole = False
+        elif whole:
+            digests = read_object(self.destination, digests_name(key)) or b""
+            whole = digest(digests, self.manifest.digests) == entry.digests_digest
+        if whole:
+            self.progress(entry.size_bytes)
             return None
-        key = self.manifest.prefix + name
         with explained_os_errors(f"{self.source.uri}/{key}"):
             file = VerifiedFile(self.source, self.manifest, name)
         with explained_os_errors(f"{self.destination.uri}/{key}"):
@@ -280,19 +254,6 @@ class _Copy:
                 if self.stop.is_set():
                     raise _Stopped(key)
                 yield block
-
-    def _is_kept(self, name: str) -> bool:
-        entry, key = self.manifest.files[name], self.manifest.prefix + name
-        if (self.sizes.get(key), self.sizes.get(digests_name(key))) != (entry.size_bytes, entry.digests_bytes):
-            return False
-        if not self.deep:
-            found = read_object(self.destination, digests_name(key))
-            return digest(found or b"", self.manifest.digests) == entry.digests_digest
-        try:
-            VerifiedFile(self.destination, self.manifest, name).verify()
-        except CheckpointDamaged:
-            return False
-        return True
 
 
 class _Stopped(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import date
 from functools import cached_property
@@ -33,7 +33,6 @@ __all__ = [
     "prompt_ids",
     "runner_of",
     "stop_ids",
-    "text_after_answer",
 ]
 
 
@@ -105,7 +104,28 @@ class TemplateRunner:
         """
         try:
             plain = _plain(messages)
-            return _in_either_form(plain, lambda: self._render(plain, place, tools, prompts, marks))
+            calls = (call["function"] for message in plain for call in message.get("tool_calls") or ())
+            functions = [call for call in calls if isinstance(call.get("arguments"), dict)]
+            objects = [str(call["arguments"]) for call in functions if call["arguments"]]
+            refusal = None
+            try:
+                first = self._render(plain, place, tools, prompts, marks)
+                if not any(item in first[0] for item in objects):
+                    return first
+            except TemplateRefuses as error:
+                refusal = error
+                if not functions:
+                    raise
+            # The template fails at objects, or does not write them as JSON: again with arguments as texts.
+            for call in functions:
+                call["arguments"] = json.dumps(call["arguments"], ensure_ascii=False)
+            with suppress(TemplateRefuses):
+                other = self._render(plain, place, tools, prompts, marks)
+                if refusal or not any(item in other[0] for item in objects):
+                    return other
+            if refusal:
+                raise refusal
+            return first
         except RecursionError as error:
             raise self._refuses(place, str(error)) from error
 
@@ -115,13 +135,19 @@ class TemplateRunner:
         Raises:
             EndOfTurnUntrained: it does not; has the ``reason``.
         """
-        if message.ends(said) or (message.calls_tools and not self._ends_turns):
+        # A turn that calls may end with what closes the call, and not the turn, where no text follows answers.
+        if message.ends(said) or (message.calls_tools and self._after_answer == ""):
             raise EndOfTurnUntrained(origin=self.template.origin, reason=reason)
 
     @cached_property
-    def _ends_turns(self) -> bool:
-        """Return whether a text follows answers: that of calls may end with what closes the call, and not the turn."""
-        return text_after_answer(self) != ""
+    def _after_answer(self) -> str | None:
+        """The text that follows an answer; None where it cannot be seen."""
+        asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
+        try:
+            _, answer, behind = self.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
+        except TemplateRefuses:
+            return None
+        return behind if answer else None
 
     def _render(
         self,
@@ -175,34 +201,6 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     """Return ``message`` with its reasoning under both keys that templates read, as transformers gives it."""
     thoughts = [message[key] for key in REASONING if message.get(key) is not None]
     return {"thinking": thoughts[0], **message, "reasoning_content": thoughts[0]} if thoughts else message
-
-
-def _in_either_form(
-    messages: Sequence[Mapping[str, Any]], render: Callable[[], tuple[str, list[Span]]]
-) -> tuple[str, list[Span]]:
-    """Render ``messages``, and again with arguments as texts, written into them, where a template fails at objects or
-    does not write them as JSON."""
-    calls = (call["function"] for message in messages for call in message.get("tool_calls") or ())
-    functions = [item for item in calls if isinstance(item.get("arguments"), dict)]
-    objects = [str(item["arguments"]) for item in functions if item["arguments"]]
-    refusal = None
-    try:
-        first = render()
-        if not any(item in first[0] for item in objects):
-            return first
-    except TemplateRefuses as error:
-        refusal = error
-        if not functions:
-            raise
-    for item in functions:
-        item["arguments"] = json.dumps(item["arguments"], ensure_ascii=False)
-    with suppress(TemplateRefuses):
-        other = render()
-        if refusal or not any(item in other[0] for item in objects):
-            return other
-    if refusal:
-        raise refusal
-    return first
 
 
 def runner_of(keys: ChatKeys, tokenizer: Tokenizer) -> TemplateRunner | None:
@@ -261,7 +259,7 @@ def end_of_turn(runner: TemplateRunner, tokenizer: Tokenizer) -> int | None:
     Raises:
         TemplateNeedsToken: what follows looks like a special token, is several tokens, and none comes later.
     """
-    behind, reserved = (text_after_answer(runner) or "").lstrip(), tokenizer.reserved_tokens()
+    behind, reserved = (runner._after_answer or "").lstrip(), tokenizer.reserved_tokens()
     looks = _TOKEN.match(behind)
     token = max(filter(behind.startswith, reserved), key=len, default=looks and looks[0])
     if token is None:
@@ -273,16 +271,6 @@ def end_of_turn(runner: TemplateRunner, tokenizer: Tokenizer) -> int | None:
             raise TemplateNeedsToken(origin=runner.template.origin, name=token)
         ids = tokenizer.locate([min(later, key=behind.index)])[0].ids
     return int(ids[0])
-
-
-def text_after_answer(runner: TemplateRunner) -> str | None:
-    """Return the text that follows an answer; None where it cannot be seen."""
-    asked = [{"role": "user", "content": "Which?"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        _, answer, behind = runner.run(asked, place="the end of a turn")[0].rpartition(_ANSWER)
-    except TemplateRefuses:
-        return None
-    return behind if answer else None
 
 
 class ReservedTokens:

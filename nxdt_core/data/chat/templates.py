@@ -128,7 +128,10 @@ def named_template(keys: ChatKeys, tokenizer: Tokenizer | None = None) -> ChatTe
         TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
     """
     if keys.chat_template_file is not None:
-        return _from_file(keys.chat_template_file)
+        file = resolve_path(keys.chat_template_file)
+        if not file.is_file():
+            raise DataFileNotFound(key="data.chat_template_file", path=str(keys.chat_template_file))
+        return ChatTemplate(decode(file, read_bytes(file)), str(keys.chat_template_file))
     if keys.chat_template is None:
         return None
     if is_template(keys.chat_template):
@@ -157,10 +160,3 @@ def shipped_template(name: str) -> ChatTemplate:
     if name not in names:
         raise TemplateUnknown(name=name, known=names)
     return ChatTemplate(_SHIPPED.joinpath(f"{name}{_SUFFIX}").read_text(encoding="utf-8"), name)
-
-
-def _from_file(path: Path) -> ChatTemplate:
-    file = resolve_path(path)
-    if not file.is_file():
-        raise DataFileNotFound(key="data.chat_template_file", path=str(path))
-    return ChatTemplate(decode(file, read_bytes(file)), str(path))

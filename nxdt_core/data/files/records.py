@@ -15,11 +15,11 @@ from typing import Any, Literal, TypeVar
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.files.compressed import bare_name
-from nxdt_core.data.files.encodings import check_utf8_start
 from nxdt_core.data.files.paths import (
     JSON_LINES,
     PACKED,
     RecordFiles,
+    check_utf8_start,
     decode,
     expand,
     json_object,
@@ -272,28 +272,21 @@ class BadRecords:
             try:
                 made = make(records[number])
             except NxdtError as error:
-                if not self._drops or not _is_of_record(error):
+                if not self._drops or not (
+                    error.code == BadJsonLine.code or (hasattr(error, "place") and error.code != TemplateMissing.code)
+                ):
                     raise
-                self._add(error)
+                self._first = self._first or error
+                self.count += 1
+                if self.count <= _LISTED:
+                    self.reasons.append(f"{error.what()} ({error.code})")
             else:
                 yield made
-            self._check(number + 1, len(records))
-
-    def _add(self, error: NxdtError) -> None:
-        self._first = self._first or error
-        self.count += 1
-        if self.count <= _LISTED:
-            self.reasons.append(f"{error.what()} ({error.code})")
-
-    def _check(self, seen: int, records: int) -> None:
-        if self.count > self._share * seen and (seen == records or seen >= _CHECKED_FROM):
-            raise TooManyBadRecords(
-                bad=self.count, records=seen, share=self._share, first=tuple(self.reasons[:3])
-            ) from self._first
-
-
-def _is_of_record(error: NxdtError) -> bool:
-    return error.code == BadJsonLine.code or (hasattr(error, "place") and error.code != TemplateMissing.code)
+            seen = number + 1
+            if self.count > self._share * seen and (seen == len(records) or seen >= _CHECKED_FROM):
+                raise TooManyBadRecords(
+                    bad=self.count, records=seen, share=self._share, first=tuple(self.reasons[:3])
+                ) from self._first
 
 
 def describe_unused(counts: Mapping[str, int]) -> str:

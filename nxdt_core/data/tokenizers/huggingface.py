@@ -102,11 +102,13 @@ def _loaded(path: Path, content: bytes, library: Any) -> Loaded:
         if growth > _MOST_GROWTH:
             reason = f"its {name} makes {growth:.0f} characters of one (at most {_MOST_GROWTH})"
             raise BadTokenizerFile(path=str(path), wanted=FILE, reason=reason)
+    record = read_record(path.parent)
+    named = {key: token_text(record.get(key)) for key in _SPECIAL}
     return Loaded(
         tokenizer=tokenizer,
         content=content,
         origin=str(path),
-        special_tokens=_special_tokens(path.parent),
+        special_tokens={key: token for key, token in named.items() if token is not None},
         directory=path.parent,
     )
 
@@ -160,10 +162,6 @@ def _convert(directory: Path) -> Loaded:
     except Exception as error:  # converters raise what their formats' libraries raise
         wanted = f"directory with a {FILE} or with files that transformers converts"
         raise BadTokenizerFile(path=str(directory), wanted=wanted, reason=_first_line(error)) from error
-    return _from_pretrained(pretrained, directory)
-
-
-def _from_pretrained(pretrained: Any, directory: Path) -> Loaded:
     backend = getattr(pretrained, "backend_tokenizer", None)
     if backend is None:
         reason = f"{type(pretrained).__name__} is a slow tokenizer"
@@ -206,12 +204,6 @@ def _growth(part: object) -> float:
         charsmap = base64.b64decode(part["precompiled_charsmap"] or "")
         factor = max(1, *map(len, charsmap[4 + int.from_bytes(charsmap[:4], "little") :].split(b"\0")))
     return factor * math.prod(_growth(inner) for inner in part.values() if isinstance(inner, (dict, list)))
-
-
-def _special_tokens(directory: Path) -> dict[str, str]:
-    record = read_record(directory)
-    named = {key: token_text(record.get(key)) for key in _SPECIAL}
-    return {key: token for key, token in named.items() if token is not None}
 
 
 def token_text(token: object) -> str | None:

@@ -66,10 +66,16 @@ def pretrained_files(content: bytes, added: Mapping[str, int], names: Mapping[st
 def _tokenizer(pieces: Sequence[Any], unknown: str, added: Mapping[str, int]) -> Any:
     library = import_library("tokenizers", tokenizer="sentencepiece", extra="huggingface")
     vocabulary = {piece.piece: id_ for id_, piece in enumerate(pieces)}
+    ranked = sorted(pieces, key=lambda piece: -piece.score)  # stable: equal scores stay in the order of ids
     tokenizer = library.Tokenizer(
         library.models.BPE(
             {**vocabulary, **added},
-            _merges(pieces, vocabulary),
+            [
+                (text[:cut], text[cut:])
+                for text in (piece.piece for piece in ranked)
+                for cut in range(1, len(text))
+                if text[:cut] in vocabulary and text[cut:] in vocabulary
+            ],
             unk_token=unknown,
             fuse_unk=True,
             byte_fallback=any(piece.type == _BYTE for piece in pieces),
@@ -85,17 +91,6 @@ def _tokenizer(pieces: Sequence[Any], unknown: str, added: Mapping[str, int]) ->
     special = [*(piece.piece for piece in pieces if piece.type == _CONTROL), *added]  # as chat templates write them
     tokenizer.add_special_tokens([library.AddedToken(token, normalized=False, special=True) for token in special])
     return tokenizer
-
-
-def _merges(pieces: Sequence[Any], vocabulary: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Pairs that make a piece, the piece with the highest score first."""
-    ranked = sorted(pieces, key=lambda piece: -piece.score)  # stable: equal scores stay in the order of ids
-    return [
-        (text[:cut], text[cut:])
-        for text in (piece.piece for piece in ranked)
-        for cut in range(1, len(text))
-        if text[:cut] in vocabulary and text[cut:] in vocabulary
-    ]
 
 
 def cut(tokens: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:

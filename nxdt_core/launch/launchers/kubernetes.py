@@ -57,8 +57,20 @@ def manifests(
     if job.config_path is not None:
         data = {"run.yaml": _text(dict(job.config))}
         objects.append({"apiVersion": "v1", "kind": "ConfigMap", "metadata": metadata, "data": data})
-    if options.workload == "job":
-        objects.append(_service(job, metadata, options))
+    if options.workload == "job":  # the names of the pods: node 0 is ``NAME-0.NAME``
+        objects.append(
+            {
+                "apiVersion": "v1",
+                "kind": "Service",
+                "metadata": metadata,
+                "spec": {
+                    "clusterIP": "None",
+                    "publishNotReadyAddresses": True,
+                    "selector": {"batch.kubernetes.io/job-name": job.name},
+                    "ports": [{"name": "rendezvous", "port": options.port}],
+                },
+            }
+        )
     made = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
     objects.append(made(job, {**metadata, **({"annotations": dict(annotations)} if annotations else {})}, options))
     texts = [_text(manifest) for manifest in objects]
@@ -90,21 +102,6 @@ def _notes(job: Job, options: KubernetesOptions) -> Iterator[str]:
     mounted = any(job.checkpoints.startswith(f"{path.rstrip('/')}/") for path in inside)
     if not mounted and "://" not in job.checkpoints:
         yield f"Checkpoints go to {job.checkpoints}, which is lost with a pod: let --claims or --mounts cover it."
-
-
-def _service(job: Job, metadata: _Object, options: KubernetesOptions) -> _Object:
-    """The names of the pods: node 0 is ``NAME-0.NAME``."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": metadata,
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"batch.kubernetes.io/job-name": job.name},
-            "ports": [{"name": "rendezvous", "port": options.port}],
-        },
-    }
 
 
 def _indexed_job(job: Job, metadata: _Object, options: KubernetesOptions) -> _Object:

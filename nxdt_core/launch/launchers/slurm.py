@@ -68,10 +68,23 @@ def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = 
     by_node = tasks == "node"
     logs = job.directory / "logs"
     call = [_srun(job.train, options, srun_options, by_node=by_node), "status=$?"]
+    values = {"partition": options.partition, "account": options.account, "time": options.time}
+    words = [
+        f"--job-name={job.name}",
+        f"--nodes={job.nodes}",
+        f"--ntasks-per-node={1 if by_node else job.devices}",
+        *(f"--{name}={value}" for name, value in values.items() if value is not None),
+        *(["--exclusive"] if options.exclusive else []),
+        f"--output={logs!s}/%x-%j.log",
+        "--open-mode=append",
+        f"--signal=TERM@{options.signal_s}",
+        "--requeue" if options.requeue else "--no-requeue",
+        *options.sbatch,
+    ]
     lines = [
         "#!/bin/bash",
         *header(job),
-        *_directives(job, options, str(logs), by_node=by_node),
+        *[f"#SBATCH {word}" for word in words],
         "set -uo pipefail",
         f"logs={shlex.quote(str(logs))}",
         f"cd {shlex.quote(str(job.working_directory))} || exit 1",
@@ -93,23 +106,6 @@ def _compile(job: Job, options: SlurmOptions) -> list[str]:
         "status=$?",
         'if [ "$status" -ne 0 ]; then exit "$status"; fi',
     ]
-
-
-def _directives(job: Job, options: SlurmOptions, logs: str, *, by_node: bool) -> list[str]:
-    values = {"partition": options.partition, "account": options.account, "time": options.time}
-    words = [
-        f"--job-name={job.name}",
-        f"--nodes={job.nodes}",
-        f"--ntasks-per-node={1 if by_node else job.devices}",
-        *(f"--{name}={value}" for name, value in values.items() if value is not None),
-        *(["--exclusive"] if options.exclusive else []),
-        f"--output={logs}/%x-%j.log",
-        "--open-mode=append",
-        f"--signal=TERM@{options.signal_s}",
-        "--requeue" if options.requeue else "--no-requeue",
-        *options.sbatch,
-    ]
-    return [f"#SBATCH {word}" for word in words]
 
 
 def _srun(arguments: Sequence[str], options: SlurmOptions, more: Sequence[str] = (), *, by_node: bool) -> str:

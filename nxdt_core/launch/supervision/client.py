@@ -217,7 +217,12 @@ class Client:
         except OSError:
             pass  # a broken connection is a lost one
         if self._is_rank and self._end is None:
-            self._lost()
+            lowest = 1 if self._supervisor.in_rank_zero else 0
+            if self.place.rank == lowest:
+                error = RankDied(rank=0, host=self._supervisor.host)
+                launcher = f"The launcher on {self._supervisor.host} died; its ranks end."
+                print(error if self._supervisor.in_rank_zero else launcher, file=sys.stderr, flush=True)
+            _leave(RankDied.exit_status)
         self._ended.set()
 
     def _receive(self, message: Message) -> None:
@@ -261,15 +266,6 @@ class Client:
             if self._supervisor.host == self.place.host and is_stopped(self._supervisor.pid):
                 os.kill(self._supervisor.pid, signal.SIGKILL)  # it cannot end by itself
         _leave(RankHung.exit_status)
-
-    def _lost(self) -> NoReturn:
-        """The process of the supervisor died; the lowest rank that is left reports it."""
-        lowest = 1 if self._supervisor.in_rank_zero else 0
-        if self.place.rank == lowest:
-            error = RankDied(rank=0, host=self._supervisor.host)
-            launcher = f"The launcher on {self._supervisor.host} died; its ranks end."
-            print(error if self._supervisor.in_rank_zero else launcher, file=sys.stderr, flush=True)
-        _leave(RankDied.exit_status)
 
 
 def _leave(status: int) -> NoReturn:

@@ -17,8 +17,7 @@ from nxdt_core.run.callbacks.config import GenerationsConfig
 from nxdt_core.system.regular_files import regular_opener
 from nxdt_core.system.visible_text import visible
 from nxdt_core.train import build
-from nxdt_core.train.continuation import Writer
-from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.sampling import Sampling, Writer
 
 _log = logging.getLogger(__name__)
 
@@ -75,12 +74,8 @@ class Generations(Callback):
             if not self._failed:
                 _log.warning("%s/%s is incomplete: %s", self._run_dir, _FILE, error.strerror or error)
             self._failed = True
-        run.log_text(f"generations/{number}", _as_code(prompt + text))
-
-
-def _as_code(text: str) -> str:
-    """Return Markdown that shows ``text`` as it is: TensorBoard would load a picture that it names."""
-    return "\n".join(f"    {line}" for line in visible(text).splitlines())
+        lines = visible(prompt + text).splitlines()  # as code: TensorBoard would load a picture that Markdown names
+        run.log_text(f"generations/{number}", "\n".join(f"    {line}" for line in lines))
 
 
 def _tokenizer_of(run: Run) -> Tokenizer:

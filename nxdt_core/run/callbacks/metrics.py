@@ -119,7 +119,13 @@ class MetricsWriter(Callback):
     def on_step_end(self, run: Run) -> None:
         """Write a row every ``every`` steps and at the end; after the first step, say what the start took."""
         if PROGRESS.start:
-            self._say_start(run)
+            assert run.last is not None
+            float(run.last.loss.loss)  # the device has done the step, and not only been asked to
+            PROGRESS.spent("first step")
+            parts = PROGRESS.take_start()
+            self._start = {f"start_{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
+            named = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
+            self._console.say(f"First step after {sum(parts.values()):.1f} s: {named}", self._start)
         self._console.advance(run.step)
         if run.last is not None:
             self._weightless = self._weightless + (run.last.loss.weight == 0)
@@ -151,15 +157,6 @@ class MetricsWriter(Callback):
         """Leave out what happened since the last row."""
         self._begun, self._waited = time.perf_counter(), run.waited_s
         self._logged_step, self._logged_tokens = run.step, run.session.state.consumed_tokens
-
-    def _say_start(self, run: Run) -> None:
-        assert run.last is not None
-        float(run.last.loss.loss)  # the device has done the step, and not only been asked to
-        PROGRESS.spent("first step")
-        parts = PROGRESS.take_start()
-        self._start = {f"start_{part.replace(' ', '_')}_s": seconds for part, seconds in parts.items()}
-        named = ", ".join(f"{part} {seconds:.1f}" for part, seconds in parts.items() if seconds >= 0.05)
-        self._console.say(f"First step after {sum(parts.values()):.1f} s: {named}", self._start)
 
     def _log(self, run: Run) -> None:
         session, state, result = run.session, run.session.state, run.last

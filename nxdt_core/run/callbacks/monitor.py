@@ -1,17 +1,22 @@
-"""Keeps the state of a run and writes it for other programs, where ``exp_manager.monitoring`` asks for it."""
+"""Keeps the state of a run and writes it for other programs, where ``exp_manager.monitoring`` asks for it; its metrics
+in Prometheus' text format, version 0.0.4.
+"""
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import socket
+import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, final, get_args
+from urllib.parse import parse_qs
 
 from nxdt_core import __version__
 from nxdt_core.callback import Callback, Run
@@ -20,11 +25,113 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.run.callbacks.metrics import MetricsWriter
-from nxdt_core.run.callbacks.prometheus import MonitorServer, Sample, exposition, samples_of_row
 from nxdt_core.run.log import strict_json
+from nxdt_core.system.http_server import Handler, Server
 from nxdt_core.system.regular_files import replace_text
 
 _log = logging.getLogger(__name__)
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+
+Sample = tuple[str, float, Mapping[str, str]]
+"""Metric, which is a key of the table below, a value of it, and the value's labels."""
+_METRICS = {
+    "nxdt_run_info": ("gauge", "1; the labels say which nxdt, plugins and model the run uses"),
+    "nxdt_state": ("gauge", "1 for the state of the run, 0 for the others"),
+    "nxdt_started_timestamp_seconds": ("gauge", "When this process began, in seconds since 1970"),
+    "nxdt_updated_timestamp_seconds": ("gauge", "When these metrics were written, in seconds since 1970"),
+    "nxdt_step": ("gauge", "Steps that are done, those before a resume included"),
+    "nxdt_max_steps": ("gauge", "Step at which the run ends"),
+    "nxdt_consumed_samples_total": ("counter", "Samples of training data that the run has read"),
+    "nxdt_consumed_tokens_total": ("counter", "Tokens of training data that the run has read"),
+    "nxdt_skipped_steps_total": ("counter", "Steps of this process that were not finite and changed no weight"),
+    "nxdt_loss": ("gauge", "Training loss of the last logged step"),
+    "nxdt_grad_norm": ("gauge", "Norm of the gradients before clipping"),
+    "nxdt_learning_rate": ("gauge", "Learning rate"),
+    "nxdt_tokens_per_second": ("gauge", "Throughput since the logged step before"),
+    "nxdt_mfu_ratio": ("gauge", "Share of the devices' peak, counted without recomputation"),
+    "nxdt_mfu_palm_ratio": ("gauge", "The same, counted as the PaLM paper does"),
+    "nxdt_step_time_seconds": ("gauge", "Time of a step"),
+    "nxdt_data_wait_seconds": ("gauge", "Part of it in which the step waited for data"),
+    "nxdt_max_memory_bytes": ("gauge", "Peak of the memory of rank 0's device"),
+    "nxdt_train_metric": ("gauge", "Other columns of metrics.jsonl, by name"),
+    "nxdt_validation_metric": ("gauge", "Metrics of the last validation, by name and data set"),
+    "nxdt_checkpoint_step": ("gauge", "Step of the newest committed checkpoint"),
+    "nxdt_checkpoint_timestamp_seconds": ("gauge", "When the run was as that checkpoint has it"),
+    "nxdt_checkpoint_stall_seconds": ("gauge", "Time for which its save stopped training"),
+    "nxdt_checkpoint_save_seconds": ("gauge", "Time until it was committed"),
+    "nxdt_checkpoint_size_bytes": ("gauge", "Its size"),
+}
+"""Name of each metric → type and help."""
+_COLUMNS = {
+    "step": "nxdt_step",
+    "consumed_samples": "nxdt_consumed_samples_total",
+    "consumed_tokens": "nxdt_consumed_tokens_total",
+    "skipped_steps": "nxdt_skipped_steps_total",
+    "loss": "nxdt_loss",
+    "grad_norm": "nxdt_grad_norm",
+    "lr": "nxdt_learning_rate",
+    "tokens_per_s": "nxdt_tokens_per_second",
+    "mfu": "nxdt_mfu_ratio",
+    "mfu_palm": "nxdt_mfu_palm_ratio",
+    "step_time_s": "nxdt_step_time_seconds",
+    "data_wait_s": "nxdt_data_wait_seconds",
+    "max_memory_bytes": "nxdt_max_memory_bytes",
+    "checkpoint_blocked_s": "nxdt_checkpoint_stall_seconds",
+    "checkpoint_seconds": "nxdt_checkpoint_save_seconds",
+    "checkpoint_bytes": "nxdt_checkpoint_size_bytes",
+}
+"""Column of ``metrics.jsonl`` → metric."""
+_COUNTS = ("step", "consumed_tokens")
+_LEFT_OUT = frozenset({"checkpoint_age_s", "checkpoint_gb_per_s", "checkpoint_slowdown"})
+"""Columns that follow from others, or that are ``null`` at most steps."""
+_VALIDATION = "val_"
+_ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+
+
+def exposition(samples: Iterable[Sample], labels: Mapping[str, str]) -> str:
+    """Return the text of ``samples``, each with ``labels`` as well, by metric in the order of the table."""
+    lines = dict[str, list[str]]()
+    for name, value, more in samples:
+        pairs = (f'{label}="{text.translate(_ESCAPES)}"' for label, text in {**labels, **more}.items())
+        number = {math.inf: "+Inf", -math.inf: "-Inf"}.get(value, "NaN" if math.isnan(value) else repr(value))
+        lines.setdefault(name, []).append(f"{name}{{{','.join(pairs)}}} {number}\n")
+    return "".join(
+        f"# HELP {name} {text}.\n# TYPE {name} {kind}\n{''.join(lines[name])}"
+        for name, (kind, text) in _METRICS.items()
+        if name in lines
+    )
+
+
+def _handler(texts: Callable[[], tuple[str, str, float]]) -> type[Handler]:
+    """Return what answers ``/metrics`` and ``/health``.
+
+    Args:
+        texts: returns the metrics, the health document, and when they were written (seconds since 1970).
+    """
+
+    class MonitorHandler(Handler):
+        def respond(self) -> None:
+            """Answer a scrape or a probe; with 503 for a run that failed, or whose state is older than it accepts."""
+            path, _, query = self.path.partition("?")
+            metrics, health, written = texts()
+            if path == "/metrics":
+                self.answer(200, CONTENT_TYPE, metrics)
+            elif path == "/health":
+                try:
+                    oldest = min(map(float, parse_qs(query).get("max_age", [])), default=None)
+                except ValueError:
+                    self.answer(400, "text/plain", "max_age is a number of seconds.\n")
+                    return
+                stale = oldest is not None and time.time() - written > oldest
+                failed = json.loads(health)["state"] == "failed"
+                self.answer(503 if stale or failed else 200, "application/json", health)
+            else:
+                self.answer(404, "text/plain", "There are /metrics and /health.\n")
+
+    return MonitorHandler
+
 
 State = Literal["starting", "running", "finished", "stopped", "interrupted", "failed"]
 STATES: tuple[State, ...] = get_args(State)
@@ -50,7 +157,7 @@ class Monitor:
             if writes and name is not None:
                 self._files[key] = config.run_dir / Path(name).expanduser()
         self._serves = writes and settings.port is not None
-        self._server: MonitorServer | None = None
+        self._server: Server | None = None
         self._state: State = "starting"
         self._error: str | None = None
         self._row: dict[str, float | None] = {}
@@ -92,11 +199,12 @@ class Monitor:
         if self._serves:
             host, port = self._settings.host, self._settings.port or 0
             try:
-                self._server = MonitorServer(host, port, lambda: self._texts)
-                self.url = self._server.url
+                self._server = Server(host, port, _handler(lambda: self._texts))
             except (OSError, UnicodeError) as error:
                 reason = getattr(error, "strerror", None) or str(error)
                 raise MonitoringPortUnusable(port=port, host=host, reason=reason) from error
+            self.url = f"http://{f'[{host}]' if ':' in host else host}:{self._server.server_port}"
+            threading.Thread(target=self._server.serve_forever, name="nxdt-monitoring", daemon=True).start()
 
     def enter(self, state: State, error: BaseException | None = None) -> None:
         """Set the state of the run and write it at once."""
@@ -129,7 +237,8 @@ class Monitor:
     def close(self) -> None:
         """Close the port."""
         if self._server is not None:
-            self._server.close()
+            self._server.shutdown()
+            self._server.server_close()
             self._server = None
 
     def _write(self, key: str, path: Path) -> None:
@@ -139,16 +248,14 @@ class Monitor:
 
     def _render(self) -> None:
         self._written_at, now = time.monotonic(), time.time()
-        self._texts = (self._metrics(now), strict_json(self._health(now)), now)
-
-    def _health(self, now: float) -> dict[str, Any]:
-        return {
+        counts = {key: None if (count := self._row.get(key)) is None else int(count) for key in _COUNTS}
+        health = {
             "run": self._config.run.name,
             "state": self._state,
             "error": self._error,
-            "step": _whole(self._row.get("step")),
+            "step": counts["step"],
             "max_steps": self.max_steps,
-            "consumed_tokens": _whole(self._row.get("consumed_tokens")),
+            "consumed_tokens": counts["consumed_tokens"],
             "loss": self._row.get("loss"),
             "tokens_per_s": self._row.get("tokens_per_s"),
             "checkpoint_step": None if self._checkpoint is None else self._checkpoint[0],
@@ -159,21 +266,27 @@ class Monitor:
             "world_size": self._world_size,
             "run_dir": str(self._config.run_dir.absolute()),
         }
-
-    def _metrics(self, now: float) -> str:
-        def samples() -> Iterator[Sample]:
-            yield Sample("nxdt_run_info", 1, self._facts)
-            for state in STATES:
-                yield Sample("nxdt_state", int(state == self._state), {"state": state})
-            yield Sample("nxdt_started_timestamp_seconds", self._started)
-            yield Sample("nxdt_updated_timestamp_seconds", now)
-            yield Sample("nxdt_max_steps", self.max_steps)
-            if self._checkpoint is not None:
-                yield Sample("nxdt_checkpoint_step", self._checkpoint[0])
-                yield Sample("nxdt_checkpoint_timestamp_seconds", self._checkpoint[1])
-            yield from samples_of_row(self._row)
-
-        return exposition(samples(), {"run": self._config.run.name})
+        samples: list[Sample] = [
+            ("nxdt_run_info", 1, self._facts),
+            *(("nxdt_state", int(state == self._state), {"state": state}) for state in STATES),
+            ("nxdt_started_timestamp_seconds", self._started, {}),
+            ("nxdt_updated_timestamp_seconds", now, {}),
+            ("nxdt_max_steps", self.max_steps, {}),
+        ]
+        if self._checkpoint is not None:
+            samples.append(("nxdt_checkpoint_step", self._checkpoint[0], {}))
+            samples.append(("nxdt_checkpoint_timestamp_seconds", self._checkpoint[1], {}))
+        for column, value in self._row.items():
+            if value is None or column in _LEFT_OUT:
+                continue
+            if column in _COLUMNS:
+                samples.append((_COLUMNS[column], value, {}))
+            elif column.startswith(_VALIDATION):
+                name, _, data_set = column.removeprefix(_VALIDATION).partition("/")
+                samples.append(("nxdt_validation_metric", value, {"metric": name, "set": data_set}))
+            else:
+                samples.append(("nxdt_train_metric", value, {"metric": column}))
+        self._texts = (exposition(samples, {"run": self._config.run.name}), strict_json(health), now)
 
 
 @contextmanager
@@ -199,10 +312,6 @@ def monitored(config: ResolvedConfig, ranks: RankAgreement) -> Iterator[Monitor]
 
 def _date(seconds: float) -> str:
     return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
-
-
-def _whole(value: float | None) -> int | None:
-    return None if value is None else int(value)
 
 
 @final
@@ -238,11 +347,7 @@ class MonitorReports(Callback):
 
     def _take(self, run: Run) -> None:
         state, newest = run.session.state, run.saved or run.session.resumed
-        counters = {
-            "step": state.step,
-            "consumed_samples": state.consumed_samples,
-            "consumed_tokens": state.consumed_tokens,
-        }
+        counters = {name: getattr(state, name) for name in ("step", "consumed_samples", "consumed_tokens")}
         self._monitor.row({**self._metrics.last, **counters})
         if newest is not None:
             self._monitor.checkpoint(newest.step, newest.created)

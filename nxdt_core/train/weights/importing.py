@@ -88,20 +88,40 @@ def import_checkpoint(
     """
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)
-    storage, foreign = checkpoint.open_storage(target), _Foreign(source)
+    storage = checkpoint.open_storage(target)
+    opened: list[_Foreign] = []
 
-    def prepare() -> None:
-        foreign.recognise(load(config, overrides) if config else None, overrides, format)
+    def open_source() -> None:
+        run = load(config, overrides) if config else None
+        kernel = Kernel.start() if run is None else run.kernel
+        fill_rows = run is not None and bool(build.added_tokens(run))
+        name, reader = open_checkpoint(Path(source), kernel, format, fill_rows=fill_rows)
+        if run is None:
+            run = described_run(source, name, reader, overrides)
+        else:
+            reader.base = run.run.checkpoint.resume_from
         if rank_of(ranks) == 0:
             check_empty(storage)
-        foreign.list_tensors(weights_only=weights_only)
+        listing = reader.listing(build.model_builder(run), weights_only=weights_only)
+        hf = read_hf_source(Path(source)) if name == "hf" else None
+        opened.append(_Foreign(format=name, reader=reader, run=run, listing=listing, hf=hf))
 
-    on_all_ranks(ranks, prepare, where=source)
-    train = foreign.train_state()
+    on_all_ranks(ranks, open_source, where=source)
+    (foreign,) = opened  # of this rank
+    train = TrainState()
+    if any(section == "optim" for section, _ in foreign.listing):  # else no run can resume at a later step
+        train = TrainState(step=foreign.reader.step, consumed_samples=foreign.reader.consumed_samples)
     where = build.step_uri(storage, train.step)
     assignment = Planner(ranks).plan(lambda: foreign.listing, where=where)
     writes = partial(foreign.write, train=train, rank=rank_of(ranks))
-    plan = SavePlan(step=train.step, facts=foreign.facts(train), assignment=assignment, write=writes)
+    facts = CheckpointFacts(
+        consumed_samples=train.consumed_samples,
+        config=config_to_save(foreign.run),
+        plugin_fingerprint=foreign.run.kernel.fingerprint(),
+        versions=versions_of(foreign.run.kernel),
+        hf={} if foreign.hf is None else foreign.hf.facts(),
+    )
+    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=writes)
     manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(foreign.run))
     left_out = () if foreign.hf is None else foreign.hf.left_out
     return Imported(
@@ -116,12 +136,9 @@ def import_checkpoint(
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _Foreign:
-    """A checkpoint of another program. Its attributes are set by :meth:`recognise` and :meth:`list_tensors`.
-
-    Args:
-        path: a directory or file.
-    """
+    """A checkpoint of another program."""
 
     format: str
     """Name of its format."""
@@ -130,42 +147,8 @@ class _Foreign:
     """A run of its model."""
     listing: Listing
     """The tensors that it holds."""
-    hf: HFSource | None = None
+    hf: HFSource | None
     """Facts on the model's use from a Hugging Face directory; None for other formats."""
-
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def recognise(self, run: ResolvedConfig | None, overrides: Sequence[str], format: str | None) -> None:
-        """Find its format and its reader, and the run of its model: ``run``, or what it describes."""
-        kernel = Kernel.start() if run is None else run.kernel
-        fill_rows = run is not None and bool(build.added_tokens(run))
-        self.format, self.reader = open_checkpoint(Path(self.path), kernel, format, fill_rows=fill_rows)
-        if run is not None:
-            self.reader.base = run.run.checkpoint.resume_from
-        self.run = described_run(self.path, self.format, self.reader, overrides) if run is None else run
-
-    def list_tensors(self, *, weights_only: bool) -> None:
-        """Read which tensors it holds, and what it says of using the model."""
-        self.listing = self.reader.listing(build.model_builder(self.run), weights_only=weights_only)
-        if self.format == "hf":
-            self.hf = read_hf_source(Path(self.path))
-
-    def train_state(self) -> TrainState:
-        """Return its counters; zeros without an optimizer's state, since no run can resume at a later step then."""
-        if not any(section == "optim" for section, _ in self.listing):
-            return TrainState()
-        return TrainState(step=self.reader.step, consumed_samples=self.reader.consumed_samples)
-
-    def facts(self, train: TrainState) -> CheckpointFacts:
-        """Return what the checkpoint records about its run."""
-        return CheckpointFacts(
-            consumed_samples=train.consumed_samples,
-            config=config_to_save(self.run),
-            plugin_fingerprint=self.run.kernel.fingerprint(),
-            versions=versions_of(self.run.kernel),
-            hf={} if self.hf is None else self.hf.facts(),
-        )
 
     def write(
         self, writer: AttemptWriter, mine: AbstractSet[TensorKey], *, train: TrainState, rank: int

@@ -29,7 +29,7 @@ from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.system.regular_files import make_directory, regular_opener, replacing
 from nxdt_core.train import build
-from nxdt_core.train.run_dir import run_dir_explained
+from nxdt_core.train.build import run_dir_explained
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
@@ -171,7 +171,9 @@ def compute_log_probs(
         for index, values in enumerate(_by_sample(micro_batches, model), start=first):
             if index < min(len(dataset), first + own):  # blank samples fill the last batch up
                 found[index] = values[weighted_labels(dataset[index])]
-    of_ranks = engine.ranks.all_gather_object(found if _is_first_reader(engine) else {})
+    readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
+    first = readers.index(engine.rank_info.dp_rank) == engine.ranks.rank  # of the ranks that read these samples
+    of_ranks = engine.ranks.all_gather_object(found if first else {})
     return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
 
 
@@ -207,12 +209,6 @@ def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDA
     return found
 
 
-def _is_first_reader(engine: ParallelEngine) -> bool:
-    """Return whether this is the first of the ranks that read the same samples."""
-    readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
-    return readers.index(engine.rank_info.dp_rank) == engine.ranks.rank
-
-
 def _read(path: Path, samples: int) -> tuple[str, LogProbs] | None:
     """Return the digest and the values in a file; None where it is missing, or damaged: each array has a CRC-32."""
     try:
@@ -237,20 +233,19 @@ def _write(path: Path, weights: str, found: LogProbs) -> None:
         os.fsync(file.fileno())
 
 
-def first_weights_digest(config: ResolvedConfig, manifest: Manifest | None, foreign: Path | None) -> str:
+def first_weights_digest(config: ResolvedConfig, source: Manifest | Path | None) -> str:
     """Return the digest of what a new run takes its first weights from.
 
     Args:
         config: the resolved configuration of the run.
-        manifest: of the checkpoint with the weights, if there is one.
-        foreign: path of another program's checkpoint, if the weights are from one.
+        source: checkpoint with the weights, or the path of another program's; None where they are fresh.
     """
     sections = config.to_values()
     changed = (config.run.seed, sections["adapter"])
-    if manifest is not None:
-        return digest("checkpoint", changed, manifest.attempt)
-    if foreign is not None:
-        files = sorted(path for path in foreign.rglob("*") if path.is_file())
-        stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-        return digest("foreign", changed, str(foreign.resolve()), *stats)
-    return digest("fresh", changed, sections["model"])
+    if source is None:
+        return digest("fresh", changed, sections["model"])
+    if not isinstance(source, Path):
+        return digest("checkpoint", changed, source.attempt)
+    files = sorted(path for path in source.rglob("*") if path.is_file())
+    stats = [(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files]
+    return digest("foreign", changed, str(source.resolve()), *stats)

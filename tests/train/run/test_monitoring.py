@@ -19,7 +19,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable, StepNotFinite
 from nxdt_core.run import train
-from nxdt_core.run.callbacks.prometheus import Sample, exposition
+from nxdt_core.run.callbacks.monitor import exposition
 from nxdt_core.run.metric_files import mark_failed
 from tests import processes
 from tests.train.small import SMALL
@@ -217,8 +217,8 @@ def test_a_port_that_is_taken_is_an_error_before_training(small_run):
 
 
 def test_labels_and_numbers_are_written_as_prometheus_reads_them():
-    samples = [Sample("nxdt_train_metric", number, {"metric": 'a "b"\\\n'}) for number in (math.nan,)]
-    samples += [Sample("nxdt_loss", math.inf), Sample("nxdt_grad_norm", -math.inf), Sample("nxdt_step", 3)]
+    samples = [("nxdt_train_metric", math.nan, {"metric": 'a "b"\\\n'})]
+    samples += [("nxdt_loss", math.inf, {}), ("nxdt_grad_norm", -math.inf, {}), ("nxdt_step", 3, {})]
     text = exposition(samples, {"run": "r"})
     assert 'nxdt_train_metric{run="r",metric="a \\"b\\"\\\\\\n"} NaN\n' in text
     assert 'nxdt_loss{run="r"} +Inf\n' in text

@@ -24,8 +24,7 @@ from nxdt_core.hf.directory import save_hf
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer
-from nxdt_core.train.weights.base import base_digest
-from nxdt_core.train.weights.found import find_weights
+from nxdt_core.train.weights.loading import base_digest, find_weights
 from tests.sampling import slow, slow_except
 
 peft = pytest.importorskip("peft", reason="peft is not installed: nothing to compare with")

@@ -18,7 +18,7 @@ from nxdt_core.engine.precision import quantise_frozen
 from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.train.plan import plan
-from nxdt_core.train.weights.base import base_digest
+from nxdt_core.train.weights.loading import base_digest
 from tests.graph_counts import GraphCounts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")

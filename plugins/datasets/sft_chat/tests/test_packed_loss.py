@@ -10,7 +10,7 @@ from nxdt_plugin_sft_chat.config import ChatConfig
 from nxdt_plugin_sft_chat.loader import ChatData
 
 from nxdt_core.config import load as load_config
-from nxdt_core.data.sources import collate
+from nxdt_core.data.loader import collate
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.train import build

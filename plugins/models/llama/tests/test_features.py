@@ -28,7 +28,7 @@ from nxdt_core.hf.key_map import sources
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model
-from nxdt_core.train.weights.found import find_weights
+from nxdt_core.train.weights.loading import find_weights
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
 

@@ -109,7 +109,7 @@ def session(models, tmp_path):
     """``session(**objective)``: with the student's weights, and packed chats as its data."""
 
     def make(optim=None, **objective):
-        session = TrainSession(
+        return TrainSession(
             load(
                 {
                     "name": "against-trl",
@@ -130,10 +130,9 @@ def session(models, tmp_path):
                     },
                     "objective": {"name": "distill", **objective, "teacher": str(models[objective["teacher"]])},
                 }
-            )
+            ),
+            weights=models["student"],
         )
-        session.take_foreign_weights(models["student"])
-        return session
 
     return make
 

@@ -99,11 +99,10 @@ def session(models, tmp_path):
                 },
             }
         )
-        made = TrainSession(config)
+        made = TrainSession(config, weights=models["old"])
         made.engine.start()
         made.data.prepare()
         opened.append(made)
-        made.take_foreign_weights(models["old"])
         made.build_model()
         made.build_optimizer()
         return made

@@ -25,8 +25,8 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.run.training import train
 from nxdt_core.train import TrainSession
-from nxdt_core.train.continuation import Writer
 from nxdt_core.train.plan import plan
+from nxdt_core.train.sampling import Writer
 from tests import processes
 from tests.sampling import slow
 

@@ -13,7 +13,7 @@ import torch
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.data.chat.templates import ChatKeys, named_template
-from nxdt_core.data.sources import collate
+from nxdt_core.data.loader import collate
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.step import initialize_parallel_model

@@ -13,7 +13,7 @@ from nxdt_plugin_preference.objectives import Dpo
 
 from nxdt_core.config import load
 from nxdt_core.config.sources import resolve_path
-from nxdt_core.data.sources import collate
+from nxdt_core.data.loader import collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer

@@ -19,7 +19,7 @@ from nxdt_testing.errors import raises
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.files.records import Place
-from nxdt_core.data.sources import blank_like, collate
+from nxdt_core.data.loader import blank_like, collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer

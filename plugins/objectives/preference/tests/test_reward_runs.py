@@ -11,7 +11,7 @@ from nxdt_plugin_preference.reward import Reward
 
 from nxdt_core.cli.app import main
 from nxdt_core.config import load
-from nxdt_core.data.sources import collate
+from nxdt_core.data.loader import collate
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.run.training import train

@@ -9,7 +9,7 @@ from nxdt_plugin_preference.loader import PreferenceData, UnpairedData
 from nxdt_plugin_preference.objectives import Dpo
 from nxdt_plugin_preference.unpaired import Kto
 
-from nxdt_core.data.sources import collate
+from nxdt_core.data.loader import collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext

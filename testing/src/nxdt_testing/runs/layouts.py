@@ -26,7 +26,7 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.train.weights.saved_optimizer import check_shared_state
+from nxdt_core.train.weights.saved_config import check_shared_state
 from nxdt_testing.contract import difference
 from nxdt_testing.processes.rank_worker import import_module
 from nxdt_testing.ranks import RankPool, RanksFailed

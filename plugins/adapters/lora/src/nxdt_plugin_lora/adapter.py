@@ -27,7 +27,7 @@ from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.train import build
-from nxdt_core.train.weights.base import base_digest, without_base
+from nxdt_core.train.weights.loading import base_digest, without_base
 from nxdt_core.train.weights.saved_config import saved_adapter
 from nxdt_plugin_lora.adaptation import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate, adapt, tables_of
 from nxdt_plugin_lora.config import LoraConfig

@@ -31,9 +31,9 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.weights.base import BaseWeights, base_weights
 from nxdt_core.train.weights.export import tokenizer_files
 from nxdt_core.train.weights.importing import check_empty, write_counters
+from nxdt_core.train.weights.loading import BaseWeights, base_weights
 from nxdt_core.train.weights.saved_config import SavedRun, base_step, locate, named_config, saved_run
 from nxdt_plugin_lora.adaptation import adapt, tables_of
 from nxdt_plugin_lora.config import LoraConfig

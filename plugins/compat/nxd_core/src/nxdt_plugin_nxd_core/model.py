@@ -93,7 +93,7 @@ def initialize_parallel_model(
     parallel.load_state_dict(own_parts(parallel.state_dict(), _values(module)), strict=False)
     for adapter in adapters:
         adapter.begin(parallel, run, ranks)
-    config.session.model = parallel
+    config.session.built_model = parallel
     model = NxDModel(parallel, config, module, plan)
     config.model, config.optimizers = model, ()
     return model

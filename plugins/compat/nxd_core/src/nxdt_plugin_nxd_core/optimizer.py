@@ -79,7 +79,7 @@ def _core_optimizer(
     finally:
         for parameter in others:
             parameter.requires_grad_(True)
-    config.session.optimizer = core
+    config.session.built_optimizer = core
     return core, trained
 
 

@@ -202,9 +202,9 @@ def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
     if not isinstance(model, NxDModel):
         raise NotOfThisModel(call=call, problem=f"model is {type(model).__name__}, and must be")
     session = model.nxd_config.session
-    if optimizer is None and hasattr(session, "optimizer"):
+    if optimizer is None and session.built_optimizer is not None:
         session = copy.copy(session)
-        del session.optimizer
+        session.built_optimizer = None
     ours = isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "nxd_config", None) is model.nxd_config
     if optimizer is not None and not ours:
         raise NotOfThisModel(call=call, problem=f"optimizer is {type(optimizer).__name__}, and must be one")

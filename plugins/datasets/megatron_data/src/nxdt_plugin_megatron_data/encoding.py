@@ -17,8 +17,7 @@ from numpy.typing import NDArray
 from nxdt_core.config.read import read_part
 from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_overrides
 from nxdt_core.config.tree import Tree
-from nxdt_core.data.files.encodings import iconv_name
-from nxdt_core.data.files.paths import parse_json
+from nxdt_core.data.files.paths import iconv_name, parse_json
 from nxdt_core.data.tokenizers.files import holds_ranks
 from nxdt_core.data.tokens import encode_documents
 from nxdt_core.errors.configuration import ConfigError

@@ -26,8 +26,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.cache import SAMPLED_FROM_BYTES, digest, file_digest
 from nxdt_core.data.files.compressed import UNREADABLE, bare_name, decompressed
-from nxdt_core.data.files.encodings import check_utf8_start
-from nxdt_core.data.files.paths import JSON_TEXTS, read_bytes
+from nxdt_core.data.files.paths import JSON_TEXTS, check_utf8_start, read_bytes
 from nxdt_core.errors.data import DataFileUnreadable
 from nxdt_core.protocols.store import LocksUnsupported
 from nxdt_core.system.file_lock import take_file_lock

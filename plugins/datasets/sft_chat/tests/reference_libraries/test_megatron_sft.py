@@ -11,7 +11,7 @@ import torch
 from nxdt_core.cli import main
 from nxdt_core.config import load as load_config
 from nxdt_core.config.sources import resolve_path
-from nxdt_core.data.sources import collate
+from nxdt_core.data.loader import collate
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.step import CausalLM
 

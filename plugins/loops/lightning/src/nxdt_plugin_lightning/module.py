@@ -100,7 +100,8 @@ class NxdtModule(pl.LightningModule):
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Return this rank's parameters under their global names, DTensors where sharded; none before
         :meth:`configure_model`."""
-        found = self.session.model.named_parameters() if hasattr(self.session, "model") else ()
+        model = self.session.built_model
+        found = () if model is None else model.named_parameters()
         return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in found)
 
     def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
@@ -109,7 +110,7 @@ class NxdtModule(pl.LightningModule):
 
     def configure_model(self) -> None:
         """Build the model, unless it is there already."""
-        if not hasattr(self.session, "model"):
+        if self.session.built_model is None:
             self.session.engine = self.engine
             self.session.build_model(resumes=None if self._resume is None else self._resume[1])
 

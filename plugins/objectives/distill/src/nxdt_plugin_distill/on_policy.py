@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.train.continuation import Writer
-from nxdt_core.train.generate import Sampling
+from nxdt_core.train.sampling import Sampling, Writer
 from nxdt_plugin_distill.config import DistillConfig
 from nxdt_plugin_distill.errors import NoPrompts, PromptTooLong
 

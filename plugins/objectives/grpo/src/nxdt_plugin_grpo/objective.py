@@ -24,8 +24,7 @@ from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.train.continuation import Writer
-from nxdt_core.train.generate import Sampling
+from nxdt_core.train.sampling import Sampling, Writer
 from nxdt_plugin_grpo.config import GrpoConfig
 from nxdt_plugin_grpo.errors import NoPrompts, PromptTooLong
 from nxdt_plugin_grpo.prompts import Prompt

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import TrainSession
-from nxdt_core.train.continuation import completion
+from nxdt_core.train.sampling import completion
 from nxdt_plugin_grpo.rewards import Answer
 
 

@@ -1,9 +1,12 @@
-"""The frozen weights that a checkpoint of an adapter leaves out, from where its run took them."""
+"""Weights that a user's address names: a run, a checkpoint, a directory of another program, or an adapter over one; and
+the frozen weights that a checkpoint of an adapter leaves out, from where its run took them.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -14,37 +17,52 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.format.shards import TensorSpec
-from nxdt_core.config import ResolvedConfig
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.distributed.placement import piece_of
-from nxdt_core.engine.weights import quantised_weights
+from nxdt_core.engine.weights import build_whole, quantised_weights
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
-from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
+from nxdt_core.errors.checkpoints import AdapterOfAnotherBase, CheckpointNotFound
+from nxdt_core.errors.models import WeightsDoNotFit
+from nxdt_core.errors.training import AdapterBaseUnknown
+from nxdt_core.kernel import Kernel
 from nxdt_core.models.quantised import QuantisedWeight, requantised
 from nxdt_core.models.random.init import complete_init_rules, draw, rule_for
+from nxdt_core.protocols.adapter import Adapter, SavedAdapter
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
+from nxdt_core.train.weights.saved_config import locate, named_config, one_process_run, saved_run
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest, TrustedKeys
 
 __all__ = [
     "BaseWeights",
+    "FoundWeights",
     "Sample",
     "base_digest",
     "base_weights",
     "digest_of",
+    "find_weights",
     "load_weights",
     "samples_of",
+    "teacher_of",
+    "teacher_run",
     "trained_parameters",
     "without_base",
 ]
+
+_log = logging.getLogger(__name__)
 
 Sample = tuple[str, int, int]
 """Parameter, number of the sample, and the element's bits in bfloat16, which all dtypes of one model agree on."""
@@ -94,9 +112,6 @@ def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[
             found.append(held.samples[index] if isinstance(held, QuantisedWeight) else held[local].detach().bfloat16())
     bits = torch.stack(found).view(torch.int16).tolist() if found else []
     return [(name, number, value) for (name, number), value in zip(places, bits, strict=True)]
-
-
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,7 +259,13 @@ def load_weights(
         AdapterOfAnotherBase: it leaves out what is frozen, and that is something else here.
         WeightsDoNotFit: names or shapes differ.
     """
-    ranks, weights = engine.ranks, _expected(storage, manifest, engine, model, with_optimizer=with_optimizer)
+    ranks, weights = engine.ranks, model.state_dict()
+    if manifest.facts.without_base:
+        if manifest.facts.base != base_digest(model, ranks):
+            raise AdapterOfAnotherBase(where=build.step_uri(storage, manifest.step), base="this run")
+        weights = without_base(model, weights)
+    elif not with_optimizer and not model.added & manifest.tensors.get("model", {}).keys():
+        weights = {name: weight for name, weight in weights.items() if name not in model.added}
     unmatched = checkpoint.load_model_into(
         storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict, table_rows=table_rows
     )
@@ -256,21 +277,188 @@ def load_weights(
     return weights
 
 
-def _expected(
-    storage: CheckpointStore,
-    manifest: Manifest,
-    engine: ParallelEngine,
-    model: ParallelModel,
-    *,
-    with_optimizer: bool,
-) -> dict[str, torch.Tensor | Piece]:
-    """The weights of ``model`` that the checkpoint fills: all; or those that train, where it has no others; or all but
-    those that adapters added, where it has none of them."""
-    weights = model.state_dict()
-    if manifest.facts.without_base:
-        if manifest.facts.base != base_digest(model, engine.ranks):
-            raise AdapterOfAnotherBase(where=build.step_uri(storage, manifest.step), base="this run")
-        return without_base(model, weights)
-    if not with_optimizer and not model.added & manifest.tensors.get("model", {}).keys():
-        return {name: weight for name, weight in weights.items() if name not in model.added}
-    return weights
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FoundWeights:
+    """Weights, and the run to use them with."""
+
+    run: ResolvedConfig
+    """Configuration of the run, on one process."""
+    chat_keys: ChatKeys
+    """Settings by which messages become text."""
+    step: int
+    """Optimizer steps that the weights have seen; 0 where a directory does not say."""
+    source: HFSource | None
+    """The Hugging Face directory that they came from."""
+    load: Callable[[ParallelEngine, ParallelModel], None]
+    """Fills a model of the run."""
+
+
+def find_weights(
+    uri: str, *, base: str | None = None, config: str | None = None, trusted: Sequence[str] = ()
+) -> FoundWeights:
+    """Return the weights that ``uri`` names, without reading them.
+
+    Args:
+        uri: the directory of a run, the address of its checkpoints or of one of them, a directory of another program
+            such as Hugging Face's, or a directory with an adapter, such as peft's.
+        base: address of the weights below an adapter, where they are not where it says.
+        config: YAML file or ``recipe:NAME`` that decides in place of what is found.
+        trusted: files of public keys, one of which must have signed what is loaded.
+
+    Raises:
+        AdapterBaseUnknown: an adapter whose base is not named by a path that exists, or is an adapter itself.
+        NxdtError: what is wrong with the checkpoint or the directory.
+    """
+    from nxdt_core.checkpoint.foreign import recognise
+    from nxdt_core.checkpoint.signing import refuse_foreign
+
+    own, keys = named_config(config, trusted)
+    kernel = Kernel.start() if own is None else own.kernel
+    adapter = _adapter_at(Path(uri), kernel)
+    if adapter is not None:
+        refuse_foreign(keys, uri)
+        found = adapter.base if base is None else base
+        missing = base is None and not os.path.exists(found or "")  # no Path: it refuses long names
+        if found is None or missing or _adapter_at(Path(found), kernel) is not None:
+            raise AdapterBaseUnknown(where=uri, base=found, adapter=not missing)
+        return _adapted(find_weights(found, config=config, trusted=trusted), adapter)
+    if recognise(Path(uri), kernel) is not None:
+        refuse_foreign(keys, uri)
+        return _foreign_weights(uri, own, kernel)
+    return _committed(uri, own, keys, base)
+
+
+def teacher_of(objective: Objective, config: ResolvedConfig, engine: ParallelEngine) -> ParallelModel:
+    """Return the teacher of an objective in the layout and the precision of the run of ``config``, forward only.
+    Collective.
+
+    Args:
+        objective: names the teacher.
+        config: of the run.
+        engine: started.
+
+    Raises:
+        SequenceTooLongForModel: positions of the teacher end before the run's sequences do.
+        WeightsDoNotFit: names or shapes differ.
+        NxdtError: what is wrong with the checkpoint or the directory, or what the objective finds.
+    """
+    teacher = _teacher(objective, config)
+    objective.check_teacher(teacher.run, config)
+    run = replace(teacher.run, run=teacher.run.run.changed(data=config.run.data))
+    with build.plan_errors_named(run):
+        try:
+            model = engine.initialize_model(
+                build.model_builder(run),
+                precision=build.precision(config),
+                seed=config.run.seed,
+                adapters=build.adapters(run),
+                materialise=False,
+                frozen=True,
+            )
+            teacher.load(engine, model)
+        except NxdtError as error:  # say that it is not of the model that trains
+            error.happened = f"objective.teacher: {error.happened}"
+            raise
+    return model
+
+
+def teacher_run(objective: Objective, config: ResolvedConfig) -> ResolvedConfig:
+    """Return the run of an objective's teacher on one process; where ``teacher_config`` describes it, without its
+    weights.
+
+    Raises:
+        NxdtError: as of :func:`teacher_of`.
+    """
+    if objective.teacher_config is None:
+        run = _teacher(objective, config).run
+    else:
+        run = one_process_run(load(objective.teacher_config)).config
+    objective.check_teacher(run, config)
+    return run
+
+
+def _teacher(objective: Objective, config: ResolvedConfig) -> FoundWeights:
+    trusted, described = config.run.checkpoint.sign.trusted, objective.teacher_config
+    assert objective.teacher is not None  # as of every objective whose teacher is asked for
+    try:
+        return find_weights(objective.teacher, config=described, trusted=trusted)
+    except CheckpointNotFound as error:
+        if described is None:
+            raise
+        key = "checkpoint.uri" if "://" in objective.teacher else "exp_manager.explicit_log_dir"
+        train = f"objective.teacher is trained by 'nxdt train {described} {key}={objective.teacher}'"
+        raise CheckpointNotFound(where=error.where, reason=f"{error.reason}. {train}") from None
+
+
+def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> FoundWeights:
+    found, step = locate(uri, own)
+    manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=keys)
+    where = build.step_uri(found, manifest.step)
+    saved = saved_run(manifest, where=where, config=own, base=base is None)
+    if saved.config.components["adapter"] is not None:
+        # What adapters add is checked before it takes memory: their sections name the sizes.
+        whole = build_whole(build.model_builder(saved.config), build.adapters(saved.config))
+        added = {name: tuple(p.shape) for name, p in whole.module.named_parameters() if name in whole.added}
+        shapes = {name: entry.shape for name, entry in manifest.tensors.get("model", {}).items()}
+        missing = sorted(added.keys() - shapes.keys())
+        wrong = [f"{n}: {shapes[n]} instead of {shape}" for n, shape in added.items() if shapes.get(n, shape) != shape]
+        if missing or wrong:
+            raise WeightsDoNotFit(missing=missing, extra=[], shapes=wrong)
+
+    def fill(engine: ParallelEngine, model: ParallelModel) -> None:
+        if manifest.facts.without_base:
+            below = base_weights(saved.config, found, manifest, base=base, trusted=keys)
+            held = model.state_dict()
+            for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):
+                if name in held:
+                    piece = piece_of(held[name], name)
+                    piece.tensor.copy_(weight[piece.box.within(Box.whole(piece.shape))])
+            if base_digest(model, engine.ranks) != manifest.facts.base:
+                raise AdapterOfAnotherBase(where=where, base=below.origin)
+        load_weights(found, manifest, engine=engine, model=model)
+
+    source = HFSource.of_facts(manifest.facts.hf)
+    return FoundWeights(run=saved.config, chat_keys=saved.chat_keys, step=manifest.step, source=source, load=fill)
+
+
+def _foreign_weights(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeights:
+    from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint
+    from nxdt_core.train.weights.importing import described_run
+
+    name, reader = open_checkpoint(Path(path), kernel)
+    run, keys = described_run(path, name, reader), ChatKeys()
+    if own is not None:
+        saved = one_process_run(own)
+        run, keys = saved.config, saved.chat_keys
+
+    def fill(engine: ParallelEngine, model: ParallelModel) -> None:
+        weights = model.state_dict()
+        given = {name: weight for name, weight in weights.items() if name not in model.added}
+        fill_rows = bool(build.added_tokens(run))
+        load_format_into(
+            Path(path), build.model_builder(run), run.kernel, given, ranks=engine.ranks, fill_rows=fill_rows
+        )
+        model.load_state_dict(weights, strict=False)
+
+    source = read_hf_source(Path(path)) if name == "hf" else None
+    return FoundWeights(run=run, chat_keys=keys, step=reader.step, source=source, load=fill)
+
+
+def _adapted(below: FoundWeights, adapter: SavedAdapter) -> FoundWeights:
+    """Return the same weights with an adapter that is loaded over them."""
+    section = dict(adapter.section(build.model_builder(below.run)))
+    run = load({**below.run.to_dict(), "adapter": section}, kernel=below.run.kernel, label="the adapter")
+
+    def fill(engine: ParallelEngine, model: ParallelModel) -> None:
+        below.load(engine, model)
+        for each in build.adapters(run):
+            each.begin(model, run, engine.ranks)
+
+    return replace(below, run=run, load=fill)
+
+
+def _adapter_at(path: Path, kernel: Kernel) -> SavedAdapter | None:
+    if not path.is_dir() or any(path.glob("step-*")):
+        return None
+    opened = (component.load_class(Adapter).saved_at(path) for component in kernel.registry.all("adapter"))
+    return next((found for found in opened if found is not None), None)

@@ -1,0 +1,148 @@
+"""``nxdt checkpoint`` export and import: checkpoints for other programs, and models that these have saved."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any, cast
+
+import click
+
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, print_report, trusted_keys
+from nxdt_core.cli.terminal import human_size
+from nxdt_core.cli.verb import as_json, verb
+
+if TYPE_CHECKING:
+    from nxdt_core.hf.gguf import GgufDtype
+    from nxdt_core.protocols.ranks import RankAgreement
+    from nxdt_core.train.weights.export import ExportDtype, Exported
+    from nxdt_core.train.weights.importing import Imported
+
+_UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate(("", "K", "M", "G", "T"))}}
+_UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate(("K", "M", "G", "T"), start=1)}
+_DTYPES = {"hf": ("float32", "bfloat16", "float16"), "gguf": ("float32", "float16", "q8_0")}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
+
+
+def size(value: str) -> int:
+    """Return the number of bytes; the ``type`` of an option."""
+    match = _SIZE.fullmatch(value.strip().upper())
+    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size_bytes < 1:
+        raise click.BadParameter(f"{value!r} is not a size; write it as 5GB, 800MB or 512MiB.")
+    return size_bytes
+
+
+@verb(
+    f"nxdt checkpoint export {EXAMPLE_URI} my-model-hf",
+    f"nxdt checkpoint export {EXAMPLE_URI}/step-00000040 my-model-hf --dtype bfloat16 --max-shard-size 2GB",
+    f"nxdt checkpoint export {EXAMPLE_URI} my-model.gguf --format gguf --dtype q8_0",
+)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option(
+    "--format", "format_", type=click.Choice(["hf", "gguf"]), default="hf", show_default=True, help="What to write."
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16", "q8_0"]),
+    help="Dtype of the weights in DST; without it they keep theirs, and GGUF has float16.",
+)
+@click.option("--max-shard-size", type=size, default="5GB", show_default=True, help="Largest file of weights.")
+@click.option(
+    "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Files to write at the same time."
+)
+@click.option("--ema", is_flag=True, help="Write the average of the weights (exp_manager.ema) instead of the weights.")
+@named_config
+@trusted_keys
+@as_json
+@click.pass_context
+def export(
+    ctx: click.Context,
+    source: str,
+    target: str,
+    format_: str,
+    dtype: ExportDtype | GgufDtype | None,
+    max_shard_size: int,
+    workers: int,
+    ema: bool,
+    config: str | None,
+    trusted: tuple[str, ...],
+    json_output: bool,
+) -> None:
+    """Write the model of a checkpoint as a directory that transformers loads, or as a GGUF file.
+
+    SRC is a checkpoint.uri, of which the newest committed step is taken, or one step of it. DST is a directory that is
+    empty or not there yet, or the address of another store. Memory holds one file of weights for each worker. Under
+    torchrun or srun the processes divide the files. The same command resumes an interrupted export.
+
+    With --format gguf, DST is one file for llama.cpp and Ollama. It holds a Llama, a Mistral or a Mixtral with its
+    tokenizer.
+    """
+    from nxdt_core.train.weights.export import export_gguf, export_hf
+
+    allowed = _DTYPES[format_]
+    if dtype is not None and dtype not in allowed:
+        raise click.BadParameter(f"'{format_}' has {', '.join(allowed)}.", param_hint="--dtype")
+
+    def report(exported: Exported) -> None:
+        size = human_size(exported.size_bytes)
+        print_report(exported, f"Exported {exported.source} to {exported.target}: {size} of weights.", json_output)
+
+    common: dict[str, Any] = {"average": ema, "config": config, "trusted": trusted}
+    if format_ == "gguf":
+        report(export_gguf(source, target, dtype=cast("GgufDtype", dtype or "float16"), **common))
+        return
+    common |= {"dtype": dtype, "max_shard_bytes": max_shard_size, "workers": workers}
+    ctx.exit(on_all_ranks(lambda ranks: export_hf(source, target, ranks=ranks, **common), report))
+
+
+@verb(
+    "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b",
+    "nxdt checkpoint import Llama-3.1-8B checkpoints/llama-3.1-8b --config my_run.yaml",
+    "nxdt checkpoint import a--step=100.ckpt checkpoints/a --config my_run.yaml --weights-only",
+    name="import",
+)
+@click.argument("source", metavar="SRC")
+@click.argument("target", metavar="DST")
+@click.option("--config", metavar="CONFIG", help="YAML file or recipe:NAME of the model, instead of the one in SRC.")
+@click.option("--format", "format_", help="Format of SRC, instead of a detected one.")
+@click.option("--weights-only", is_flag=True, help="Leave out the optimizer's state, also where it is not whole.")
+@as_json
+@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@click.pass_context
+def import_(
+    ctx: click.Context,
+    source: str,
+    target: str,
+    config: str | None,
+    format_: str | None,
+    weights_only: bool,
+    json_output: bool,
+    overrides: tuple[str, ...],
+) -> None:
+    """Make a checkpoint of a model that another program has saved, such as a Hugging Face directory.
+
+    SRC is a directory. DST is what checkpoint.uri says: a directory, or an address of an installed store; it must hold
+    no checkpoint yet. A run starts from the weights with checkpoint.resume_from=DST checkpoint.weight_init_only=true.
+    Where SRC has optimizer state that is not whole, nothing is imported unless --weights-only is given.
+    Memory holds one tensor at a time. Under torchrun or srun the processes divide the tensors.
+    """
+    from nxdt_core.train.weights.importing import import_checkpoint
+
+    def run(ranks: RankAgreement | None) -> Imported:
+        return import_checkpoint(
+            source,
+            target,
+            config=config,
+            overrides=overrides,
+            format=format_,
+            weights_only=weights_only,
+            ranks=ranks,
+        )
+
+    def report(imported: Imported) -> None:
+        what = f"{imported.tensors} tensors, {human_size(imported.size_bytes)}, a model of {imported.model!r}"
+        sentence = f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}."
+        print_report(imported, sentence, json_output)
+
+    ctx.exit(on_all_ranks(run, report))
