@@ -287,7 +287,7 @@ def nxdt_objectives() -> list[Component]:
     return [
         Component(
             name="causal_lm",
-            target="nxdt_core.train.step:CausalLM",
+            target="nxdt_core.models.loss:CausalLM",
             config="nxdt_core.config.training_schema:CausalLMConfig",
             summary="cross-entropy of the next token, over labels that are not -100",
         )

@@ -22,7 +22,7 @@ from nxdt_testing.ranks import RankPool, process_group
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.engine.context.apply import apply_context_parallel
+from nxdt_core.engine.context.attention import apply_context_parallel
 from nxdt_core.engine.context.blocks import zigzag_shard
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention

@@ -23,9 +23,7 @@ from nxdt_core.distributed.torch_versions import (
     begun_all_to_all,
     ended,
     reduce_scatter_single,
-    traced_all_gather,
-    traced_all_reduce,
-    traced_reduce_scatter,
+    traced,
 )
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.piece import Box
@@ -315,7 +313,7 @@ class _Arrived(torch.autograd.Function):
 def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """A copy, since neither an autograd function's input nor a gradient may be changed in place."""
     if torch.compiler.is_compiling():
-        return traced_all_reduce(tensor.contiguous(), group)
+        return traced("all_reduce", tensor.contiguous(), "sum", group=group)
     total = tensor.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(total, group=group)
     return total
@@ -323,7 +321,7 @@ def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 def _gathered(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     if torch.compiler.is_compiling():  # the form that inductor's pass for asynchronous tensor parallelism knows
-        whole = traced_all_gather(tensor.contiguous(), group)
+        whole = traced("all_gather_into_tensor", tensor.contiguous(), group.size(), group=group)
         return torch.cat(whole.chunk(group.size()), dim) if dim else whole
     whole = _room_for_all(tensor, group)
     all_gather_single(whole, tensor.contiguous(), group=group)
@@ -346,7 +344,8 @@ def _scattered_sum(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> 
     if tensor.shape[dim] % ranks:
         raise ValueError(f"dimension {dim} of {tuple(tensor.shape)} does not divide over {ranks} ranks")
     if torch.compiler.is_compiling():  # as of _gathered
-        return traced_reduce_scatter(torch.cat(tensor.chunk(ranks, dim)) if dim else tensor.contiguous(), group)
+        parts = torch.cat(tensor.chunk(ranks, dim)) if dim else tensor.contiguous()
+        return traced("reduce_scatter_tensor", parts, "sum", ranks, group=group)
     split = (*tensor.shape[:dim], ranks, -1, *tensor.shape[dim + 1 :])
     parts = tensor if dim == 0 else tensor.reshape(split).movedim(dim, 0).flatten(0, 1)
     part = tensor.new_empty((parts.shape[0] // ranks, *parts.shape[1:]))
@@ -430,7 +429,10 @@ def all_reduce_bucketed(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor
     """Add up ``tensors`` over the ranks of ``group``, in place, many in one call."""
     for same in group_by_dtype(tensors):
         for bucket in buckets(same, lambda tensor: tensor.nbytes, BUCKET_BYTES):
-            _sum_bucket(group, bucket)
+            flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
+            dist.all_reduce(flat, group=group)
+            copy_from_flat(flat, bucket)
+            del flat  # before the next bucket's copy is made
 
 
 def group_by_dtype(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
@@ -446,10 +448,3 @@ def copy_from_flat(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy the elements of ``flat`` [sum of numel] into the tensors, one after the other."""
     parts = torch.split(flat, [tensor.numel() for tensor in tensors])
     torch._foreach_copy_(list(tensors), [part.view_as(tensor) for part, tensor in zip(parts, tensors, strict=True)])
-
-
-def _sum_bucket(group: dist.ProcessGroup, bucket: list[torch.Tensor]) -> None:
-    """Sum one bucket in a separate function, which frees its flat copy before the next bucket's copy is made."""
-    flat = torch.cat([tensor.reshape(-1) for tensor in bucket])
-    dist.all_reduce(flat, group=group)
-    copy_from_flat(flat, bucket)

@@ -14,21 +14,11 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 from nxdt_core.distributed.torch_versions import memory_info
-
-__all__ = [
-    "MEMORY_GIB",
-    "PEAK_FLOPS",
-    "DeviceOperations",
-    "HostOperations",
-    "TrainiumOperations",
-    "UnknownDeviceOperations",
-    "product_name",
-]
 
 _T = TypeVar("_T")
 
@@ -114,34 +104,18 @@ class HostOperations(DeviceOperations):
         """Return True."""
         return True
 
-    def current_index(self) -> None:
-        """Return None: the host has no number."""
+    def _nothing(self, *arguments: Any) -> None:
+        """Do nothing: the host has no number, waits for each operation, has torch's own generator, and shares its
+        memory with other processes. No figures depend on its name, and its kernel keeps one high-water mark of memory
+        for the process's life."""
 
-    def set_index(self, index: int) -> None:
-        """Do nothing."""
-
-    def synchronize(self, device: torch.device) -> None:
-        """Do nothing: the host waits for each operation."""
-
-    def rng_state(self, device: torch.device) -> None:
-        """Return None: its generator is torch's own."""
-
-    def set_rng_state(self, state: torch.Tensor, device: torch.device) -> None:
-        """Do nothing."""
-
-    def name(self, device: torch.device) -> None:
-        """Return None: no figures depend on it."""
-
-    def total_memory_bytes(self, device: torch.device | None = None) -> None:
-        """Return None: a process shares the host's memory with others."""
+    current_index = set_index = synchronize = rng_state = set_rng_state = _nothing
+    name = total_memory_bytes = reset_max_memory = _nothing  # type: ignore[assignment]
 
     def max_memory_bytes(self, device: torch.device) -> int:
         """Return the largest resident set of the process."""
         unit = 1 if sys.platform == "darwin" else 1024
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-    def reset_max_memory(self, device: torch.device) -> None:
-        """Do nothing: the kernel keeps one high-water mark for the process's life."""
 
 
 class UnknownDeviceOperations(HostOperations):
@@ -151,8 +125,7 @@ class UnknownDeviceOperations(HostOperations):
         """Return False."""
         return False
 
-    def max_memory_bytes(self, device: torch.device) -> None:  # type: ignore[override]
-        """Return None."""
+    max_memory_bytes = HostOperations._nothing  # type: ignore[assignment]
 
 
 def _figure(ask: Callable[[], _T]) -> _T | None:

@@ -14,8 +14,6 @@ from nxdt_core.distributed.devices import DeviceProfile, register_profile
 from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
 from nxdt_core.kernel.plugin import BUILTIN
 
-__all__ = ["configure_allocator", "ignored_settings", "pins_inputs", "register_profile_of", "use_device_settings"]
-
 _KIND = "device"
 
 

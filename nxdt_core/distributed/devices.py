@@ -109,8 +109,8 @@ class DeviceProfile:
     context_parallel_method: Literal["ring", "gather"] = "ring"
     """Default of how context parallelism moves keys and values."""
     attention_kernel: Literal["composed", "masked_flash", "flash_or_efficient"] = "composed"
-    """Attention with a log-sum-exp (:mod:`~nxdt_core.models.attention.kernels`), which context parallelism merges;
-    ``composed`` is matrix products and runs anywhere."""
+    """Attention with a log-sum-exp (:mod:`~nxdt_core.models.attention.partial_attention`), which context parallelism
+    merges; ``composed`` is matrix products and runs anywhere."""
     block_attention: tuple[str, ...] = ()
     """Names of the dtypes in which attention to packed documents runs by blocks of keys
     (:mod:`~nxdt_core.models.attention.documents`); in others it runs under a mask."""

@@ -12,7 +12,7 @@ import re
 import socket
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
@@ -101,6 +101,9 @@ def join_slurm(variables: Mapping[str, str], host: str) -> RankEnvironment | Non
         return None
     require(variables, _NEEDED, reason="SLURM_PROCID and SLURM_NTASKS are")
     job, step = variables["SLURM_JOB_ID"], variables["SLURM_STEP_ID"]
+    # A port that differs between jobs, which may share a host.
+    numbered = job.isdecimal() and step.isdecimal()
+    port = port_of(int(job) * 31 + int(step) if numbered else sum(map(ord, job)))
     hosts = variables.get("SLURM_STEP_NODELIST") or variables["SLURM_JOB_NODELIST"]
     place = RankEnvironment(
         rank=read_variable(variables, "SLURM_PROCID"),
@@ -108,7 +111,7 @@ def join_slurm(variables: Mapping[str, str], host: str) -> RankEnvironment | Non
         local_rank=read_variable(variables, "SLURM_LOCALID"),
         host=host,
         master_addr=variables.get("MASTER_ADDR") or first_host(hosts),
-        master_port=read_port(variables, "MASTER_PORT") if "MASTER_PORT" in variables else _port(job, step),
+        master_port=read_port(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port,
         launcher="Slurm",
     )
     for name, number in (("SLURM_PROCID", place.rank), ("SLURM_LOCALID", place.local_rank)):
@@ -135,13 +138,7 @@ def _count(variables: Mapping[str, str], what: str) -> int:
     return next((read_variable(variables, name, least=1) for name in names if name in variables), 1)
 
 
-def _port(job: str, step: str) -> int:
-    """Return a port that differs between jobs, which may share a host."""
-    return port_of(int(job) * 31 + int(step) if job.isdecimal() and step.isdecimal() else sum(map(ord, job)))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Names:
+class _Names(NamedTuple):
     """Variables of one implementation of MPI."""
 
     rank: str
@@ -152,28 +149,14 @@ class _Names:
     """Variables whose values differ between two runs of ``mpirun``."""
 
 
+_KINDS, _OMPI, _MV2 = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE"), "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
 _IMPLEMENTATIONS = (
     _Names(
-        rank="OMPI_COMM_WORLD_RANK",
-        size="OMPI_COMM_WORLD_SIZE",
-        local_rank="OMPI_COMM_WORLD_LOCAL_RANK",
-        local_size="OMPI_COMM_WORLD_LOCAL_SIZE",
-        jobs=("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
+        *(f"{_OMPI}_{kind}" for kind in _KINDS),
+        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
     ),
-    _Names(
-        rank="MV2_COMM_WORLD_RANK",
-        size="MV2_COMM_WORLD_SIZE",
-        local_rank="MV2_COMM_WORLD_LOCAL_RANK",
-        local_size="MV2_COMM_WORLD_LOCAL_SIZE",
-        jobs=("MPIRUN_ID", "PMI_ID"),
-    ),
-    _Names(
-        rank="PMI_RANK",
-        size="PMI_SIZE",
-        local_rank="MPI_LOCALRANKID",
-        local_size="MPI_LOCALNRANKS",
-        jobs=("PMI_JOBID", "HYDI_CONTROL_FD"),
-    ),
+    _Names(*(f"{_MV2}_{kind}" for kind in _KINDS), ("MPIRUN_ID", "PMI_ID")),
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID", "HYDI_CONTROL_FD")),
 )
 
 MPI_SIZES = tuple(names.size for names in _IMPLEMENTATIONS)
@@ -200,13 +183,24 @@ def join_mpi(variables: Mapping[str, str], host: str) -> RankEnvironment | None:
         if number >= limit:
             contradiction = f"{name} is {number} among {limit} processes"
             raise LaunchersDisagree(contradiction=contradiction, launcher="local")
+    address, reason = variables.get("MASTER_ADDR", ""), f"{names.rank} and {names.size} are"
+    if not address and local_size == size:
+        address = "127.0.0.1"
+    elif not address and "SLURM_JOB_NODELIST" in variables:
+        address = first_host(variables["SLURM_JOB_NODELIST"])
+    elif not address:
+        require(variables, ("MASTER_ADDR",), reason=reason)
+    job = next((variables[name] for name in names.jobs if variables.get(name)), "")
+    if "MASTER_PORT" not in variables and not job:
+        require(variables, ("MASTER_PORT",), reason=reason)
+    port = read_port(variables, "MASTER_PORT") if "MASTER_PORT" in variables else port_of(zlib.crc32(job.encode()))
     return RankEnvironment(
         rank=rank,
         world_size=size,
         local_rank=local_rank,
         host=host,
-        master_addr=_address(variables, names, alone=local_size == size),
-        master_port=_mpi_port(variables, names),
+        master_addr=address,
+        master_port=port,
         launcher="MPI",
     )
 
@@ -224,26 +218,6 @@ def _used(variables: Mapping[str, str]) -> _Names | None:
 def _local_size(variables: Mapping[str, str], names: _Names) -> int:
     """Return the processes of this host; 0 where that is not known."""
     return read_variable(variables, names.local_size, least=1) if names.local_size in variables else 0
-
-
-def _address(variables: Mapping[str, str], names: _Names, *, alone: bool) -> str:
-    if variables.get("MASTER_ADDR"):
-        return variables["MASTER_ADDR"]
-    if alone:
-        return "127.0.0.1"
-    if "SLURM_JOB_NODELIST" in variables:
-        return first_host(variables["SLURM_JOB_NODELIST"])
-    require(variables, ("MASTER_ADDR",), reason=f"{names.rank} and {names.size} are")
-    return ""
-
-
-def _mpi_port(variables: Mapping[str, str], names: _Names) -> int:
-    if "MASTER_PORT" in variables:
-        return read_port(variables, "MASTER_PORT")
-    job = next((variables[name] for name in names.jobs if variables.get(name)), "")
-    if not job:
-        require(variables, ("MASTER_PORT",), reason=f"{names.rank} and {names.size} are")
-    return port_of(zlib.crc32(job.encode()))
 
 
 LAUNCHER_VARIABLE = "NXDT_LAUNCHER"
@@ -276,9 +250,17 @@ def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         return place or RankEnvironment(host=host)
     place = join_torchrun(variables, host)
     if place is not None:
-        _compare(place, variables, host)
+        # No launcher of as many processes gives this one another rank. An elastic agent numbers the nodes itself, so
+        # that its ranks may differ from those of the launcher around it.
+        alone = place.world_size == 1 or _has_agent(variables)
+        for name, join in () if alone else (("mpi", join_mpi), ("slurm", join_slurm)):
+            other = join(variables, host)
+            if other is not None and other.world_size == place.world_size and other.rank != place.rank:
+                ranks = f"RANK is {place.rank} of {place.world_size}, and {other.launcher} says rank {other.rank}"
+                raise LaunchersDisagree(contradiction=ranks, launcher=name)
         return place
-    if _is_node(variables):
+    numbered = all(variables.get(name) for name in _NODE)
+    if numbered and (is_slurm_node(variables) or is_mpi_node(variables)):  # for nxdt to start those of the devices
         return RankEnvironment(host=host)
     return join_mpi(variables, host) or join_slurm(variables, host) or RankEnvironment(host=host)
 
@@ -314,16 +296,12 @@ def join_torchrun(variables: Mapping[str, str], host: str) -> RankEnvironment | 
     )
 
 
-def _alone(variables: Mapping[str, str], host: str) -> RankEnvironment:
-    return RankEnvironment(host=host)
-
-
 _JOINS: Mapping[str, _Join] = {
     "environment": join_torchrun,
     "torchrun": join_torchrun,
     "mpi": join_mpi,
     "slurm": join_slurm,
-    "local": _alone,
+    "local": lambda variables, host: RankEnvironment(host=host),
 }
 _ALWAYS: Mapping[str, tuple[str, ...]] = {
     "environment": ("RANK",),
@@ -340,23 +318,3 @@ OWN_LAUNCHERS = frozenset(_JOINS)
 def _has_agent(variables: Mapping[str, str]) -> bool:
     """Return whether an elastic agent started this process: torchrun's, or that of ``nxdt train``."""
     return "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables
-
-
-def _is_node(variables: Mapping[str, str]) -> bool:
-    """Return whether a launcher started one process on each node, for nxdt to start those of the devices."""
-    numbered = all(variables.get(name) for name in _NODE)
-    return numbered and (is_slurm_node(variables) or is_mpi_node(variables))
-
-
-def _compare(place: RankEnvironment, variables: Mapping[str, str], host: str) -> None:
-    """Check that a launcher of as many processes does not give this one another rank.
-
-    An elastic agent numbers the nodes itself, so that its ranks may differ from those of the launcher around it.
-    """
-    if place.world_size == 1 or _has_agent(variables):
-        return
-    for name, join in (("mpi", join_mpi), ("slurm", join_slurm)):
-        other = join(variables, host)
-        if other is not None and other.world_size == place.world_size and other.rank != place.rank:
-            contradiction = f"RANK is {place.rank} of {place.world_size}, and {other.launcher} says rank {other.rank}"
-            raise LaunchersDisagree(contradiction=contradiction, launcher=name)

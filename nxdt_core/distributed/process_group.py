@@ -110,15 +110,10 @@ class Ranks(RankAgreement):
             )
             self._owns_default = True
         self._group = _host_group(timeout)
-        if self._owns_default:
-            self._share_cores()
-
-    def _share_cores(self) -> None:
-        """Use a part of the cores where other ranks may use the same ones, unless ``OMP_NUM_THREADS`` is set.
-        Collective.
-
-        Ranks that each start one thread per core are slower than a single process.
-        """
+        if not self._owns_default:
+            return
+        # A part of the cores where other ranks may use the same ones, unless OMP_NUM_THREADS is set: ranks that each
+        # start one thread per core are slower than a single process.
         cores = cores_of_process()
         here = zlib.crc32(f"{self.host} {sorted(cores)}".encode())
         sharing = self.all_gather_object(here).count(here)

@@ -7,14 +7,13 @@ import socket
 import time
 from concurrent.futures import Future
 from datetime import timedelta
+from functools import partial
 from threading import Thread
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from nxdt_core.errors.ranks import BadLaunchVariable, CannotReachRankZero, PortTaken
 from nxdt_core.protocols.launcher import RankEnvironment
-
-__all__ = ["connect_store", "join_timeout_s"]
 
 _JOIN_TIMEOUT_S = 300.0
 """Seconds that ranks wait for each other at the start: nodes boot, images load, file systems mount at different
@@ -49,11 +48,49 @@ def connect_store(place: RankEnvironment, *, who: str | None = None) -> TCPStore
         CannotReachRankZero: no process serves it.
     """
     timeout_s = join_timeout_s()
+    deadline, listens = time.monotonic() + timeout_s, False
+    store = partial(
+        TCPStore,
+        place.master_addr,
+        place.master_port,
+        place.world_size,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
     if place.rank == 0 and not place.store_is_hosted:
-        return _serve(place, timeout_s)
+        try:
+            server = store(is_master=True)
+        except DistError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise PortTaken(address=place.master_addr, port=place.master_port) from error
+        _served.setdefault((place.master_addr, place.master_port), server)
+        return server
+    # As a client, in a thread: its own timeout ends with the connection, so that a server that is not a store and never
+    # answers would hold it for good.
+    client: Future[TCPStore] = Future()
+
+    def connect() -> None:
+        try:
+            client.set_result(store(is_master=False))
+        except Exception as error:  # raised where the result is awaited
+            client.set_exception(error)
+
     try:
-        _wait_for_server(place, timeout_s)
-        return _connect(place, timeout_s)
+        while not listens:  # the store's own client waits, too, but writes a C++ stack for each attempt
+            try:
+                socket.create_connection((place.master_addr, place.master_port), timeout=timeout_s).close()
+                listens = True
+            except OSError:
+                if time.monotonic() + _RETRY_S > deadline:
+                    raise
+                time.sleep(_RETRY_S)
+        Thread(target=connect, daemon=True).start()
+        try:
+            return client.result(timeout_s)
+        except TimeoutError:
+            raise TimeoutError("what listens there does not answer as the store of a run") from None
     except (OSError, DistError) as error:
         raise CannotReachRankZero(
             who=who or f"rank {place.rank}",
@@ -65,60 +102,6 @@ def connect_store(place: RankEnvironment, *, who: str | None = None) -> TCPStore
         ) from error
 
 
-def _store(place: RankEnvironment, timeout_s: float, *, serves: bool) -> TCPStore:
-    return TCPStore(
-        place.master_addr,
-        place.master_port,
-        place.world_size,
-        is_master=serves,
-        timeout=timedelta(seconds=timeout_s),
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
-def _serve(place: RankEnvironment, timeout_s: float) -> TCPStore:
-    try:
-        store = _store(place, timeout_s, serves=True)
-    except DistError as error:
-        if "EADDRINUSE" not in str(error):
-            raise
-        raise PortTaken(address=place.master_addr, port=place.master_port) from error
-    _served.setdefault((place.master_addr, place.master_port), store)
-    return store
-
-
 _served: dict[tuple[str, int], TCPStore] = {}
 """Stores by address. A server ends with the last reference to it. A rank that starts a second group may already have
 connected while rank 0 still leaves the first."""
-
-
-def _wait_for_server(place: RankEnvironment, timeout_s: float) -> None:
-    """Return once a server listens. (The store's own client waits, too, but writes a C++ stack for each attempt.)"""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        try:
-            socket.create_connection((place.master_addr, place.master_port), timeout=timeout_s).close()
-            return
-        except OSError:
-            if time.monotonic() + _RETRY_S > deadline:
-                raise
-            time.sleep(_RETRY_S)
-
-
-def _connect(place: RankEnvironment, timeout_s: float) -> TCPStore:
-    """Join as a client. (Its own timeout ends with the connection: a server that is not a store and never answers
-    would hold it for good.)"""
-    connected: Future[TCPStore] = Future()
-
-    def connect() -> None:
-        try:
-            connected.set_result(_store(place, timeout_s, serves=False))
-        except Exception as error:  # raised where the result is awaited
-            connected.set_exception(error)
-
-    Thread(target=connect, daemon=True).start()
-    try:
-        return connected.result(timeout_s)
-    except TimeoutError:
-        raise TimeoutError("what listens there does not answer as the store of a run") from None

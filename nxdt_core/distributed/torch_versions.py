@@ -61,20 +61,10 @@ def begun_all_to_all(
     return begun
 
 
-def traced_all_gather(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the ranks' tensors one after another, by an operator that passes over compiled graphs know."""
-    return ended(torch.ops._c10d_functional.all_gather_into_tensor(tensor, group.size(), _named(group)))
-
-
-def traced_all_reduce(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return the sum of the ranks' tensors, by an operator that changes none of them."""
-    return ended(torch.ops._c10d_functional.all_reduce(tensor, "sum", _named(group)))
-
-
-def traced_reduce_scatter(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Return this rank's part of the sum of the ranks' tensors, by an operator that passes over compiled graphs
-    know."""
-    return ended(torch.ops._c10d_functional.reduce_scatter_tensor(tensor, "sum", group.size(), _named(group)))
+def traced(name: str, tensor: torch.Tensor, *arguments: Any, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the result of the functional collective ``name``, which changes no tensor in place and which passes over
+    compiled graphs know."""
+    return ended(getattr(torch.ops._c10d_functional, name)(tensor, *arguments, _named(group)))
 
 
 def ended(begun: torch.Tensor) -> torch.Tensor:
@@ -108,14 +98,13 @@ def hash_meshes_alike() -> None:
     from torch.distributed.device_mesh import DeviceMesh
 
     if hasattr(DeviceMesh, "_stable_hash"):
-        DeviceMesh.__hash__ = _hash_of_mesh  # type: ignore[method-assign]
 
+        def hash_of_mesh(mesh: DeviceMesh) -> int:
+            if getattr(mesh, "_hash", None) is None:
+                mesh._hash = int(mesh._stable_hash()[:15], 16)
+            return mesh._hash
 
-def _hash_of_mesh(mesh: DeviceMesh) -> int:
-    value: int | None = getattr(mesh, "_hash", None)
-    if value is None:
-        value = mesh._hash = int(mesh._stable_hash()[:15], 16)
-    return value
+        DeviceMesh.__hash__ = hash_of_mesh  # type: ignore[method-assign]
 
 
 def unflatten(mesh: DeviceMesh, dim: str, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:

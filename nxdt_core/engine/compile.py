@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -31,6 +31,8 @@ _log = logging.getLogger(__name__)
 _GRAPHS = 64
 """Graphs per class of layers, and per function. Layers of several kinds soon reach torch's default limit, 8: in
 training, in validation and as a reference, each with a graph for one sequence length and one for any."""
+_IDS = "document_ids"
+"""Name of the argument of layers and attention cores that holds the document ids."""
 Result = TypeVar("Result")
 
 
@@ -78,13 +80,22 @@ class _CompiledForward:
         self._path, self._kind, self._in_pieces = path, type(layer), in_pieces
         self._whole = one_graph(forward, **options)
         self._pieces = torch.compile(forward, **options)
-        self._documents = _Documents(layer)
+        cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
+        self._cores = [core for core in cores if hasattr(core, "made")]
+        """Attention cores whose document masks are made before the graph runs; all layers share them."""
+        names = [*inspect.signature(type(layer).forward).parameters][1:]  # without self
+        self._position = names.index(_IDS) if _IDS in names else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer's own forward returns, from the compiled graph."""
-        masks = self._documents.made_for(args, kwargs)
-        if not masks:
+        ids = kwargs.get(_IDS)
+        if ids is None and self._position is not None and self._position < len(args):
+            ids = args[self._position]
+        if ids is None or not self._cores:
             return self._compiled(*args, **kwargs)
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        dtype = compute_dtype(next(tensor for tensor in tensors if tensor.is_floating_point()))
+        masks = dict(core.made(ids, dtype) for core in self._cores)
         step = replace(step_of(kwargs.get("step")), masks=masks)
         if "step" in kwargs:
             return self._compiled(*args, **{**kwargs, "step": step})
@@ -105,31 +116,6 @@ class _CompiledForward:
             reason = " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")  # without torch's hints
             _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=reason))
             return output
-
-
-class _Documents:
-    """Makes the document masks of a layer's attention before the layer's graph runs; all layers share them."""
-
-    _ARGUMENT = "document_ids"
-    """Name of the argument of layers and attention cores that holds the document ids."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
-        self._cores = [core for core in cores if hasattr(core, "made")]
-        names = [*inspect.signature(type(layer).forward).parameters][1:]  # without self
-        self._position = names.index(self._ARGUMENT) if self._ARGUMENT in names else None
-
-    def made_for(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the :attr:`~nxdt_core.protocols.step_context.StepContext.masks` of a call with these arguments."""
-        ids = kwargs.get(self._ARGUMENT)
-        if ids is None and self._position is not None and self._position < len(args):
-            ids = args[self._position]
-        if ids is None or not self._cores:
-            return {}
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        hidden = next(tensor for tensor in tensors if tensor.is_floating_point())
-        dtype = compute_dtype(hidden)
-        return dict(core.made(ids, dtype) for core in self._cores)
 
 
 def one_graph(function: Callable[..., Result], **options: Any) -> Callable[..., Result]:

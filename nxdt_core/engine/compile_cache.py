@@ -22,15 +22,6 @@ from nxdt_core.protocols.engine import CompileAhead, GraphOrigins
 if TYPE_CHECKING:
     from nxdt_core.distributed.devices import DeviceProfile
 
-__all__ = [
-    "TORCH_FOLDER",
-    "check_folder_writable",
-    "check_torch_folder",
-    "compile_seconds",
-    "folder_of",
-    "graph_origins",
-]
-
 TORCH_FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 """Torch sets it, too, when it first looks for its cache."""
 _KEY = "compiler_cache_url"

@@ -18,7 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.context.apply import core_semantics
+from nxdt_core.engine.context.attention import core_semantics
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
 from nxdt_core.models.patterns import matches_any
@@ -26,16 +26,6 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, TokenChoice
 from nxdt_core.protocols.plan import ParallelPlan
-
-__all__ = [
-    "CachedDecoding",
-    "Recorded",
-    "RecordedDecoding",
-    "attention_slots",
-    "check_positions_stay",
-    "last_rows_only",
-    "records_passes",
-]
 
 _log = logging.getLogger(__name__)
 _COLUMNS = 256
@@ -165,31 +155,26 @@ class RecordedDecoding(CachedDecoding):
                 recorded.choice.state = {name: torch.empty_like(value) for name, value in choice.state.items()}
             recorded.cache.take(self.cache)
             choice.state = {name: tensor.copy_(choice.state[name]) for name, tensor in recorded.choice.state.items()}
-        self.cache = recorded.cache
+        self.cache = cache = recorded.cache
+
+        def run() -> None:
+            positions, ids = cache.begin_pass(window), recorded.choice.state["tokens"]
+            recorded.choice.choose(self.logits(Batch(input_ids=ids, labels=ids, position_ids=positions))[:, 0])
+
         try:
             while (count := choice.begin(left())) > 0:
-                with self.passes(), recorded.cache.in_place():
+                with self.passes(), cache.in_place():
                     for _ in range(count):
-                        self._launch(recorded, window)
+                        if recorded.launch is not None:
+                            recorded.launch()
+                            continue
+                        run()  # first: it loads and compiles kernels, which a recording cannot
+                        try:
+                            recorded.launch = profile_of(self.device).operations.recorded(run, self.device)
+                        except RuntimeError as error:  # such as an operation that waits for the device
+                            _log.debug("each token's operations are launched one by one: %s", error)
+                            recorded.launch = run
                 yield choice.written(count)
         finally:
             self.kept.clear()
             self.kept[key] = recorded
-
-    def _launch(self, recorded: Recorded, window: int) -> None:
-        """Run a pass. The first one of a recording loads and compiles kernels, which a recording cannot."""
-        if recorded.launch is not None:
-            recorded.launch()
-            return
-        cache, choice = recorded.cache, recorded.choice
-
-        def run() -> None:
-            positions, ids = cache.begin_pass(window), choice.state["tokens"]
-            choice.choose(self.logits(Batch(input_ids=ids, labels=ids, position_ids=positions))[:, 0])
-
-        run()
-        try:
-            recorded.launch = profile_of(self.device).operations.recorded(run, self.device)
-        except RuntimeError as error:  # such as an operation that waits for the device
-            _log.debug("each token's operations are launched one by one: %s", error)
-            recorded.launch = run

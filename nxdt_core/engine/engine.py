@@ -12,11 +12,10 @@ from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.compile_cache import ahead_of, use_cache
 from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
-from nxdt_core.engine.global_batch import ComputeContext
-from nxdt_core.engine.layout import LayoutOptions, lay_out
+from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.engine.layout import materialise as materialise_layout
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.model import TorchModel
+from nxdt_core.engine.model import ComputeContext, TorchModel
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
 from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
@@ -60,11 +59,7 @@ class TorchEngine(ParallelEngine):
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""
         self.ranks.start(self.device, timeout_s=self._run.distributed_strategy.timeout_s)
-        self._build_mesh()
-
-    def _build_mesh(self) -> None:
-        timeout_s = self.ranks.collective_timeout_s
-        self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=timeout_s)
+        self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=self.ranks.collective_timeout_s)
 
     def initialize_model(
         self,
@@ -88,13 +83,13 @@ class TorchEngine(ParallelEngine):
         check_gradient_dtype(self._sizes, precision, micro_batches=micro_batches)
         if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
-            self._build_mesh()
+            self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=self.ranks.collective_timeout_s)
         if self._run.adapter.base_dtype is not None:
             load_library()
         options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
         if frozen:
             options = options.of_frozen()
-        layout = lay_out(builder, self.mesh, options, precision, adapters)
+        layout = parallelize(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")
         materialise_layout(layout, self.device, seed=seed, base=materialise)
         pins = pins_inputs(self._run.data, profile_of(self.device))
@@ -122,6 +117,9 @@ class TorchEngine(ParallelEngine):
             overrides=overrides,
         )
         rounding = updates_rounded(model.precision, self._run.seed)
+        backend: Backend = backend_on(self.device) if rounding or self._run.model.compile else "eager"
+        if (rounding or self._run.model.compile) and not profile_of(self.device).host:  # bits depend on it elsewhere
+            backend = "compile" if {*self.ranks.all_gather_object(backend)} == {"compile"} else "eager"
         return TorchOptimizer(
             lambda shards: factory(shards, config),
             groups,
@@ -130,19 +128,11 @@ class TorchEngine(ParallelEngine):
             padded=model.padded,
             tables=tables(model.local_modules(), model.plan),
             rounding=rounding,
-            backend=self._update_backend() if rounding or self._run.model.compile else "eager",
+            backend=backend,
             before_step=model.begin_step,
             lr=config.lr,
             never_waits=profile_of(self.device).never_waits,
         )
-
-    def _update_backend(self) -> Backend:
-        """Return what runs this rank's updates: the same on all ranks where it changes bits, which it does except on
-        hosts."""
-        backend = backend_on(self.device)
-        if profile_of(self.device).host:
-            return backend
-        return "compile" if all(choice == "compile" for choice in self.ranks.all_gather_object(backend)) else "eager"
 
     @classmethod
     def estimate(cls, config: ResolvedConfig, parts: RunParts) -> Estimate:
@@ -151,8 +141,8 @@ class TorchEngine(ParallelEngine):
         Raises:
             NxdtError: the run would not start.
         """
+        from nxdt_core.engine.estimate.rank import workload_of
         from nxdt_core.engine.estimate.run import estimate
-        from nxdt_core.engine.estimate.workload import workload_of
 
         return estimate(workload_of(config, parts))
 
@@ -177,7 +167,7 @@ class TorchEngine(ParallelEngine):
         from nxdt_core.engine.estimate.rank import fake_mesh
 
         with fake_mesh(sizes) as mesh:
-            (module,) = lay_out(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules
+            (module,) = parallelize(builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32")).modules
             return {name: local_of(parameter).numel() for name, parameter in module.named_parameters()}
 
     def shutdown(self) -> None:

@@ -1,4 +1,18 @@
-"""Expert parallelism by a model's plan: experts sharded over ``ep``, each over ``tp``; routers and their metrics.
+"""Exchanges of tokens around experts: with the ranks that hold the experts, and between data parallel ranks.
+
+Experts are divided over the ranks of ``ep``, and each may be sharded over those of ``tp``. Tensor parallel ranks route
+the same tokens. Each may send them whole to its ``ep`` peers, or a slice of their features, which the peers put
+together. Slices send less over ``ep`` and more over ``tp``. This pays where the ranks of ``ep`` are on several
+machines.
+
+Token shuffling mixes the tokens of several data parallel ranks before their experts, and undoes it after them. Experts
+of bounded capacity drop what a micro-batch has too many of. A micro-batch of very similar documents has too many tokens
+for few experts; mixed with those of other ranks, it asks for their average. Every n-th token goes to each of n ranks
+and keeps its position, to within n. There are no random numbers: recomputation and resumed runs repeat it without
+state.
+
+
+Expert parallelism by a model's plan: experts sharded over ``ep``, each over ``tp``; routers and their metrics.
 
 An expert's gradient is a sum over the tokens of all ``ep`` ranks; the ranks of ``efsdp``, which hold the same experts,
 have the rest. A router is in a tensor block: its gradient is a partial sum over ``tp``. Metrics of routers are those of
@@ -11,26 +25,275 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice, pairwise
+from typing import Any, Literal, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.distributed.collectives import (
+    all_to_all,
+    all_to_all_rows,
+    gather_along,
+    gather_whole,
+    overlap_all_to_all,
+    reduce_scatter_along,
+)
 from nxdt_core.distributed.placement import shard_over_mesh
 from nxdt_core.engine.context.blocks import zigzag_chunks, zigzag_unshard
-from nxdt_core.engine.expert_dispatch import AllToAllDispatcher, Sliced
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.tensor.layers import local_part
+from nxdt_core.engine.recompute import prefetch_block_input
+from nxdt_core.engine.tensor.layers import local_part, sum_over_ranks
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
-from nxdt_core.models.moe.router import TokenShards, WholeMicroBatch, exclusive_cumsum
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.host_values import host_values
+from nxdt_core.models.moe.dispatch import LocalDispatcher, TokenPermutation, permute, unpermute
+from nxdt_core.models.moe.experts import RowGroups
+from nxdt_core.models.moe.router import Routing, WholeMicroBatch, exclusive_cumsum
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.plan import ParallelPlan
+
+
+class ExchangingDispatcher(LocalDispatcher):
+    """Experts in consecutive equal parts over the ranks of a group.
+
+    An expert sees the tokens of all ranks, and its gradient is their sum. All ranks of the group call it equally often,
+    forward and backward. Without capacity the ranks may have any number of tokens; with it, equally many, since then
+    every size follows from that number and no rank needs to ask.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, chunks: int = 1) -> None:
+        """``group``: the expert parallel ranks; None for one. ``chunks``: parts in which rows are sent, one of which
+        travels while the experts compute another one; equal on all ranks."""
+        super().__init__(chunks if group is not None else 1)
+        self.group = group
+
+    @property
+    def rank(self) -> int:
+        """Return which of the equal parts of the experts this process has."""
+        return 0 if self.group is None else self.group.rank()
+
+    def ordered(self, routing: Routing) -> tuple[TokenPermutation, torch.Tensor]:
+        """Return the rows by chunk and then by expert, and how many of each there are [chunks, experts]. A chunk has an
+        equal part of the assignments, in the order of their tokens."""
+        if self.chunks == 1:
+            return super().ordered(routing)
+        experts, assigned = len(routing.counts), routing.experts.flatten()
+        numbers = torch.arange(1, len(assigned) + 1, device=assigned.device)
+        chunk_of = (numbers * self.chunks - 1).div(max(1, len(assigned)), rounding_mode="floor")  # as _bounds
+        groups = chunk_of * experts + assigned
+        permutation = TokenPermutation.ordered(groups, routing.experts.shape[1])
+        edges = torch.arange(self.chunks * experts + 1, device=assigned.device)
+        starts = torch.searchsorted(groups.index_select(0, permutation.assignment_of), edges)
+        return permutation, starts.diff().view(self.chunks, experts)
+
+    def run_ordered(self, rows: torch.Tensor, counts: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+        """Compute :meth:`LocalDispatcher.run_ordered` over the ranks of the group. The host waits for the device once,
+        to learn how much is coming."""
+        if self.group is None:
+            return super().run_ordered(rows, counts, experts)
+        ranks = self.group.size()
+        sent = counts.view(self.chunks, ranks, -1).transpose(0, 1)  # [ranks, chunks, experts of one rank]
+        received = all_to_all_rows(sent.contiguous(), self.group)
+        outgoing, incoming, sizes = _sizes(sent, received, len(rows))
+        narrow = rows.to(compute_dtype(rows))  # which the experts would do
+        numbers = torch.arange(received.shape[2], device=rows.device).repeat(ranks)
+        arrivals = [
+            TokenPermutation.ordered(numbers.repeat_interleave(here.flatten(), output_size=sum(coming)))
+            for here, coming in zip(received.unbind(1), incoming, strict=True)
+        ]
+
+        def compute(chunk: int, arrived: torch.Tensor) -> torch.Tensor:  # by rank of origin, then by expert
+            groups = RowGroups(received[:, chunk].sum(0), None if sizes is None else sizes[chunk])
+            return unpermute(experts(permute(arrived, arrivals[chunk]), groups), arrivals[chunk]).squeeze(1)
+
+        if self.chunks == 1:
+            arrived = all_to_all(narrow, incoming[0], outgoing[0], self.group)
+            return all_to_all(compute(0, arrived), outgoing[0], incoming[0], self.group)
+        bounds = _bounds(len(rows), self.chunks)
+        parts = [narrow[start:end] for start, end in pairwise(bounds)]
+        return torch.cat(overlap_all_to_all(compute, parts, list(zip(outgoing, incoming, strict=True)), self.group))
+
+    def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
+        """Compute :meth:`LocalDispatcher.run_padded` over the ranks of the group; the host waits for nothing. A chunk
+        has an equal part of each expert's capacity."""
+        if self.group is None:
+            return super().run_padded(rows, experts)
+        ranks, (count, capacity, hidden) = self.group.size(), rows.shape
+        narrow = rows.to(compute_dtype(rows))
+        sizes = [end - start for start, end in pairwise(_bounds(capacity, self.chunks))]
+        splits = [[count // ranks * size] * ranks for size in sizes]
+
+        def compute(chunk: int, arrived: torch.Tensor) -> torch.Tensor:
+            by_expert = arrived.view(ranks, -1, sizes[chunk], hidden).transpose(0, 1)
+            outputs = experts(by_expert.flatten(1, 2)).view(by_expert.shape)  # [experts here, ranks, size, hidden]
+            returned: torch.Tensor = outputs.transpose(0, 1).flatten(0, 2)
+            return returned
+
+        if self.chunks == 1:
+            (equal,) = splits
+            arrived = all_to_all(narrow.flatten(0, 1), equal, equal, self.group, equal=True)
+            return all_to_all(compute(0, arrived), equal, equal, self.group, equal=True).view(rows.shape)
+        parts = [part.flatten(0, 1) for part in torch.split(narrow, sizes, 1)]
+        outputs = overlap_all_to_all(compute, parts, [(equal, equal) for equal in splits], self.group)
+        pairs = zip(outputs, sizes, strict=True)
+        return torch.cat([output.view(count, size, hidden) for output, size in pairs], 1)
+
+
+def _bounds(rows: int, chunks: int) -> list[int]:
+    """Return the first row of each chunk, and the end of the last one."""
+    return [rows * chunk // chunks for chunk in range(chunks + 1)]
+
+
+_PerChunk = list[list[int]]
+
+
+def _sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[_PerChunk, _PerChunk, _PerChunk | None]:
+    """Rows that go to each rank, that come from each, and of each expert here, on the host, for each chunk; ``sent``
+    and ``received`` [ranks, chunks, experts]. A graph reads the last ones only where it needs them: None.
+
+    On the meta device, where a run is planned, the sizes are unknown: ``rows`` are then shared out equally.
+    """
+    ranks, chunks, experts = sent.shape
+    if sent.is_meta:
+        edges = _bounds(rows, chunks)
+        equal = [
+            [end - start for start, end in pairwise(_bounds(last - first, ranks))] for first, last in pairwise(edges)
+        ]
+        return equal, equal, None
+    asked = [sent.sum(2).t(), received.sum(2).t()]
+    if not torch.compiler.is_compiling():
+        asked.append(received.sum(0))
+    values = iter(host_values(torch.cat([tensor.flatten() for tensor in asked])))
+
+    def take(count: int) -> _PerChunk:
+        return [list(islice(values, count)) for _ in range(chunks)]
+
+    return take(ranks), take(ranks), take(experts) if len(asked) == 3 else None
+
+
+Sliced = Literal["none", "capacity", "all"]
+"""Rows that are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
+of others, whose number depends on data and which are gathered."""
+
+
+class AllToAllDispatcher(ExchangingDispatcher):
+    """Experts in consecutive equal parts over the ranks of a group, each perhaps a part over tensor parallel ranks."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        tensor_group: dist.ProcessGroup | None = None,
+        *,
+        sequence_parallel: bool = False,
+        sliced: Sliced = "none",
+        chunks: int = 1,
+    ) -> None:
+        """``group``: over ``ep``; ``tensor_group``: over ``tp``, whose ranks hold parts of each expert. None for one
+        rank. ``sequence_parallel``: hand on this rank's part of the sequence only. ``sliced``: which rows are sent in
+        slices. ``chunks``: as of :class:`~nxdt_core.engine.expert.ExchangingDispatcher`."""
+        super().__init__(group, chunks)
+        self.tensor_group = tensor_group
+        self.sequence_parallel = sequence_parallel
+        self.sliced = sliced
+
+    def forward(self, hidden: torch.Tensor, routing: Routing, experts: nn.Module) -> torch.Tensor:
+        """Compute :meth:`LocalDispatcher.forward`, over the ranks of both groups."""
+        tensor_group = self.tensor_group
+        sliced = self.sliced == "all" or (self.sliced == "capacity" and routing.capacity is not None)
+        if not sliced or tensor_group is None or hidden.shape[-1] % tensor_group.size():
+            return super().forward(hidden, routing, experts)
+        width = hidden.shape[-1] // tensor_group.size()
+
+        def of_slices(rows: torch.Tensor, *groups: RowGroups) -> torch.Tensor:
+            partial = experts(gather_along(rows, -1, tensor_group), *groups)
+            return reduce_scatter_along(partial, -1, tensor_group)
+
+        features = hidden.narrow(-1, tensor_group.rank() * width, width)
+        mixed = self.mixed(features.flatten(0, 1), routing, cast(nn.Module, of_slices)).view_as(features)
+        narrow = mixed.to(compute_dtype(mixed))
+        if not self.sequence_parallel:
+            return gather_whole(narrow, -1, tensor_group).to(mixed.dtype)
+        # This rank's part of the sequence with all features, from its slice of the features of the whole sequence.
+        ranks, (batch, seq, _) = tensor_group.size(), narrow.shape
+        parts = narrow.view(batch, ranks, -1, width).transpose(0, 1)  # [ranks, batch, seq / ranks, width]
+        splits = [batch * seq // ranks] * ranks
+        arrived = all_to_all(parts.flatten(0, 2), splits, splits, tensor_group, equal=True)
+        return arrived.view(ranks, batch, -1, width).permute(1, 2, 0, 3).flatten(2).to(mixed.dtype)
+
+    def finish(self, mixed: torch.Tensor) -> torch.Tensor:
+        """Return the sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
+        if self.tensor_group is None:
+            return mixed
+        narrow = mixed.to(compute_dtype(mixed))  # as the product of a matrix that the ranks share
+        prefetch_block_input(self, narrow)
+        return sum_over_ranks(narrow, self.tensor_group, sequence_parallel=self.sequence_parallel).to(mixed.dtype)
+
+
+def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, ranks: int) -> None:
+    """Let each mixture of experts see the tokens of ``ranks`` neighbouring data parallel ranks mixed, while it trains.
+
+    Collective: every rank of every pipeline stage calls it. Call it after tensor parallelism, whose block entries
+    must see the tokens that were mixed already: under sequence parallelism each rank exchanges its part alone.
+
+    Args:
+        module: one pipeline stage, changed in place.
+        plan: the mixtures are the tensor blocks around its expert dispatchers.
+        mesh: ``ranks`` divides its ``dp_shard``.
+        ranks: 1 changes nothing.
+    """
+    if ranks == 1:
+        return
+    mesh.split_dp(ranks)
+    group = mesh.group("token_shuffle")
+    assert group is not None
+
+    def mix(part: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+        return (exchange_tokens(args[0], group), *args[1:]) if part.training else args
+
+    def undo(part: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
+        return exchange_tokens(output, group) if part.training else output
+
+    dispatchers = [path for path, _ in module.named_modules() if matches_any(plan.experts.dispatchers, path)]
+    for path, part in module.named_modules():
+        if matches_any(plan.tensor_blocks, path) and any(inner.startswith(f"{path}.") for inner in dispatchers):
+            part.register_forward_pre_hook(mix, prepend=True)
+            part.register_forward_hook(undo)
+
+
+def exchange_tokens(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Return the tokens that this rank gets, of ``hidden`` [batch, seq, hidden] on each of n ranks; the same shape.
+
+    Token ``n · i + j`` of rank r becomes token ``n · i + r`` of rank j. Dealing twice undoes it.
+
+    Raises:
+        ValueError: the ranks do not divide the tokens.
+    """
+    ranks = group.size()
+    count, width = hidden.shape[:-1].numel(), hidden.shape[-1]
+    if count % ranks:
+        raise ValueError(f"{count} tokens do not divide over the {ranks} ranks that exchange them")
+    by_rank = hidden.reshape(-1, ranks, width).transpose(0, 1)
+    splits = [count // ranks] * ranks
+    arrived = all_to_all(by_rank.flatten(0, 1), splits, splits, group, equal=True)
+    return arrived.view(ranks, -1, width).transpose(0, 1).reshape(hidden.shape)
+
+
+def exchange_padding(padding: torch.Tensor, mesh: ParallelMesh, *, parts: int) -> torch.Tensor:
+    """Return which of the tokens that this rank gets are padding, of ``padding`` bool [batch, seq] on each of n ranks.
+
+    ``parts``: of each sequence, whose tokens are exchanged separately.
+    """
+    group = mesh.group("token_shuffle")
+    assert group is not None
+    numbers = padding.unsqueeze(-1).byte()
+    return torch.cat([exchange_tokens(part, group) for part in numbers.chunk(parts, 1)], 1).squeeze(-1).bool()
+
 
 _SHARDED_DIM = {"column": 1, "row": 2}
 """Dimension in which matrices [experts, out, in] are sharded; biases [experts, out] of row-parallel ones are whole."""
@@ -66,7 +329,27 @@ def apply_expert_parallel(
     if mesh.size("ep") == mesh.size("tp") == mesh.size("cp") == 1:
         return
     for path in expert_modules(module, plan):
-        _shard_experts(path, module.get_submodule(path), plan, mesh)
+        experts = module.get_submodule(path)
+        for name, parameter in list(experts.named_parameters()):
+            cuts = _sharded_dims(path, name, experts, plan, mesh)
+            if cuts:  # this rank's part, cloned, so that the whole can go
+                local = parameter.detach()
+                for dim, along in cuts.items():
+                    local = local.chunk(mesh.size(dim), along)[mesh.rank(dim)]
+                local = local.clone(memory_format=torch.contiguous_format)
+                sharded = shard_over_mesh(local, mesh.mesh(*cuts), *cuts.values())
+                owner, _, leaf = name.rpartition(".")
+                shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+                setattr(experts.get_submodule(owner), leaf, shard)
+        experts.local = local_part  # type: ignore[assignment]
+        experts.shares = mesh.size("tp")  # type: ignore[assignment]
+        for name, update in experts.named_modules():
+            if isinstance(update, Update):
+                update.local = local_part
+                matrix = f"{path}.{name.rpartition('.')[2]}"
+                sides = [side for pattern, side in plan.experts.tensor.items() if matches(pattern, matrix)]
+                for dropout in (part for part in update.modules() if isinstance(part, Dropout)):
+                    dropout.whole = "column" in sides  # its rows have all features
     for path, chunks in exchange_chunks(module, plan).items():
         dispatcher = AllToAllDispatcher(
             mesh.group("ep"),
@@ -77,7 +360,10 @@ def apply_expert_parallel(
         )
         module.set_submodule(path, dispatcher)
     for path in _paths(module, plan.experts.routers):
-        module.get_submodule(path).shards = token_shards(mesh)  # type: ignore[assignment]
+        # Tensor parallel ranks route the same tokens each for itself.
+        group, copies = mesh.group("cp"), mesh.size("tp")
+        shards = WholeMicroBatch(copies=copies) if group is None else ZigZagTokens(group=group, copies=copies)
+        module.get_submodule(path).shards = shards  # type: ignore[assignment]
 
 
 def exchange_chunks(module: nn.Module, plan: ParallelPlan) -> dict[str, int]:
@@ -94,66 +380,33 @@ def _paths(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     return [path for path, _ in module.named_modules() if matches_any(patterns, path)]
 
 
-def _shard_experts(path: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh) -> None:
-    for name, parameter in list(experts.named_parameters()):
-        cuts = dict(_sharded_dims(path, name, experts, plan, mesh))
-        if cuts:
-            owner, _, leaf = name.rpartition(".")
-            setattr(experts.get_submodule(owner), leaf, _sharded(parameter, cuts, mesh))
-    experts.local = local_part  # type: ignore[assignment]
-    experts.shares = mesh.size("tp")  # type: ignore[assignment]
-    for name, update in experts.named_modules():
-        if not isinstance(update, Update):
-            continue
-        update.local = local_part
-        matrix = f"{path}.{name.rpartition('.')[2]}"
-        column = any(side == "column" and matches(pattern, matrix) for pattern, side in plan.experts.tensor.items())
-        for dropout in (part for part in update.modules() if isinstance(part, Dropout)):
-            dropout.whole = column  # its rows have all features
-
-
 def _sharded_dims(
     path: str, name: str, experts: nn.Module, plan: ParallelPlan, mesh: ParallelMesh
-) -> Iterator[tuple[Dimension, int]]:
-    """Yield each mesh dimension along which a parameter is cut, and the dimension of the parameter that is cut."""
+) -> dict[Dimension, int]:
+    """Return each mesh dimension along which a parameter is cut, and the dimension of the parameter that is cut."""
     ep, tp, parameter = mesh.size("ep"), mesh.size("tp"), experts.get_parameter(name)
+    cuts: dict[Dimension, int] = {}
     if ep > 1:
         if len(parameter) % ep:
             raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
-        yield "ep", 0
+        cuts["ep"] = 0
     if tp > 1:
-        matrix, follows = _followed(experts, name)
+        # A parameter of an update belongs to a matrix, with which it shares one dimension, or none: -1.
+        owner, _, leaf = name.rpartition(".")
+        update, matrix, shared_dim = experts.get_submodule(owner), name, None
+        if isinstance(update, Update):
+            matrix, shared_dim = owner.rpartition(".")[2], update.follows.get(leaf, -1)
         full_name = f"{path}.{matrix}"
         side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, full_name)), None)
         if side is None:
             raise TensorPlanUnusable(problem=f"experts.tensor does not say how '{full_name}' is cut")
         dim = _SHARDED_DIM[side]
-        if follows not in (None, dim) or dim >= parameter.ndim:
-            return
-        if parameter.shape[dim] % tp:
-            features = "output features" if side == "column" else "input features"
-            raise ShardDoesNotDivide(module=full_name, size=parameter.shape[dim], features=features, tp=tp)
-        yield "tp", dim
-
-
-def _followed(experts: nn.Module, name: str) -> tuple[str, int | None]:
-    """The matrix that a parameter is or belongs to, and the dimension that it shares with it: None for all, -1 for
-    none."""
-    owner, _, leaf = name.rpartition(".")
-    update = experts.get_submodule(owner)
-    if not isinstance(update, Update):
-        return name, None
-    return owner.rpartition(".")[2], update.follows.get(leaf, -1)
-
-
-def _sharded(parameter: nn.Parameter, cuts: dict[Dimension, int], mesh: ParallelMesh) -> nn.Parameter:
-    """Return this rank's part, a DTensor over the mesh of ``cuts``; cloned, so that the whole can go."""
-    local = parameter.detach()
-    for dim, along in cuts.items():
-        local = local.chunk(mesh.size(dim), along)[mesh.rank(dim)]
-    local = local.clone(memory_format=torch.contiguous_format)
-    sharded = shard_over_mesh(local, mesh.mesh(*cuts), *cuts.values())
-    return nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+        if shared_dim in (None, dim) and dim < parameter.ndim:
+            if parameter.shape[dim] % tp:
+                features = "output features" if side == "column" else "input features"
+                raise ShardDoesNotDivide(module=full_name, size=parameter.shape[dim], features=features, tp=tp)
+            cuts["tp"] = dim
+    return cuts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,14 +431,6 @@ class ZigZagTokens:
         chunks = zigzag_unshard(by_rank, 1)  # [batch, 2 * ranks, experts]
         mine = list(zigzag_chunks(self.group.rank(), ranks))
         return exclusive_cumsum(chunks)[:, mine], chunks.sum((0, 1))
-
-
-def token_shards(mesh: ParallelMesh) -> TokenShards:
-    """Return what routers need to know of ``mesh``. Tensor parallel ranks route the same tokens each for itself."""
-    group = mesh.group("cp")
-    if group is None:
-        return WholeMicroBatch(copies=mesh.size("tp"))
-    return ZigZagTokens(group=group, copies=mesh.size("tp"))
 
 
 _STATISTICS = 3

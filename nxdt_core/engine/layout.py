@@ -1,4 +1,12 @@
-"""The layout of a model: a builder's plain module becomes this rank's pipeline stages, on the meta device.
+"""Dropout over ranks: ranks that hold the same values drop the same elements, and no others do.
+
+Tensor parallel ranks hold the same hidden states outside the tensor blocks and must drop the same elements of them.
+Inside the blocks, and everywhere under sequence parallelism, each rank has different values. Data and context parallel
+ranks never hold the same tokens, and two modules never drop the same elements. Masks of hidden states and of experts'
+rows are drawn by position, and each rank takes its part of them.
+
+
+The layout of a model: a builder's plain module becomes this rank's pipeline stages, on the meta device.
 
 The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
 expert and context parallelism, attention by blocks, products of linear layers, chunked loss, recomputation,
@@ -7,9 +15,11 @@ compilation, data parallel sharding. Materialising follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import hashlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from functools import partial
+from typing import Any, Literal, cast
 
 import torch
 from torch import nn
@@ -18,20 +28,25 @@ from nxdt_core.config.schema import RunConfig
 from nxdt_core.distributed.devices import HOST, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
-from nxdt_core.engine.context.apply import apply_context_parallel
-from nxdt_core.engine.data.collectives import WeightGather
-from nxdt_core.engine.data.fsdp import apply_data_parallel, needs_sharding
-from nxdt_core.engine.dropout import set_dropout_salts
-from nxdt_core.engine.expert import apply_expert_parallel, exchange_chunks, expert_modules, routers_of
-from nxdt_core.engine.expert_dispatch import Sliced, apply_token_shuffle
+from nxdt_core.engine.context.attention import apply_context_parallel
+from nxdt_core.engine.context.blocks import zigzag_runs
+from nxdt_core.engine.data.fsdp import WeightGather, apply_data_parallel, needs_sharding
+from nxdt_core.engine.expert import (
+    Sliced,
+    apply_expert_parallel,
+    apply_token_shuffle,
+    exchange_chunks,
+    expert_modules,
+    routers_of,
+)
 from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, counted_costs
-from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank, ties_ends
+from nxdt_core.engine.pipeline.schedules import PartCosts, choose_cuts, counted_costs
+from nxdt_core.engine.pipeline.split import cut_stage, ties_ends
 from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
+from nxdt_core.engine.tensor.layers import PaddedDim, padded_parameters, unpadded_shard
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece, set_dtypes
 from nxdt_core.errors.layouts import (
     BaseNotQuantised,
@@ -43,13 +58,57 @@ from nxdt_core.errors.layouts import (
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels
+from nxdt_core.models.moe.dispatch import LocalDispatcher
+from nxdt_core.models.patterns import matches_within
 from nxdt_core.models.quantised import BaseDtype
+from nxdt_core.models.random.dropout import Dropout, MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.mesh import MeshSizes, check_whole_backward, micro_batches_fit
+from nxdt_core.protocols.mesh import MeshSizes, check_whole_backward, micro_batches_fit, stages_of_rank
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
+
+_SALT_BITS = 62
+
+
+def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
+    """Set ``salt`` and ``part`` of the modules that have them (:mod:`nxdt_core.models.random.dropout`).
+
+    Args:
+        module: one pipeline stage, whose paths are those of the whole model; changed in place.
+        plan: names the tensor blocks.
+        mesh: says which ranks hold the same values; in one process there are no salts.
+        sequence_parallel: activations outside the tensor blocks are cut along the sequence.
+    """
+    cp = mesh.size("cp")
+    runs = partial(zigzag_runs, mesh.rank("cp"), cp) if cp > 1 else whole_sequence
+    tensor_part, tokens = (mesh.rank("tp"), mesh.size("tp")), (mesh.rank("dp"), mesh.rank("cp"))
+    for path, part in module.named_modules():
+        if isinstance(part, LocalDispatcher):
+            neighbours = module.get_submodule(path.rpartition(".")[0]).modules()
+            if any(isinstance(other, Dropout) and other.dispatched and other.p for other in neighbours):
+                part.numbers = TokenNumbers(shards=cp, runs=runs)
+        if not hasattr(part, "salt"):
+            continue
+        inside = any(matches_within(block, path) for block in plan.tensor_blocks)
+        if isinstance(part, Dropout) and part.dispatched:
+            part.part = RowPart(name=encoded_name(path), feature_part=0 if part.whole else mesh.rank("tp"))
+        elif isinstance(part, Dropout):
+            part.part = MaskPart(
+                name=encoded_name(path),
+                shards=cp,
+                runs=runs,
+                sequence_parts=tensor_part,
+                features=part.features,
+                feature_parts=tensor_part if inside and not part.whole and part.features is None else (0, 1),
+            )
+        if mesh.sizes.world_size == 1:
+            continue
+        by_rank = (sequence_parallel or inside) and not getattr(part, "whole", False)
+        name = "\0".join(map(str, (path, *tokens, mesh.rank("tp") if by_rank else "all")))
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        part.salt = int.from_bytes(digest, "little") >> (64 - _SALT_BITS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +170,9 @@ class LayoutOptions:
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
         """Return the options of a configuration for a device type."""
         backend, static_shapes = profile.compile_backend if run.model.compile else None, profile.static_shapes
+        names, sliced = profile.shared_heads, cast(Sliced, "none")
+        if mesh.sizes.tp * mesh.sizes.ep > run.trainer.devices:  # neighbours in ep are tp ranks apart
+            sliced = "capacity" if run.model.compile else "all"
         return cls(
             device_type=profile.device_type,
             sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
@@ -119,7 +181,7 @@ class LayoutOptions:
             gathers_again=run.distributed_strategy.sequence_parallel_regather,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.distributed_strategy.context_parallel_method or profile.context_parallel_method,
-            sliced_tokens=_sliced_tokens(run, mesh),
+            sliced_tokens=sliced,
             all_to_all=profile.all_to_all,
             token_shuffle=run.distributed_strategy.token_shuffle_group_size,
             pipeline_cuts=run.model.pipeline_cuts,
@@ -133,7 +195,7 @@ class LayoutOptions:
             row_kernels=IN_CHUNKS if backend is None else compiled_rows(backend, static_shapes=static_shapes),
             block_attention=block_attention(profile),
             base_dtype=run.adapter.base_dtype,
-            shared_heads=None if profile.shared_heads is None else _dtypes(profile.shared_heads),
+            shared_heads=None if names is None else frozenset(getattr(torch, name) for name in names),
         )
 
 
@@ -167,7 +229,7 @@ class Layout:
     """Gathers of FSDP2 that send weights in another form than FSDP2 passes to them."""
 
 
-def lay_out(
+def parallelize(
     builder: ModelBuilder,
     mesh: ParallelMesh,
     options: LayoutOptions,
@@ -179,8 +241,9 @@ def lay_out(
     Raises:
         NxdtError: the model's plan does not allow the layout.
     """
-    recompute, compiled = options.recompute_granularity is not None, options.compile_backend is not None
-    regather = options.sequence_parallel and options.gathers_again
+    sequence_parallel, compiled = options.sequence_parallel, options.compile_backend is not None
+    regather = sequence_parallel and options.gathers_again
+    recompute = options.recompute_granularity is not None
     check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
     built = build_whole(builder, adapters)
     whole, plan = built.module, built.plan
@@ -188,26 +251,63 @@ def lay_out(
         whole.requires_grad_(False)
     _check_supported(whole, plan, mesh, options)
     set_dtypes(whole, plan, precision)
+
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
-    cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
+    cuts, stages = pipeline_cuts(whole, plan, builder, mesh.sizes, options), mesh.sizes.stages
     modules: tuple[nn.Module, ...] = (whole,)
-    if (stages := mesh.sizes.stages) > 1:
+    if stages > 1:
         modules = tuple(cut_stage(whole, plan, stage=number, stages=stages, cuts=cuts) for number in numbers)
     tensor_partial: set[str] = set()
-    padded: dict[str, PaddedDim] = {}
     replica_partial: set[str] = set()
+    padded: dict[str, PaddedDim] = {}
     gathers: list[WeightGather] = []
+    sharded = needs_sharding(mesh, precision)
     for module in modules:
         let_take_step(module)
-        _apply_model_parallel(module, plan, mesh, options)
+        # Tensor, expert and context parallelism.
+        if mesh.sizes.tp > 1:
+            apply_tensor_parallel(
+                module,
+                plan,
+                mesh,
+                sequence_parallel=sequence_parallel,
+                gathers_again=options.gathers_again,
+                pad_heads=options.pad_heads,
+            )
+        # A frozen model without experts may be next to one that has some.
+        if mesh.sizes.ep * mesh.sizes.tp * mesh.sizes.cp > 1 and (plan.experts.modules or not options.frozen):
+            apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
+        if options.token_shuffle > 1:
+            apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
         if mesh.sizes.tp > 1:  # after experts are cut: what tensor parallelism shards has no partial sums
-            tensor_partial |= partial_parameters(module, plan, sequence_parallel=options.sequence_parallel)
+            tensor_partial |= partial_parameters(module, plan, sequence_parallel=sequence_parallel)
             replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
-        set_dropout_salts(module, plan, mesh, sequence_parallel=options.sequence_parallel)
+        set_dropout_salts(module, plan, mesh, sequence_parallel=sequence_parallel)
         if options.base_dtype is not None:
             quantise_frozen(module, plan, options.base_dtype)
-        gathers += _finish_stage(module, plan, mesh, options, precision)
+        if mesh.sizes.cp > 1:
+            apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
+        # Attention by blocks, products of linear layers, the loss.
+        for part in module.modules():
+            if isinstance(part, CausalAttention):
+                part.blocks, part.shared_heads = options.block_attention, options.shared_heads
+        if precision.linear_product is not None:
+            apply_product(module, plan, precision.linear_product(options.device_type))
+        if options.loss_chunk_tokens is not None:
+            chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
+        # Activation checkpointing, compilation, data parallelism.
+        apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
+        if regather:
+            keep_gathered(parts_of_recomputed(module))
+            discard_in_layers(module, plan)
+        if options.compile_backend is not None:
+            if options.async_tensor_parallel:
+                pipeline_collectives(mesh)
+            compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
+        if sharded:
+            experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
+            gathers += apply_data_parallel(module, plan, mesh, precision, experts, compiled=compiled)
     return Layout(
         modules=modules,
         numbers=numbers,
@@ -217,8 +317,8 @@ def lay_out(
         tensor_partial=frozenset(tensor_partial),
         replica_partial=frozenset(replica_partial),
         padded=padded,
-        sharded=needs_sharding(mesh, precision),
-        sequence_parallel=options.sequence_parallel,
+        sharded=sharded,
+        sequence_parallel=sequence_parallel,
         compiled=compiled,
         routers=routers_of(whole, plan),
         gathers=tuple(gathers),
@@ -259,20 +359,10 @@ def part_costs(whole: nn.Module, plan: ParallelPlan, builder: ModelBuilder, opti
     )
 
 
-def _sliced_tokens(run: RunConfig, mesh: ParallelMesh) -> Sliced:
-    if mesh.sizes.tp * mesh.sizes.ep <= run.trainer.devices:  # neighbours in ep are tp ranks apart
-        return "none"
-    return "capacity" if run.model.compile else "all"
-
-
 def block_attention(profile: DeviceProfile) -> BlockAttention | None:
     """Return how a device type attends to packed documents by blocks; None where it does so under a mask."""
-    dtypes = _dtypes(profile.block_attention)
+    dtypes = frozenset(getattr(torch, name) for name in profile.block_attention)
     return BlockAttention(dtypes, backend=profile.compile_backend) if dtypes else None
-
-
-def _dtypes(names: Iterable[str]) -> frozenset[torch.dtype]:
-    return frozenset(getattr(torch, name) for name in names)
 
 
 def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:
@@ -295,55 +385,6 @@ def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, o
         for path, chunks in exchange_chunks(whole, plan).items():
             if chunks > 1:  # ranks would wait for each exchange
                 raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
-
-
-def _apply_model_parallel(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions) -> None:
-    """Shard a stage over tensor and expert parallel ranks."""
-    sequence_parallel = options.sequence_parallel
-    if mesh.sizes.tp > 1:
-        apply_tensor_parallel(
-            module,
-            plan,
-            mesh,
-            sequence_parallel=sequence_parallel,
-            gathers_again=options.gathers_again,
-            pad_heads=options.pad_heads,
-        )
-    # A frozen model without experts may be next to one that has some.
-    if mesh.sizes.ep * mesh.sizes.tp * mesh.sizes.cp > 1 and (plan.experts.modules or not options.frozen):
-        apply_expert_parallel(module, plan, mesh, sequence_parallel=sequence_parallel, sliced=options.sliced_tokens)
-    if options.token_shuffle > 1:
-        apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
-
-
-def _finish_stage(
-    module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, options: LayoutOptions, precision: PrecisionPolicy
-) -> list[WeightGather]:
-    """Apply to a stage what follows tensor and expert parallelism, and return the gathers of its weights.
-
-    The order is fixed: attention, matrix products, the loss, recomputation, compilation, FSDP2.
-    """
-    if mesh.sizes.cp > 1:
-        apply_context_parallel(module, plan, mesh, method=options.context_parallel_method)
-    for part in module.modules():
-        if isinstance(part, CausalAttention):
-            part.blocks, part.shared_heads = options.block_attention, options.shared_heads
-    if precision.linear_product is not None:
-        apply_product(module, plan, precision.linear_product(options.device_type))
-    if options.loss_chunk_tokens is not None:
-        chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
-    apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
-    if options.sequence_parallel and options.gathers_again:
-        keep_gathered(parts_of_recomputed(module))
-        discard_in_layers(module, plan)
-    if options.compile_backend is not None:
-        if options.async_tensor_parallel:
-            pipeline_collectives(mesh)
-        compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
-    if not needs_sharding(mesh, precision):
-        return []
-    experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
-    return apply_data_parallel(module, plan, mesh, precision, experts, compiled=options.compile_backend is not None)
 
 
 @torch.no_grad()

@@ -270,7 +270,10 @@ def _gradients_of_linear(
         if grad_hidden is not None:
             torch.mm(rows, weight, out=grad_hidden[chunk])
         if grad_weight is not None:
-            _add_product(grad_weight, rows.t(), hidden[chunk])
+            if rows.dtype == grad_weight.dtype:
+                grad_weight.addmm_(rows.t(), hidden[chunk])
+            else:
+                grad_weight += rows.t() @ hidden[chunk]
         if grad_bias is not None:
             grad_bias += rows.sum(0, dtype=grad_bias.dtype)
         del rows  # before those of the next chunk are made
@@ -285,27 +288,15 @@ def _chunks(rows: torch.Tensor, tokens: int) -> list[slice]:
     return [slice(start, start + tokens) for start in range(0, len(rows), tokens)]
 
 
-def _add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total += left @ right
-
-
 @functools.cache
 def compiled_rows(backend: str, *, static_shapes: bool = False) -> RowKernels:
     """Compile the passes when they first run; arguments as of
     :func:`nxdt_core.engine.compile.compile_layers`."""
     dynamic = False if static_shapes else None
     compiled = functools.partial(one_graph, dynamic=dynamic, backend=backend)
-    sums, gradients = compiled(_sums), compiled(_gradients)
-
-    def of_plain(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        # Logits require gradients in training and not in validation: that would be two graphs.
-        both: tuple[torch.Tensor, torch.Tensor] = sums(rows.detach(), columns, dtype)
-        return both
-
-    return RowKernels(of_plain, gradients)
+    sums = compiled(_sums)
+    # Logits require gradients in training and not in validation: that would be two graphs.
+    return RowKernels(lambda rows, columns, dtype: sums(rows.detach(), columns, dtype), compiled(_gradients))
 
 
 def _sums(rows: torch.Tensor, columns: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,21 +1,26 @@
-"""A model in its layout: forward and backward over the micro-batches of one global batch."""
+"""One pass over a global batch: its weight, the losses of this rank's micro-batches, and their sums over all ranks.
+
+A model in its layout: forward and backward over the micro-batches of one global batch.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
+from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
-from nxdt_core.engine.context.apply import shard_sequence, unshard_sequence
-from nxdt_core.engine.data.collectives import ScaledWeights
-from nxdt_core.engine.data.fsdp import begin_micro_batch, uses_copied_masters
+from nxdt_core.engine.context.attention import shard_sequence, unshard_sequence
+from nxdt_core.engine.data.fsdp import ScaledWeights, begin_micro_batch, uses_copied_masters
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.decoding import (
     CachedDecoding,
@@ -26,28 +31,223 @@ from nxdt_core.engine.decoding import (
     last_rows_only,
     records_passes,
 )
-from nxdt_core.engine.expert import RouterMetrics
-from nxdt_core.engine.global_batch import ComputeContext, GlobalBatch, LabelLogProbs
+from nxdt_core.engine.expert import RouterMetrics, exchange_padding
 from nxdt_core.engine.layout import Layout
+from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.parameters import Replicas, StageParameters, check_loadable, replica_group, shard_of
-from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.optim.rounding import masters_rounded
+from nxdt_core.engine.parameters import Replicas, StageParameters, check_loadable, shard_of
+from nxdt_core.engine.pipeline.split import sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
+from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
+from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models.attention.cache import KeyValueCache
+from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs
+from nxdt_core.models.random.dropout import step_numbers
+from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.optimizer import ParameterShard
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel, StepLoss
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
 if TYPE_CHECKING:
     from nxdt_core.engine.pipeline.runner import PipelineRunner
     from nxdt_core.engine.pipeline.stage import HiddenSpec
+
+
+class ComputeContext:
+    """The device on which a run computes, and its dtypes."""
+
+    def __init__(
+        self,
+        precision: PrecisionPolicy,
+        device: torch.device,
+        seed: int = 0,
+        rows: RowKernels = IN_CHUNKS,
+        *,
+        pins: bool = False,
+    ) -> None:
+        """``seed``: of dropout and of what is rounded stochastically; ``rows``: what computes on logits; ``pins``:
+        whether inputs are copied to the device out of pinned memory."""
+        self.device = device
+        self.seed = seed
+        self.vocabulary_loss: VocabularyLoss = partial(vocabulary_parallel_cross_entropies, kernels=rows)
+        self.pins = pins
+        self.precision = precision
+        self.masters_rounded = masters_rounded(precision, seed)
+        self.metrics_dtype = torch.float64 if precision.gradients == "float64" else torch.float32
+        """Dtype of losses and norms."""
+        self.hidden: torch.dtype = getattr(torch, precision.parameters)
+        """Dtype of hidden states between layers: autocast lets the residual stream keep the parameters' dtype."""
+        self._autocast: torch.dtype | None = None if precision.autocast is None else getattr(torch, precision.autocast)
+        self.sent = self._autocast or self.hidden
+        """Dtype of hidden states that are sent to another pipeline stage."""
+
+    def pinned(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of the host in memory from which a copy to the device does not wait for its kernels."""
+        return tensor.pin_memory() if tensor.device == HOST else tensor
+
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the autocast context for forward and the loss; backward runs outside of it."""
+        if self._autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self._autocast)
+
+
+class GlobalBatch:
+    """This rank's micro-batches of one step, and what they add to the loss of all."""
+
+    def __init__(
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        mesh: ParallelMesh,
+        compute: ComputeContext,
+        metric_names: dict[type, tuple[str, ...]],
+        step: int = 0,
+        mixed_parts: int = 0,
+    ) -> None:
+        """Sum the weight over all ranks; ``micro_batches`` stay on the host until they are run.
+
+        ``step``: number of the step, which random numbers depend on.
+        ``metric_names``: those of each kind of objective, agreed between ranks once.
+        ``mixed_parts``: parts of each sequence whose tokens data parallel ranks exchange before experts; 0: none.
+        """
+        self._metric_names, self._objective, self._mesh, self._compute = metric_names, objective, mesh, compute
+        # The objective's terms, then the number of tokens, the divisor of auxiliary losses. They are computed from the
+        # host's copy of the batch, without waiting for a kernel.
+        of_batches = [
+            torch.cat([objective.weight(batch).reshape(-1), batch.tokens().reshape(1)]) for batch in micro_batches
+        ]
+        weights = torch.stack(of_batches).sum(0)
+        if compute.pins:  # a device may still read the host's copy after it is freed, if that is not pinned
+            weights = compute.pinned(weights)
+        weights = weights.to(compute.device, non_blocking=compute.pins)
+        if mesh.group("world") is not None:
+            if any(mesh.rank(dim) for dim in ("pp", "cp", "tp")):  # only one of those that read the same samples
+                weights = torch.zeros_like(weights)
+            dist.all_reduce(weights)
+        self.weight = weights[0]
+        divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
+        self._divisors, self._tokens = divisors[:-1], divisors[-1]
+        self._step, self._aux_loss_scale, self._mixed_parts = step, 1 / self._tokens, mixed_parts
+        group = mesh.group("cp")
+        self._sequences = SequenceShards()
+        """Ranks that share sequences, and the sum over them, of which each has the gradient."""
+        if group is not None:
+            self._sequences = SequenceShards(
+                ranks=group.size(), total=lambda part: copy_to_group(reduce_from_group(part, group), group)
+            )
+        self.micro_batches: list[Batch] = []
+        """Micro-batches as the model receives them: this rank's part of every sequence."""
+        self._losses: list[torch.Tensor] = []
+        self._metrics: dict[str, list[torch.Tensor]] = {}
+        row = mesh.rank("dp") * sum(batch.input_ids.shape[0] for batch in micro_batches)  # ranks hold equally many rows
+        for batch in micro_batches:
+            shard = shard_sequence(replace(batch, first_row=row), mesh)
+            self.micro_batches.append(shard.map(compute.pinned) if compute.pins else shard)
+            row += batch.input_ids.shape[0]
+
+    def step_context(self, batch: Batch) -> StepContext:
+        """Return what the passes of a micro-batch on the device depend on in addition to it. Collective where ranks
+        exchange tokens before experts."""
+        padding = batch.padding_mask()
+        if self._mixed_parts:
+            padding = torch.zeros_like(batch.labels, dtype=torch.bool) if padding is None else padding
+            padding = exchange_padding(padding, self._mesh, parts=self._mixed_parts)
+        return StepContext(
+            numbers=step_numbers(self._compute.seed, self._step, batch),
+            ids=batch.input_ids,
+            padding=padding,
+            labels=batch.labels,
+            head_loss=self._objective.head_loss,
+            aux_loss_scale=self._aux_loss_scale,
+            vocabulary_loss=self._compute.vocabulary_loss,
+            sequences=self._sequences,
+        )
+
+    def loss(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> torch.Tensor:
+        """Return the share of one micro-batch in the loss of the global batch."""
+        with self._compute.autocast():
+            output = objective_output(self._objective, logits, batch, step)
+        # Once, since it waits for the device; of a part of each sequence, weights may be of the part or of the whole.
+        first = not self._losses and type(self._objective) not in self._metric_names
+        if first and step.sequences.ranks == 1:
+            check_weight(self._objective, output, batch)
+        loss = self._mean(output.loss_sum)
+        self._losses.append(loss.detach())
+        for name, value in output.metrics.items():
+            self._metrics.setdefault(name, []).append(self._mean(value.detach()))
+        return loss
+
+    def _mean(self, sums: torch.Tensor) -> torch.Tensor:
+        """The terms of ``sums``, each divided by its own weight, together."""
+        return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
+
+    def result(self, routers: RouterMetrics | None) -> StepLoss:
+        """Return the loss and metrics of the global batch, equal on all ranks; ``routers`` of a model with experts have
+        counted it."""
+        metrics = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
+        kind, names = type(self._objective), self._metric_names
+        if self._mesh.sizes.pp == 1:
+            names[kind] = tuple(metrics)
+        elif kind not in names:  # which only the last stage of a pipeline knows by itself
+            of_ranks: list[tuple[str, ...]] = [()] * self._mesh.sizes.world_size
+            dist.all_gather_object(of_ranks, tuple(metrics))
+            names[kind] = max(of_ranks, key=len)
+        counts = None if routers is None else routers.sums
+        if self._mesh.group("world") is None:
+            loss = torch.stack(self._losses).sum()
+        else:
+            sums = torch.zeros(1 + len(names[kind]), dtype=self._compute.metrics_dtype, device=self._compute.device)
+            if self._losses:
+                sums += torch.stack([torch.stack(self._losses).sum(), *map(metrics.__getitem__, names[kind])]).to(sums)
+            together = sums if counts is None else torch.cat((sums, counts.flatten()))
+            if self._mesh.rank("tp"):  # tensor parallel ranks have the same
+                together.zero_()
+            dist.all_reduce(together)
+            loss, metrics = together[0], dict(zip(names[kind], together[1 : len(sums)], strict=True))
+            counts = None if counts is None else together[len(sums) :].view_as(counts)
+        if routers is not None and counts is not None:
+            metrics |= routers.metrics(counts)
+        return StepLoss(loss=loss, weight=self.weight, metrics=metrics)
+
+
+def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+    """Return what ``objective`` makes of a micro-batch.
+
+    Raises:
+        LogitsAreSharded: it computes with logits of which each rank holds a part.
+    """
+    try:
+        output: ObjectiveOutput = called_with_step(objective, step, logits, batch)
+    except RuntimeError as error:
+        if is_dtensor(logits) and ("DTensor" in str(error) or "sharding strategy" in str(error)):
+            reason = str(error).partition(",")[0].partition("\n")[0]
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason) from error
+        raise
+    for name, value in {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}.items():
+        if is_dtensor(value):
+            reason = f"its {name} is a DTensor"
+            raise LogitsAreSharded(objective=type(objective).__name__, reason=reason)
+    return output
+
+
+class LabelLogProbs(Objective):
+    """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
+
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+        """Log-probabilities of each micro-batch that passed by, float [rows, seq / cp]; 0 where there is no label."""
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
+        """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
+        self.kept.append(log_probs(logits, batch.labels, step).detach())
+        return ObjectiveOutput(loss_sum=self.kept[-1].new_zeros(()), weight=self.weight(batch))
 
 
 class TorchModel(ParallelModel):
@@ -65,7 +265,11 @@ class TorchModel(ParallelModel):
         self._layout, self._mesh, self._compute = layout, mesh, compute
         self._parameters = StageParameters(layout.modules, layout.plan.tied)
         self._owned = self._parameters.owned(mesh)
-        self._buffers = {name: value for module in layout.modules for name, value in _saved_buffers(module)}
+        self._buffers: dict[str, torch.Tensor] = {}
+        """Buffers that are saved."""
+        for module in layout.modules:
+            parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+            self._buffers |= {name: value for name, value in module.state_dict().items() if name not in parameters}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step, self._has_run = 0, False
         self._recorded: dict[Hashable, Recorded] = {}
@@ -83,8 +287,9 @@ class TorchModel(ParallelModel):
         stages = dict(zip(layout.numbers, layout.modules, strict=True))
         self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
         self._tied_group = tied_group(mesh) if self._tied else None
-        group = replica_group(mesh, sharded=layout.sharded)
-        broadcasts = profile_of(compute.device).broadcast_loads and group is not None
+        # The ranks that hold what this one holds, if it is not the only one.
+        group = mesh.group("dp_replicate" if layout.sharded else "efsdp" if mesh.sizes.ep > 1 else "fsdp")
+        broadcasts = profile_of(compute.device).broadcast_loads
         self._replicas = Replicas(group) if broadcasts and group is not None else None
         self._routers: RouterMetrics | None = None
         if layout.routers:
@@ -336,15 +541,6 @@ class TorchModel(ParallelModel):
         compute = self._compute
         return global_norm(tensors, self._mesh.group("world"), device=compute.device, dtype=compute.metrics_dtype)
 
-    def _named_shards(self) -> Iterator[tuple[nn.Parameter, str, ParameterShard]]:
-        """Every parameter that trains with its place, a tied one's second copy under the owner's name. (Those that are
-        frozen have no master.)"""
-        owners = {owner: name for name, owner in self._parameters.by_name.items()}
-        twins = [(owners[owner], user) for owner, user in self._parameters.twins]
-        for name, parameter in [*self._parameters.by_name.items(), *twins]:
-            if parameter.requires_grad:
-                yield parameter, name, shard_of(parameter, self.padded.get(name), matrix=False)
-
     def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
         for module in self._layout.modules:
             module.train(training)
@@ -364,7 +560,12 @@ class TorchModel(ParallelModel):
         if self._routers is not None:
             yield self._routers.counting()
         if training and self._compute.masters_rounded is not None:
-            yield rounded_weights(self._named_shards(), self._compute.masters_rounded, self._step)
+            # A tied parameter's second copy has the owner's name. (Those that are frozen have no master.)
+            owners = {owner: name for name, owner in self._parameters.by_name.items()}
+            copies = [(owners[owner], user) for owner, user in self._parameters.twins]
+            named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
+            shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
+            yield rounded_weights(shards, self._compute.masters_rounded, self._step)
         if training and self._weights is not None:
             yield self._weights.in_place()
 
@@ -423,8 +624,3 @@ def _inputs(batch: Batch) -> dict[str, Any]:
         positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
         arguments["position_ids"] = positions.expand_as(batch.input_ids)
     return arguments
-
-
-def _saved_buffers(module: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-    return [(name, value) for name, value in module.state_dict().items() if name not in parameters]

@@ -14,7 +14,7 @@ from torch import nn
 from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.placement import is_dtensor, piece_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
+from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.models.patterns import matches_any, matches_within
@@ -22,18 +22,6 @@ from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
-
-__all__ = [
-    "Replicas",
-    "StageParameters",
-    "check_loadable",
-    "check_overrides",
-    "override_of",
-    "parameter_groups",
-    "replica_group",
-    "shard_of",
-    "tables",
-]
 
 
 class StageParameters:
@@ -64,19 +52,17 @@ class StageParameters:
                 self.twins.append((parameters[owner], parameter))
 
     def owned(self, mesh: ParallelMesh) -> list[nn.Parameter]:
-        """Return the parameters whose elements this rank counts in sums over all ranks."""
-        return [p for name, p in self.by_name.items() if name not in self.copies and owns(p, mesh)]
-
-
-def owns(tensor: torch.Tensor, mesh: ParallelMesh) -> bool:
-    """Return whether this rank is the first of those of its pipeline stage that hold the very same elements.
-
-    Sums over parameters (the gradient's norm) count the owner's elements only.
-    """
-    cut = sharded_over(tensor)
-    tensor_dims: tuple[Dimension, ...] = ("tp_kv_replica",) if "tp_kv" in cut else ("tp",)
-    data_dims: tuple[Dimension, ...] = ("efsdp",) if "ep" in cut else ("fsdp",)
-    return all(dim in cut or mesh.rank(dim) == 0 for dim in ("dp_replicate", *data_dims, *tensor_dims))
+        """Return the parameters whose elements this rank counts in sums over all ranks: it is the first of those of its
+        pipeline stage that hold the very same elements, and has the owner of a tied pair."""
+        owned = []
+        for name, parameter in self.by_name.items():
+            cut = sharded_over(parameter)
+            tensor_dim: Dimension = "tp_kv_replica" if "tp_kv" in cut else "tp"
+            data_dim: Dimension = "efsdp" if "ep" in cut else "fsdp"
+            replicas: tuple[Dimension, ...] = ("dp_replicate", data_dim, tensor_dim)
+            if name not in self.copies and not any(mesh.rank(dim) for dim in replicas if dim not in cut):
+                owned.append(parameter)
+        return owned
 
 
 def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool) -> ParameterShard:
@@ -103,26 +89,12 @@ def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
     """Return the names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
     rows = ("vocab_embedding", "vocab_head", "score_head")
     vocabulary = [pattern for pattern, style in plan.tensor.items() if style in rows]
-    embeddings = {
-        f"{path}.{leaf}" if path else leaf
-        for module in modules
-        for path, part in module.named_modules()
-        if isinstance(part, nn.Embedding) or matches_any(vocabulary, path)
-        for leaf, _ in part.named_parameters(recurse=False)
-    }
-    return frozenset(embeddings | {owner for owner, user in plan.tied if user in embeddings})
-
-
-def replica_group(mesh: ParallelMesh, *, sharded: bool) -> dist.ProcessGroup | None:
-    """Return the ranks that hold what this one holds; None where it is the only one.
-
-    Args:
-        mesh: its data parallel groups are the candidates.
-        sharded: whether FSDP2 cuts the parameters over ``fsdp``.
-    """
-    if sharded:
-        return mesh.group("dp_replicate")
-    return mesh.group("efsdp" if mesh.sizes.ep > 1 else "fsdp")
+    names: set[str] = set()
+    for module in modules:
+        for path, part in module.named_modules():
+            if isinstance(part, nn.Embedding) or matches_any(vocabulary, path):
+                names |= {f"{path}.{leaf}" if path else leaf for leaf, _ in part.named_parameters(recurse=False)}
+    return frozenset(names | {owner for owner, user in plan.tied if user in names})
 
 
 class Replicas:

@@ -7,8 +7,9 @@ available. :func:`rounded_weights` rounds masters stochastically, so that the ca
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -124,19 +125,27 @@ class CopiedMasters:
                 if not master.requires_grad:
                     continue
                 if id(master) not in copies:
-                    copies[id(master)] = self._copy_of(master, dtype)
-                    self._pairs.append((master, copies[id(master)]))
+                    with torch.no_grad():  # a copy without memory
+                        local = local_of(master)
+                        local = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
+                        local.untyped_storage().resize_(0)
+                        copy = copies[id(master)] = nn.Parameter(placed_like(local, master))
+                    copy.register_post_accumulate_grad_hook(partial(_add_to_master, master))  # type: ignore[no-untyped-call]
+                    self._pairs.append((master, copy))
                 self._places.append((module, name, master, copies[id(master)]))
-
-    def _copy_of(self, master: nn.Parameter, dtype: torch.dtype) -> nn.Parameter:
-        copy = nn.Parameter(_without_memory(master, dtype))
-        copy.register_post_accumulate_grad_hook(_AddToMaster(master))  # type: ignore[no-untyped-call]
-        return copy
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Let the modules have copies of the current masters within the block."""
-        self._put_in()
+        with torch.no_grad():
+            for _, copy in self._pairs:
+                local = local_of(copy)
+                if local.untyped_storage().nbytes() != local.nbytes:  # CUDA allocates again for the same size
+                    local.untyped_storage().resize_(local.nbytes)
+            copies = [local_of(copy).detach() for _, copy in self._pairs]
+            torch._foreach_copy_(copies, [local_of(master).detach() for master, _ in self._pairs])
+            for module, name, _, copy in self._places:
+                module._parameters[name] = copy
         try:
             yield
         finally:
@@ -145,45 +154,20 @@ class CopiedMasters:
                 if not self.stay:
                     local_of(copy).untyped_storage().resize_(0)
 
-    @torch.no_grad()
-    def _put_in(self) -> None:
-        for _, copy in self._pairs:
-            local = local_of(copy)
-            if local.untyped_storage().nbytes() != local.nbytes:  # CUDA allocates again for the same size
-                local.untyped_storage().resize_(local.nbytes)
-        copies = [local_of(copy).detach() for _, copy in self._pairs]
-        torch._foreach_copy_(copies, [local_of(master).detach() for master, _ in self._pairs])
-        for module, name, _, copy in self._places:
-            module._parameters[name] = copy
 
-
-class _AddToMaster:
-    """Adds the gradient of a copy to that of its master."""
-
-    def __init__(self, master: nn.Parameter) -> None:
-        self._master = master
-
-    def __call__(self, copy: torch.Tensor) -> None:
-        master, gradient = self._master, copy.grad
-        assert gradient is not None
-        copy.grad = None
-        if master.grad is None:
-            master.grad = gradient.to(master.dtype)
-        else:
-            local_of(master.grad).add_(local_of(gradient))
-
-
-@torch.no_grad()
-def _without_memory(master: nn.Parameter, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor like ``master`` without memory."""
-    local = torch.empty_like(local_of(master), dtype=dtype, memory_format=torch.contiguous_format)
-    local.untyped_storage().resize_(0)
-    return placed_like(local, master)
+def _add_to_master(master: nn.Parameter, copy: torch.Tensor) -> None:
+    """Add the gradient of a copy to that of its master."""
+    gradient, copy.grad = copy.grad, None
+    assert gradient is not None
+    if master.grad is None:
+        master.grad = gradient.to(master.dtype)
+    else:
+        local_of(master.grad).add_(local_of(gradient))
 
 
 @contextmanager
 def rounded_weights(
-    parameters: Iterable[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding | None, step: int
+    parameters: Sequence[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding, step: int
 ) -> Iterator[None]:
     """Round float32 shards to values of bfloat16 within the block, so that the cast when they are gathered is exact.
 
@@ -192,38 +176,26 @@ def rounded_weights(
 
     Args:
         parameters: with the global name and the place of this rank's elements in the whole.
-        rounding: None does nothing.
+        rounding: seed of the rounding.
         step: number of the step in the run.
     """
-    pairs: list[tuple[nn.Parameter, torch.Tensor]] = []
-    if rounding is not None:
-        pairs = _round(list(parameters), rounding, step)
+    copies: list[torch.Tensor] = []
+    if parameters:
+        device = local_of(parameters[0][0]).device
+        backend = backend_on(device)
+        kernel = BlockKernel(_copy_and_round, backend=backend)
+        keys = separate_rows(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
+        for (parameter, _, place), key in zip(parameters, keys, strict=True):
+            shard = local_of(parameter).detach()
+            copies.append(torch.empty_like(shard))
+            kernel(place, (shard, copies[-1]), key)
     try:
         yield
     finally:
-        if pairs:  # read again: FSDP2 may have moved a shard that it had to pad
-            torch._foreach_copy_([local_of(parameter).detach() for parameter, _ in pairs], [copy for _, copy in pairs])
+        if copies:  # read again: FSDP2 may have moved a shard that it had to pad
+            torch._foreach_copy_([local_of(parameter).detach() for parameter, _, _ in parameters], copies)
 
 
-def _round(
-    parameters: list[tuple[nn.Parameter, str, ParameterShard]], rounding: StochasticRounding, step: int
-) -> list[tuple[nn.Parameter, torch.Tensor]]:
-    """Round shards in place, and return their values before."""
-    shards = [local_of(parameter).detach() for parameter, _, _ in parameters]
-    if not shards:
-        return []
-    device = shards[0].device
-    backend = backend_on(device)
-    kernel = BlockKernel(_keep_and_round, backend=backend)
-    keys = separate_rows(rounding.keys(step, [name for _, name, _ in parameters], device), backend)
-    copies = []
-    for (parameter, _, place), shard, key in zip(parameters, shards, keys, strict=True):
-        copy = torch.empty_like(shard)
-        kernel(place, (shard, copy), key)
-        copies.append((parameter, copy))
-    return copies
-
-
-def _keep_and_round(shard: torch.Tensor, copy: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
+def _copy_and_round(shard: torch.Tensor, copy: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
     copy.copy_(shard)  # first: in a graph whose first input is the shard, torch 2.13 copies what is written to it below
     shard.copy_(rounded(shard, *noises(numbers.hashed(shard, key), 1)))

@@ -39,6 +39,9 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
     """
     entered: list[str] = []
     sharded = {name: size for name, size in sizes.as_dict().items() if name in LAYOUT_KEYS and size > 1}
+    if not sharded:
+        yield
+        return
     paths = {module: path for stage in stages for path, module in stage.named_modules()}
 
     def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -47,17 +50,18 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
     def leave(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         entered.pop()
 
-    watched = paths if sharded else ()
-    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in watched]
-    hooks += [module.register_forward_hook(leave) for module in watched]
+    hooks = [module.register_forward_pre_hook(enter, prepend=True) for module in paths]
+    hooks += [module.register_forward_hook(leave) for module in paths]
     try:
         yield
     except _NOT_THE_PLAN:
         raise
     except Exception as error:
-        cause = _first_cause(error)
+        cause: BaseException = error
+        while cause.__cause__ is not None:  # torch's pipelines wrap what a stage raises
+            cause = cause.__cause__
         outside = not entered  # in the objective or in backward: not what a module computes
-        if outside or not sharded or isinstance(cause, _NOT_THE_PLAN) or any(word in str(cause) for word in _TRANSPORT):
+        if outside or isinstance(cause, _NOT_THE_PLAN) or any(word in str(cause) for word in _TRANSPORT):
             raise
         path = entered[-1]
         failed = next((module for module, module_path in paths.items() if module_path == path), stages[0])
@@ -72,13 +76,6 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
     finally:
         for hook in hooks:
             hook.remove()
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Return what was raised first: torch's pipelines wrap what a stage raises."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
 
 
 def _entry(plan: ParallelPlan, path: str) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import meta_device
-from nxdt_core.engine.data.collectives import product_weights
+from nxdt_core.engine.data.fsdp import product_weights
 from nxdt_core.engine.precision import quantise_frozen
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong
 from nxdt_core.models.patterns import matches, matches_any
@@ -20,17 +20,6 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-
-__all__ = [
-    "WholeModel",
-    "allocate",
-    "build_whole",
-    "check_rules",
-    "draw_piece",
-    "quantised_weights",
-    "reset_buffers",
-    "tie",
-]
 
 _BIASES = ParallelPlan().no_weight_decay
 """Patterns that need not match: not every model has biases."""
@@ -102,15 +91,17 @@ def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Seque
     Raises:
         InitRulesWrong: a rule matches no parameter, or a norm is drawn.
     """
-    needed = [rule.pattern for rule in rules if rule.pattern not in _BIASES]
-    unmatched = [pattern for pattern in needed if not any(matches(pattern, name) for name in names)]
-    problems = [f"{pattern!r} matches no parameter" for pattern in unmatched]
+    problems = []
+    for rule in rules:
+        if rule.pattern not in _BIASES and not any(matches(rule.pattern, name) for name in names):
+            problems.append(f"{rule.pattern!r} matches no parameter")
     for name in names:
-        first = (
-            next((rule for rule in rules if matches(rule.pattern, name)), None) if matches_any(norms, name) else None
-        )
-        if first is not None and first.distribution != "constant":
-            problems.append(f"the norm {name!r} is drawn from {first.distribution!r} by the rule {first.pattern!r}")
+        for rule in rules if matches_any(norms, name) else ():
+            if matches(rule.pattern, name):
+                if rule.distribution != "constant":
+                    drawn = f"drawn from {rule.distribution!r} by the rule {rule.pattern!r}"
+                    problems.append(f"the norm {name!r} is {drawn}")
+                break
     if problems:
         raise InitRulesWrong(builder=of, problems=problems)
 

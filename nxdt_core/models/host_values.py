@@ -5,13 +5,12 @@ Each read makes the host wait for the device. What is computed again in backward
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import torch
 
 from nxdt_core.distributed.devices import HOST
-
-__all__ = ["HostValues", "host_values"]
 
 
 class HostValues:
@@ -22,59 +21,45 @@ class HostValues:
 
     def recorded(self) -> AbstractContextManager[None]:
         """Return the context of the first computation."""
-        return _Recorded(self._values)
+        return _Reads(self._values, repeats=False)
 
     def repeated(self) -> AbstractContextManager[None]:
         """Return the context of the second computation, which may be entered again."""
-        return _Repeated(self._values)
+        return _Reads(self._values, repeats=True)
+
+
+class _Reads(AbstractContextManager[None]):
+    """A computation that keeps what it reads, or reads what the first one kept."""
+
+    def __init__(self, values: list[list[int]], *, repeats: bool) -> None:
+        self.values, self.repeats = values, repeats
+        self.remaining: Iterator[list[int]] = iter(())
+
+    def __enter__(self) -> None:
+        if not self.repeats:
+            self.values.clear()
+        self.remaining = iter(self.values)
+        _BLOCKS.append(self)
+
+    def __exit__(self, *_: object) -> None:
+        _BLOCKS.remove(self)
+
+
+_BLOCKS: list[_Reads] = []
+"""Entered contexts of the process, not of a thread: autograd recomputes in its own threads."""
 
 
 def host_values(tensor: torch.Tensor) -> list[int]:
-    """Return the elements of ``tensor`` int [n]. The host waits once, for one copy."""
+    """Return the elements of ``tensor`` int [n]. The host waits once, for one copy of all: a graph would otherwise wait
+    for each."""
     if torch.compiler.is_compiling():  # a graph keeps them by itself
-        return _read(tensor)
-    repeated = next((block.next() for block in reversed(_BLOCKS) if isinstance(block, _Repeated)), None)
-    values = _read(tensor) if repeated is None else repeated
+        read: list[int] = tensor.to(HOST).tolist()
+        return read
+    inner = next((block for block in reversed(_BLOCKS) if block.repeats), None)
+    values = None if inner is None else next(inner.remaining, None)  # the first computation may have read less
+    if values is None:
+        values = tensor.to(HOST).tolist()
     for block in _BLOCKS:
-        if isinstance(block, _Recorded):
+        if not block.repeats:
             block.values.append(values)
     return values
-
-
-def _read(tensor: torch.Tensor) -> list[int]:
-    """Copy all elements, and then read them: a graph would otherwise wait for each."""
-    values: list[int] = tensor.to(HOST).tolist()
-    return values
-
-
-class _Recorded(AbstractContextManager[None]):
-    def __init__(self, values: list[list[int]]) -> None:
-        self.values = values
-
-    def __enter__(self) -> None:
-        self.values.clear()
-        _BLOCKS.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        _BLOCKS.remove(self)
-
-
-class _Repeated(AbstractContextManager[None]):
-    def __init__(self, values: list[list[int]]) -> None:
-        self._values, self._read = values, 0
-
-    def __enter__(self) -> None:
-        self._read = 0
-        _BLOCKS.append(self)
-
-    def __exit__(self, *_: object) -> None:
-        _BLOCKS.remove(self)
-
-    def next(self) -> list[int] | None:
-        """Return what the first computation read at this place; None if it read nothing more."""
-        self._read += 1
-        return self._values[self._read - 1] if self._read <= len(self._values) else None
-
-
-_BLOCKS: list[_Recorded | _Repeated] = []
-"""Entered contexts of the process, not of a thread: autograd recomputes in its own threads."""

@@ -15,16 +15,19 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.config.training_schema import CausalLMConfig
 from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import is_dtensor
 from nxdt_core.errors.models import LossesAreNotLogits
 from nxdt_core.models.step_border import step_of
-from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext
 
 __all__ = [
     "IN_CHUNKS",
+    "CausalLM",
     "RowKernels",
     "TokenLosses",
     "cross_entropies",
@@ -35,7 +38,6 @@ __all__ = [
     "row_chunks",
     "row_cross_entropies",
     "row_weights",
-    "smoothed_cross_entropies",
     "softcapped",
     "whole_vocabulary_cross_entropies",
 ]
@@ -242,31 +244,6 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContex
     return (step_of(step).vocabulary_loss or whole_vocabulary_cross_entropies)(logits, labels)
 
 
-def smoothed_cross_entropies(
-    logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None, *, smoothing: float
-) -> torch.Tensor:
-    """Return the cross-entropy of each label, ``smoothing`` of whose probability is spread evenly over the vocabulary.
-
-    It is that of ``F.cross_entropy`` (Szegedy et al. 2016, arXiv:1512.00567); otherwise as :func:`cross_entropies`.
-
-    Raises:
-        LossesAreNotLogits: the head computes losses itself (``model.loss_chunk_tokens``).
-    """
-    losses = cross_entropies(logits, labels, step)
-    if not smoothing:
-        return losses
-    return (1 - smoothing) * losses + smoothing * (log_partition(logits, step) - _mean_logits(logits))
-
-
-def _mean_logits(logits: torch.Tensor) -> torch.Tensor:
-    """Return the mean of each row [..., vocab], of which ranks may hold parts."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    if not is_dtensor(logits):
-        return logits.mean(-1, dtype=dtype)
-    local: torch.Tensor = logits.to_local()
-    return reduce_from_group(local.sum(-1, dtype=dtype), logits.device_mesh.get_group()) / logits.shape[-1]
-
-
 def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
     """Return the log-probability of each label, 0 where it is −100; otherwise as :func:`cross_entropies`."""
     return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
@@ -297,21 +274,51 @@ def cross_entropy_sum(
     *,
     smoothing: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weighted sum of the :func:`cross_entropies`, and the sum of the weights: their quotient is the mean loss.
+    """Return the weighted sum of the :func:`cross_entropies`, and the sum of the weights: their quotient is the mean
+    loss.
 
     Args:
         logits: [..., vocab], as for :func:`cross_entropies`.
         labels: int64 [...]; −100 takes no part.
         weights: float [...], or None for 1 everywhere.
         step: context of the micro-batch.
-        smoothing: as of :func:`smoothed_cross_entropies`.
+        smoothing: share of each label's probability that is spread evenly over the vocabulary, as of
+            ``F.cross_entropy`` (Szegedy et al. 2016, arXiv:1512.00567).
 
     Returns:
         ``(loss_sum, weight)``, scalars in the dtype of accumulation.
+
+    Raises:
+        LossesAreNotLogits: with ``smoothing``, the head computes losses itself (``model.loss_chunk_tokens``).
     """
-    losses = smoothed_cross_entropies(logits, labels, step, smoothing=smoothing).flatten()
+    losses = cross_entropies(logits, labels, step)
+    if smoothing:
+        partition, dtype = log_partition(logits, step), torch.promote_types(logits.dtype, torch.float32)
+        if is_dtensor(logits):  # ranks hold parts of each row
+            local: torch.Tensor = logits.to_local()
+            total = reduce_from_group(local.sum(-1, dtype=dtype), logits.device_mesh.get_group())
+            means = total / logits.shape[-1]
+        else:
+            means = logits.mean(-1, dtype=dtype)
+        losses = (1 - smoothing) * losses + smoothing * (partition - means)
+    losses = losses.flatten()
     counts, _ = row_weights(losses, labels, weights)
     return (losses * counts).sum(), counts.sum()
+
+
+class CausalLM(Objective):
+    """Cross-entropy between logits and the labels, which are shifted already; −100 is ignored."""
+
+    def __init__(self, config: CausalLMConfig | None = None) -> None:
+        self._smoothing = 0.0 if config is None else config.label_smoothing
+        # The exponential of a mean over tokens is shown as a perplexity, which a smoothed loss has none of.
+        self.traits = ObjectiveTraits(unit="labels" if self._smoothing else "tokens")
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
+        """Return the summed cross-entropy of ``logits`` [micro_batch, seq, vocab] and its weight."""
+        smoothing = self._smoothing
+        loss_sum, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights, step, smoothing=smoothing)
+        return ObjectiveOutput(loss_sum=loss_sum, weight=weight)
 
 
 def whole_vocabulary_cross_entropies(

@@ -11,12 +11,11 @@ __all__ = ["matches", "matches_any", "matches_within"]
 
 @lru_cache(maxsize=1024)
 def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
-    return re.compile("|".join(f"(?:{_expression(pattern)})" for pattern in patterns) or r"(?!)")
-
-
-def _expression(pattern: str) -> str:
-    rest = pattern.removeprefix("*")
-    return ("" if rest == pattern else ".*") + "[^.]*".join(map(re.escape, rest.split("*")))
+    expressions = []
+    for pattern in patterns:
+        rest = pattern.removeprefix("*")
+        expressions.append(("" if rest == pattern else ".*") + "[^.]*".join(map(re.escape, rest.split("*"))))
+    return re.compile("|".join(f"(?:{expression})" for expression in expressions) or r"(?!)")
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_map
 from nxdt_core.errors.models import QuantisationLibraryMissing
 from nxdt_core.models.autocast import compute_dtype
 
-__all__ = ["BaseDtype", "QuantisedWeight", "requantised"]
-
 BaseDtype = Literal["nf4", "int8"]
 
 _BLOCK = 64
@@ -144,7 +142,11 @@ class QuantisedWeight(torch.Tensor):
         if func is aten.empty_like.default:
             return first._with(lambda part: torch.empty_like(part, device=kwargs.get("device")))
         if func is aten.copy_.default and isinstance(first, QuantisedWeight):
-            return first._copy(args[1])
+            if not isinstance(args[1], QuantisedWeight):
+                return first._quantise(args[1])
+            for target, part in zip(first.parts, args[1].parts, strict=True):
+                target.copy_(part)
+            return first
         result = func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         if isinstance(first, QuantisedWeight) and func._schema.is_mutable:
             return first._quantise(result)
@@ -153,18 +155,15 @@ class QuantisedWeight(torch.Tensor):
     def _with(self, change: Callable[[torch.Tensor], torch.Tensor]) -> QuantisedWeight:
         return QuantisedWeight([change(part) for part in self.parts], (*self.shape,), self.dtype, self.places)
 
-    def _copy(self, weight: torch.Tensor) -> Self:
-        """Take the parts of ``weight``, or quantise it."""
-        if not isinstance(weight, QuantisedWeight):
-            return self._quantise(weight)
-        for target, part in zip(self.parts, weight.parts, strict=True):
-            target.copy_(part)
-        return self
-
     def _quantise(self, weight: torch.Tensor) -> Self:
         """Fill the parts from ``weight`` [out, in]."""
         whole = weight.detach().to(self.device, self.dtype).expand(self.shape).contiguous()
-        (_fill_int8 if self.codes.dtype == torch.int8 else _fill_nf4)(self, whole)
+        if self.codes.dtype == torch.int8:  # the library's kernel for GPUs reads float16
+            codes, scales, _ = load_library().int8_vectorwise_quant(whole.half())
+            self.codes.copy_(codes)
+            self.scales.copy_(scales)
+        else:
+            _fill_nf4(self, whole)
         if self.places:
             self.samples.copy_(whole.view(-1)[list(self.places)])
         return self
@@ -268,13 +267,6 @@ def _fill_nf4(quantised: QuantisedWeight, weight: torch.Tensor) -> None:
     quantised.scales.copy_(scales)
     quantised.groups[0] = mean
     quantised.groups[1:] = state.absmax
-
-
-def _fill_int8(quantised: QuantisedWeight, weight: torch.Tensor) -> None:
-    """Quantise ``weight``. The library's kernel for GPUs reads float16."""
-    codes, scales, _ = load_library().int8_vectorwise_quant(weight.half())
-    quantised.codes.copy_(codes)
-    quantised.scales.copy_(scales)
 
 
 @cache

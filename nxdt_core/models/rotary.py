@@ -48,35 +48,26 @@ def frequencies(
     factor = scaling.stretch(max_positions)
     if scaling.kind == "linear":
         return frequency / factor
-    keep = _kept_llama3(frequency, scaling) if scaling.kind == "llama3" else _kept_yarn(frequency, theta, scaling)
+    # How much of each frequency is kept.
+    original = scaling.original_max_position_embeddings
+    assert original is not None
+    if scaling.kind == "llama3":  # arXiv:2407.21783, and the released code
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        assert low is not None
+        assert high is not None
+        wavelength = 2 * math.pi / frequency
+        keep = ((original / wavelength - low) / (high - low)).clamp(0, 1)  # turns within the original context
+    else:  # YaRN (Peng et al. 2023, arXiv:2309.00071, section 3.2)
+        pairs = len(frequency)
+        # The pairs of channels that turn so often within the original context.
+        bounds = ((scaling.beta_fast or 32), (scaling.beta_slow or 1))
+        first, last = (pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta) for turns in bounds)
+        if scaling.truncate is not False:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * pairs - 1)
+        width = 0.001 if first == last else last - first
+        keep = 1 - ((torch.arange(pairs, dtype=torch.float32, device=HOST) - first) / width).clamp(0, 1)
     return (1 - keep) * frequency / factor + keep * frequency
-
-
-def _kept_llama3(frequency: torch.Tensor, scaling: RopeScalingConfig) -> torch.Tensor:
-    """Return how much of each frequency Llama 3.1 keeps [head_dim / 2] (arXiv:2407.21783, and the released code)."""
-    original, low, high = scaling.original_max_position_embeddings, scaling.low_freq_factor, scaling.high_freq_factor
-    assert original is not None
-    assert low is not None
-    assert high is not None
-    wavelength = 2 * math.pi / frequency
-    return ((original / wavelength - low) / (high - low)).clamp(0, 1)  # turns within the original context
-
-
-def _kept_yarn(frequency: torch.Tensor, theta: float, scaling: RopeScalingConfig) -> torch.Tensor:
-    """Return how much of each frequency YaRN keeps [head_dim / 2] (Peng et al. 2023, arXiv:2309.00071, section 3.2)."""
-    original, pairs = scaling.original_max_position_embeddings, len(frequency)
-    assert original is not None
-
-    def pair(turns: float) -> float:
-        """Return the pair of channels that turns so often within the original context."""
-        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(theta)
-
-    first, last = pair(scaling.beta_fast or 32), pair(scaling.beta_slow or 1)
-    if scaling.truncate is not False:
-        first, last = math.floor(first), math.ceil(last)
-    first, last = max(first, 0), min(last, 2 * pairs - 1)
-    width = 0.001 if first == last else last - first
-    return 1 - ((torch.arange(pairs, dtype=torch.float32, device=HOST) - first) / width).clamp(0, 1)
 
 
 def document_lengths(positions: torch.Tensor, document_ids: torch.Tensor | None) -> torch.Tensor:
@@ -144,7 +135,15 @@ class RotaryEmbedding(nn.Module):
             self.reset_buffers()
         frequency = self.frequency
         if self.original is not None:
-            frequency = self._by_length(document_lengths(positions, document_ids)[..., None, None], self.original)
+            assert self.scaling is not None
+            lengths, longer = document_lengths(positions, document_ids)[..., None, None], self.long_frequency
+            if longer is None:  # dynamic: the base grows with the length (arXiv:2309.00071, section 3.3)
+                factor = self.scaling.stretch(self.max_positions)
+                growth = (factor * lengths / self.original - (factor - 1)).clamp(min=1)
+                exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=lengths.device) / self.head_dim
+                base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
+                longer = 1 / base**exponent
+            frequency = torch.where(lengths > self.original, longer, self.frequency)
         angle = positions[..., None, None].float() * frequency
         if self.attention == 1:
             return angle.cos(), angle.sin()
@@ -156,18 +155,6 @@ class RotaryEmbedding(nn.Module):
             return True
         assert self.scaling is not None
         return self.scaling.kind == "longrope" and shortest > self.original
-
-    def _by_length(self, lengths: torch.Tensor, original: int) -> torch.Tensor:
-        """Return the frequencies [..., 1, head_dim / 2] in documents of ``lengths`` [..., 1, 1]."""
-        assert self.scaling is not None
-        longer = self.long_frequency
-        if longer is None:  # dynamic: the base grows with the length (arXiv:2309.00071, section 3.3)
-            factor = self.scaling.stretch(self.max_positions)
-            growth = (factor * lengths / original - (factor - 1)).clamp(min=1)
-            exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32, device=lengths.device) / self.head_dim
-            base = self.theta * growth ** (self.head_dim / (self.head_dim - 2))
-            longer = 1 / base**exponent
-        return torch.where(lengths > original, longer, self.frequency)
 
 
 def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -26,20 +26,16 @@ __all__ = ["at_border", "called_with_step", "let_take_step", "step_of", "takes_s
 
 
 class _Border:
-    def __init__(self) -> None:
-        self.step = StepContext()
+    step = StepContext()
 
 
 _BORDER = _Border()
 
 
-def at_border(step: StepContext) -> AbstractContextManager[None]:
-    """Set the context within the block for callees that have no argument ``step``. The returned block may be entered
-    again: a backward that is split recomputes twice."""
-    return _Block(step)
+class at_border(AbstractContextManager[None]):
+    """Set the context within the block for callees that have no argument ``step``. The block may be entered again: a
+    backward that is split recomputes twice."""
 
-
-class _Block(AbstractContextManager[None]):
     def __init__(self, step: StepContext) -> None:
         self._step = step
         self._before: list[StepContext] = []

@@ -12,8 +12,6 @@ from nxdt_core.distributed.devices import meta_device
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
 
-__all__ = ["TokenFlops", "token_flops"]
-
 _NODES = 4096
 """Positions at which the cost is asked for; it is taken as linear between them."""
 
@@ -39,37 +37,30 @@ def token_flops(builder: ModelBuilder, sequence_length: int, adapters: Sequence[
         sequence_length: positions per sequence.
         adapters: what changes and freezes the model before training.
     """
-    strict = _causal(builder, sequence_length)
-    if adapters:
-        one, two = builder.flops_per_token(1), builder.flops_per_token(2)
-        frozen_share, added = _effect(builder, adapters)
-        strict += 6.0 * added - (2 * one - two) * frozen_share / 3
-    return TokenFlops(strict=strict, palm=builder.flops_per_token(sequence_length))
-
-
-def _causal(builder: ModelBuilder, sequence_length: int) -> float:
-    """The mean over all positions of the cost of a token that sees itself and what precedes it."""
+    # The mean over all positions of the cost of a token that sees itself and what precedes it.
     steps = min(_NODES, sequence_length)
     nodes = [1 + (sequence_length - 1) * index // max(1, steps - 1) for index in range(steps)]
     costs = [builder.flops_per_token(position) for position in nodes]
     total = costs[0]
     for (first, last), (low, high) in zip(pairwise(nodes), pairwise(costs), strict=True):
         total += (last - first) * (low + high) / 2 + (high - low) / 2  # the sum of a line over first + 1 … last
-    return total / sequence_length
-
-
-def _effect(builder: ModelBuilder, adapters: Sequence[Adapter]) -> tuple[float, int]:
-    """The share of the model's multiplied weights that adapters freeze, and the number of those that they add."""
-    with meta_device():
-        module, plan = builder.build(), builder.plan()
-        multiplied = {id(weight) for weight in _multiplied(module)}
-        for adapter in adapters:
-            plan = adapter.apply(module, plan)
-    weights = _multiplied(module)
-    base = [weight for weight in weights if id(weight) in multiplied]
-    frozen = sum(weight.numel() for weight in base if not weight.requires_grad)
-    added = sum(weight.numel() for weight in weights if id(weight) not in multiplied)
-    return frozen / max(1, sum(weight.numel() for weight in base)), added
+    strict = total / sequence_length
+    if adapters:
+        with meta_device():
+            module, plan = builder.build(), builder.plan()
+            before = {id(weight) for weight in _multiplied(module)}
+            for adapter in adapters:
+                plan = adapter.apply(module, plan)
+        base = added = frozen = 0
+        for weight in _multiplied(module):
+            size = weight.numel()
+            if id(weight) in before:
+                base, frozen = base + size, frozen + size * (not weight.requires_grad)
+            else:
+                added += size
+        one, two = builder.flops_per_token(1), builder.flops_per_token(2)
+        strict += 6.0 * added - (2 * one - two) * (frozen / max(1, base)) / 3
+    return TokenFlops(strict=strict, palm=builder.flops_per_token(sequence_length))
 
 
 def _multiplied(module: nn.Module) -> list[nn.Parameter]:

@@ -13,23 +13,19 @@ import torch
 import torch.distributed as dist
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.training_schema import CausalLMConfig
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.kernel.plugin import BUILTIN
 from nxdt_core.launch.agreement import check_agreement
-from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.schedule import LRSchedule
-from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_core.train.hidden_state import watch_optimizer
 from nxdt_core.train.state import TrainState
 
 __all__ = [
-    "CausalLM",
     "StepResult",
     "initialize_parallel_model",
     "initialize_parallel_optimizer",
@@ -151,18 +147,3 @@ def without_gradients(*, inference: bool) -> AbstractContextManager[None]:
     hosts = profile_of(HOST).process_group_backend
     over_hosts = dist.is_available() and dist.is_initialized() and dist.get_backend() == hosts
     return torch.inference_mode() if inference and not over_hosts else torch.no_grad()
-
-
-class CausalLM(Objective):
-    """Cross-entropy between logits and the labels, which are shifted already; −100 is ignored."""
-
-    def __init__(self, config: CausalLMConfig | None = None) -> None:
-        self._smoothing = 0.0 if config is None else config.label_smoothing
-        # The exponential of a mean over tokens is shown as a perplexity, which a smoothed loss has none of.
-        self.traits = ObjectiveTraits(unit="labels" if self._smoothing else "tokens")
-
-    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
-        """Return the summed cross-entropy of ``logits`` [micro_batch, seq, vocab] and its weight."""
-        smoothing = self._smoothing
-        loss_sum, weight = cross_entropy_sum(logits, batch.labels, batch.loss_weights, step, smoothing=smoothing)
-        return ObjectiveOutput(loss_sum=loss_sum, weight=weight)

@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import register_profile
-from nxdt_core.engine.expert_dispatch import AllToAllDispatcher
+from nxdt_core.engine.expert import AllToAllDispatcher
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts

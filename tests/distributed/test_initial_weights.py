@@ -75,15 +75,15 @@ def drawn_where(float64: bool) -> tuple[list[tuple[int, int]], set[str]]:
     from tests.distributed.abacus import PROFILE
 
     register_profile(replace(PROFILE, float64=float64))
-    device, types, original = torch.device(PROFILE.device_type), set(), init._draw
+    device, types, original = torch.device(PROFILE.device_type), set(), init._draw_tile
 
     def noted(flat, *arguments):
         types.add(flat.device.type)
         original(flat, *arguments)
 
-    init._draw = noted
+    init._draw_tile = noted
     fill(torch.zeros(3, device=device), InitRule(pattern="*", distribution="normal"), name="w", seed=1)
-    init._draw = original
+    init._draw_tile = original
     found = []
     for tile in (init._TILE, 1000):
         init._TILE = tile

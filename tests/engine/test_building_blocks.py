@@ -16,8 +16,7 @@ from torch import nn
 from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.parameters import check_overrides, parameter_groups
-from nxdt_core.engine.tensor.heads import PaddedDim
-from nxdt_core.engine.tensor.layers import FeatureShard
+from nxdt_core.engine.tensor.layers import FeatureShard, PaddedDim
 from nxdt_core.engine.weights import allocate, check_rules, draw_piece
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule

@@ -8,12 +8,12 @@ from torch import nn
 from nxdt_core.config import load
 from nxdt_core.engine.engine import TorchEngine
 from nxdt_core.errors.models import ObjectiveWeightsDiffer, WeightsDoNotFit
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.train.step import CausalLM
 
 VOCAB, SEQ = 32, 12
 

@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from nxdt_core.config import load
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.step import CausalLM, initialize_parallel_model, initialize_parallel_optimizer, train_step
+from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
 from tests.sampling import slow, slow_except
 
 SEQ = 16

@@ -178,7 +178,7 @@ def test_plugins_that_require_each_other_make_no_cycle():
 BLOCKS = tuple(
     f"nxdt_core.engine.{name}"
     for name in (
-        *("compile_cache", "expert_dispatch", "loss", "optim.eager", "optim.state", "parameters", "pipeline.split"),
+        *("compile_cache", "expert", "loss", "optim.state", "parameters", "pipeline.split"),
         *("recompute", "shape_errors", "weights"),
     )
 )

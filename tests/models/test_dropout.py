@@ -4,8 +4,14 @@ import pytest
 import torch
 
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout, EmbeddingNoise, causal_attention
-from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
+from nxdt_core.models.random.dropout import (
+    CausalAttentionWithDropout,
+    Dropout,
+    EmbeddingNoise,
+    MaskPart,
+    causal_attention,
+    encoded_name,
+)
 from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow
 

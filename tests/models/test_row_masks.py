@@ -7,8 +7,7 @@ import torch
 
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.moe.router import Routing
-from nxdt_core.models.random.dropout import Dropout
-from nxdt_core.models.random.dropout_masks import RowPart, TokenNumbers, encoded_name
+from nxdt_core.models.random.dropout import Dropout, RowPart, TokenNumbers, encoded_name
 from nxdt_core.protocols.step_context import StepContext
 
 IDS = torch.zeros(4, 64, dtype=torch.int64)
@@ -17,7 +16,7 @@ WIDTH = 256
 
 def mask(keys, *, name="a", step=1, part=0, width=WIDTH, p=0.25):
     context = StepContext(numbers=torch.tensor([0, step, 0]), ids=IDS, expert_rows=keys)
-    return RowPart(name=encoded_name(name), feature_part=part).mask(torch.empty(*keys.shape, width), p, context)
+    return RowPart(name=encoded_name(name), feature_part=part).draw(torch.empty(*keys.shape, width), p, context)
 
 
 @pytest.mark.parametrize("p", [0.05, 0.3, 0.9])

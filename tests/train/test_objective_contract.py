@@ -6,7 +6,7 @@ import pytest
 from nxdt_testing.objective_contract import ObjectiveContract
 
 from nxdt_core.config.training_schema import CausalLMConfig
-from nxdt_core.train.step import CausalLM
+from nxdt_core.models.loss import CausalLM
 from tests.sampling import takes_all
 
 

@@ -1,12 +1,12 @@
 """Sums of gradients over ranks, which run while backward still computes others, and the global norm. No host waits.
 
-:class:`OverlappedAllReduce` are those without ZeRO; FSDP2 has its own (:mod:`nxdt_core.engine.data.collectives`).
+:class:`OverlappedAllReduce` are those without ZeRO; FSDP2 has its own (:mod:`nxdt_core.engine.data.fsdp`).
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import groupby
 
@@ -90,7 +90,7 @@ def global_norm(
     """Return the 2-norm of all gradients, or of all weights, over all ranks and stages, each element counted once.
 
     Args:
-        tensors: of those parameters whose elements this rank speaks for (:func:`nxdt_core.engine.parameters.owns`).
+        tensors: of the parameters of :meth:`nxdt_core.engine.parameters.StageParameters.owned`.
         world: all ranks; None for one that is alone.
         device: on which the result is.
         dtype: of the result and of its summation, the same on all ranks.
@@ -98,14 +98,21 @@ def global_norm(
     Returns:
         A device scalar, equal on all ranks bit for bit.
     """
-    local = [local_of(tensor.detach()) for tensor in tensors if tensor is not None]
-    coded = [tensor for tensor in local if isinstance(tensor, QuantisedWeight)]  # one after the other has its values
-    plain = [tensor for tensor in local if not isinstance(tensor, QuantisedWeight)]
-    large = [tensor for tensor in plain if tensor.numel() >= _LARGE_ELEMENTS]
-    small = [tensor for tensor in plain if tensor.numel() < _LARGE_ELEMENTS]
-    norms = [norm for same in group_by_dtype(small) for norm in torch._foreach_norm(same, 2, dtype)]
-    norms += [torch.linalg.vector_norm(tensor, dtype=dtype) for tensor in large]
-    norms += [torch.linalg.vector_norm(tensor.dequantised(), dtype=dtype) for tensor in coded]
+    small: list[torch.Tensor] = []
+    norms: list[torch.Tensor] = []
+    of_large: list[torch.Tensor] = []
+    of_quantised: list[torch.Tensor] = []
+    for tensor in tensors:
+        local = None if tensor is None else local_of(tensor.detach())
+        if isinstance(local, QuantisedWeight):  # one after the other has its values
+            of_quantised.append(torch.linalg.vector_norm(local.dequantised(), dtype=dtype))
+        elif local is not None and local.numel() >= _LARGE_ELEMENTS:
+            of_large.append(torch.linalg.vector_norm(local, dtype=dtype))
+        elif local is not None:
+            small.append(local)
+    for same in group_by_dtype(small):
+        norms += torch._foreach_norm(same, 2, dtype)
+    norms += of_large + of_quantised
     squares = torch.stack(norms).square().sum() if norms else torch.zeros((), device=device, dtype=dtype)
     if world is not None:
         dist.all_reduce(squares, group=world)
@@ -127,7 +134,10 @@ class OverlappedAllReduce:
             hooked: whether sums start in backward after :meth:`begin`; otherwise all of them start in :meth:`finish`.
         """
         self._group = group
-        self._buckets = [tuple(bucket) for bucket in _buckets(reversed(parameters))]
+        self._buckets: list[list[nn.Parameter]] = []
+        """Neighbours of one dtype, up to the size of a bucket."""
+        for _, same in groupby(reversed(parameters), lambda parameter: parameter.dtype):
+            self._buckets += buckets(same, lambda parameter: local_of(parameter).nbytes, _BUCKET_BYTES)
         self._bucket_of = {id(p): number for number, bucket in enumerate(self._buckets) for p in bucket}
         self._missing: list[int] = []
         """Gradients of each bucket that backward has not computed; empty outside of :meth:`begin` and
@@ -165,24 +175,15 @@ class OverlappedAllReduce:
             return
         while len(self._running) >= _IN_FLIGHT:
             self._running.popleft()()
-        if len(gradients) == 1 and gradients[0].is_contiguous():
-            work = dist.all_reduce(gradients[0], group=self._group, async_op=True)
-            self._running.append(partial(_arrive, work))
-            return
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        alone = len(gradients) == 1 and gradients[0].is_contiguous()
+        flat = gradients[0] if alone else torch.cat([gradient.reshape(-1) for gradient in gradients])
         work = dist.all_reduce(flat, group=self._group, async_op=True)
-        self._running.append(partial(_arrive, work, flat, gradients))
+        self._running.append(partial(_arrive, work, flat, () if alone else gradients))
 
 
-def _arrive(work: dist.Work | None, flat: torch.Tensor | None = None, gradients: Sequence[torch.Tensor] = ()) -> None:
+def _arrive(work: dist.Work | None, flat: torch.Tensor, gradients: Sequence[torch.Tensor]) -> None:
     """Wait for a sum, and copy it from ``flat`` into the gradients."""
     assert work is not None
     work.wait()
-    if flat is not None:
+    if gradients:
         copy_from_flat(flat, gradients)
-
-
-def _buckets(parameters: Iterable[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    """Yield neighbours of one dtype, up to the size of a bucket."""
-    for _, same in groupby(parameters, lambda parameter: parameter.dtype):
-        yield from buckets(same, lambda parameter: local_of(parameter).nbytes, _BUCKET_BYTES)

@@ -1,4 +1,6 @@
-"""One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each.
+"""The workload of an estimate: a model, its training and its layout, read from a configuration.
+
+One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each.
 
 Its process group is stock torch's ``fake`` backend, of any size in one process; its collectives do nothing.
 """
@@ -6,7 +8,7 @@ Its process group is stock torch's ``fake`` backend, of any size in one process;
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,31 +19,172 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nxdt_core.distributed.devices import HOST
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.device_settings import register_profile_of
+from nxdt_core.distributed.devices import HOST, PROFILES, available_type, profile_of
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.data.collectives import gather_dtypes
-from nxdt_core.engine.data.fsdp import leaves_experts_whole
+from nxdt_core.engine.data.fsdp import gather_dtypes, leaves_experts_whole
 from nxdt_core.engine.decoding import attention_slots
-from nxdt_core.engine.estimate.kernels import keep_as_compiled
-from nxdt_core.engine.estimate.memory import StorageLayout, gathered_bytes
-from nxdt_core.engine.estimate.trace import MicroBatchTrace, StageInput, trace_forward, trace_micro_batch
-from nxdt_core.engine.estimate.weights import ParameterCounts, count_parameters
-from nxdt_core.engine.estimate.workload import Workload
-from nxdt_core.engine.global_batch import objective_output
-from nxdt_core.engine.layout import lay_out
+from nxdt_core.engine.estimate.memory import (
+    ParameterCounts,
+    StateOf,
+    StorageLayout,
+    count_parameters,
+    gathered_bytes,
+    needs_stand_ins,
+    optimizer_state,
+)
+from nxdt_core.engine.estimate.trace import (
+    MicroBatchTrace,
+    StageInput,
+    keep_as_compiled,
+    trace_forward,
+    trace_micro_batch,
+)
+from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.model import objective_output
+from nxdt_core.engine.optim.rounding import updates_rounded
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.models.attention.cache import cached_width
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.models.loss import RowKernels
 from nxdt_core.models.patterns import matches
+from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.estimate import RunParts
 from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.model import ModelBuilder
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """A run, as far as its sizes depend on it."""
+
+    builder: ModelBuilder
+    teacher: ModelBuilder | None = None
+    """Builder of a second model, which runs forward only."""
+    adapters: Sequence[Adapter] = ()
+    objective: Objective
+    precision: PrecisionPolicy
+    state: StateOf
+    """Measures the optimizer state of a parameter."""
+    stand_ins: bool = False
+    """The optimizer works on float32 stand-ins of weights that are rounded."""
+    sizes: MeshSizes
+    options: LayoutOptions
+    micro_batch_size: int
+    global_batch_size: int
+    seq_length: int
+    saves_bfloat16: bool = False
+    """Checkpoints also store wider weights in bfloat16."""
+    records: bool = False
+    """The device records passes of generation, whose cache is then kept during a step."""
+    packed: bool = False
+    """Samples hold several documents that do not see each other: attention then receives their ids."""
+
+    @property
+    def micro_batches(self) -> int:
+        """Return the number of micro-batches per step and rank."""
+        return self.global_batch_size // (self.micro_batch_size * self.sizes.dp)
+
+    @property
+    def rows(self) -> int:
+        """Return the number of sequences per micro-batch."""
+        return self.micro_batch_size * self._rows_per_sample
+
+    @property
+    def _rows_per_sample(self) -> int:
+        traits = self.objective.traits
+        return traits.loss_rows or traits.rows_per_sample
+
+    def batch(self) -> Batch:
+        """Return one micro-batch as a rank sees it, on the meta device."""
+
+        def tokens() -> torch.Tensor:
+            shape = self.rows, self.seq_length // self.sizes.cp
+            return torch.empty(shape, dtype=torch.int64, device="meta")
+
+        traits = self.objective.traits
+        placed = self.sizes.cp > 1 or self.sizes.pp > 1 or self.packed
+        return Batch(
+            input_ids=tokens(),
+            labels=tokens(),
+            position_ids=tokens() if placed else None,
+            document_ids=tokens() if self.packed else None,
+            reference_log_probs=tokens().float() if traits.reference else None,
+            values={name: tokens().float() for name in traits.values},
+            rows_per_sample=self._rows_per_sample,
+        )
+
+    def hidden(self, size: int) -> torch.Tensor:
+        """Hidden states of a micro-batch within pipeline stages, of width ``size``."""
+        sequence = self.seq_length // self.sizes.cp
+        if self.options.sequence_parallel:
+            sequence //= self.sizes.tp
+        dtype = getattr(torch, self.precision.parameters)
+        return torch.empty(self.rows, sequence, size, dtype=dtype, device="meta")
+
+    def hidden_bytes(self, size: int) -> int:
+        """Return the bytes of :meth:`hidden` on their way to another stage; 0 where nothing travels."""
+        return self.hidden(size).to(self.sent).nbytes if self.sizes.pp > 1 else 0
+
+    @property
+    def autocast(self) -> torch.dtype | None:
+        """Return the dtype of matrix products under autocast; None without it."""
+        return None if self.precision.autocast is None else getattr(torch, self.precision.autocast)
+
+    @property
+    def sent(self) -> torch.dtype:
+        """Return the dtype in which hidden states travel between pipeline stages."""
+        dtype: torch.dtype = self.autocast or getattr(torch, self.precision.parameters)
+        return dtype
+
+
+def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
+    """Return the sizes of the run of ``config``.
+
+    Raises:
+        NxdtError: the run would not start.
+    """
+    register_profile_of(config)
+    run = config.run
+    accelerator, device_type = run.trainer.accelerator, available_type()
+    profile = PROFILES[device_type if accelerator == "auto" else accelerator]
+    if accelerator == "auto" and profile.host:
+        # The device type is not known: it promises nothing that a layout could do without, and has what takes memory.
+        profile = replace(profile_of(torch.device("meta")), symmetric_memory=True, records=True)
+    # Over masters and over rounded weights the optimizer sees float32.
+    optimizer, policy = config.selected("optimizer"), parts.precision
+    factory, rounding = optimizer.component.load_target(), updates_rounded(policy, run.seed)
+    wide = policy.master_weights or rounding is not None
+    dtype = torch.float32 if wide else getattr(torch, policy.parameters)
+    narrow = rounding is not None and rounding.state == "bfloat16"
+    sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
+    return Workload(
+        builder=parts.builder,
+        teacher=parts.teacher,
+        adapters=parts.adapters,
+        objective=parts.objective,
+        precision=parts.precision,
+        state=optimizer_state(factory, optimizer.config, dtype, narrow=narrow, more=parts.extra_state_bytes),
+        stand_ins=rounding is not None and needs_stand_ins(factory, optimizer.config),
+        sizes=sizes,
+        options=LayoutOptions.of(run, profile, ParallelMesh(sizes, None)),
+        micro_batch_size=run.data.micro_batch_size,
+        global_batch_size=run.data.global_batch_size,
+        seq_length=run.data.seq_length,
+        saves_bfloat16=run.checkpoint.save_bf16,
+        records=profile.records,
+        packed=bool(getattr(config.selected("dataset").config, "reset_attention_mask", False)),
+    )
+
 
 _FAKE = "fake"
 
@@ -87,7 +230,7 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
     precision = replace(work.precision, master_weights=False, gradients=work.precision.parameters)
     sizes = replace(work.sizes, zero_stage=0)
     with fake_mesh(sizes, rank=pp_rank * (sizes.world_size // sizes.pp)) as mesh:
-        laid = lay_out(work.builder, mesh, options, precision, work.adapters)
+        laid = parallelize(work.builder, mesh, options, precision, work.adapters)
         counts, traces, layers, cache = ParameterCounts(), [], 0, 0
         hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
         for number, module in zip(laid.numbers, laid.modules, strict=True):
@@ -143,7 +286,7 @@ def _measure_teacher(
     """Lay out this rank's stages of the second model, and run a micro-batch forward through each."""
     if work.teacher is None:
         return MeasuredTeacher()
-    laid = lay_out(work.teacher, mesh, work.options.of_frozen(), precision)
+    laid = parallelize(work.teacher, mesh, work.options.of_frozen(), precision)
     hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
     weights = forward = logits_bytes = 0
     for number, module in zip(laid.numbers, laid.modules, strict=True):

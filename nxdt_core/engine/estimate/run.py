@@ -12,24 +12,20 @@ from dataclasses import replace
 
 from torch import nn
 
-from nxdt_core.engine.data.collectives import product_weights
-from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
+from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding, product_weights
 from nxdt_core.engine.decoding import records_passes
-from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
-from nxdt_core.engine.estimate.rank import MeasuredRank, measure_rank
+from nxdt_core.engine.estimate.memory import ParameterCounts, StorageLayout, count_unique, peak_memory
+from nxdt_core.engine.estimate.rank import MeasuredRank, Workload, measure_rank
 from nxdt_core.engine.estimate.trace import ring_share
-from nxdt_core.engine.estimate.weights import ParameterCounts, count_unique
-from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.expert import exchange_chunks, expert_modules, routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import tables
-from nxdt_core.engine.pipeline.cuts import stage_costs
-from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations
-from nxdt_core.engine.pipeline.split import stage_layers, stages_of_rank
+from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations, stage_costs
+from nxdt_core.engine.pipeline.split import stage_layers
 from nxdt_core.engine.weights import build_whole
 from nxdt_core.protocols.estimate import Estimate, Memory, RankEstimate
-from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage
+from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan
 
 _SCALE_BYTES = 4
@@ -57,9 +53,17 @@ def estimate(work: Workload) -> Estimate:
     )
     cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
     work = replace(work, options=replace(work.options, pipeline_cuts=cuts))
-    layers, costs = _layers_of_stages(whole, plan, work), None
-    if sizes.pp > 1 and plan.pipeline is not None:
-        costs = stage_costs(part_costs(whole, plan, work.builder, work.options), layers)
+    layers: list[tuple[str, ...]] = []
+    costs: list[int] | None = None
+    if sizes.stages > 1 and plan.pipeline is not None:
+        container = whole.get_submodule(plan.pipeline.layers)
+        names = [f"{plan.pipeline.layers}.{key}" for key, _ in container.named_children()]
+        layers = stage_layers(names, sizes.stages, cuts)
+        if sizes.pp > 1:
+            costs = stage_costs(part_costs(whole, plan, work.builder, work.options), layers)
+    of_ranks = Counter[int]()  # cost of the stages of each
+    for stage, cost in enumerate(costs or [1]):
+        of_ranks[rank_of_stage(stage, sizes.pp, sizes.schedule)] += cost
     orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches)
     measured: dict[object, MeasuredRank] = {}
     ranks = []
@@ -69,6 +73,10 @@ def estimate(work: Workload) -> Estimate:
         ranks.append(_of_rank(measured[kind], work, storage, pp_rank, orders[pp_rank]))
     parameters, trained = count_unique(whole)
     chunks = min(exchange_chunks(whole, plan).values(), default=1) if sizes.ep > 1 else 1
+    repeated, length = _FORWARD if work.options.recompute_granularity == "full" else 0.0, work.seq_length
+    if work.teacher is not None:  # which runs forward alone
+        repeated += _FORWARD * work.teacher.flops_per_token(length) / work.builder.flops_per_token(length)
+    hidden_behind, never_hidden = _overlap(whole, plan, work, storage, chunks)
     return Estimate(
         parameters=parameters,
         trained=trained,
@@ -77,15 +85,15 @@ def estimate(work: Workload) -> Estimate:
         bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches, costs),
         stage_layers=tuple(map(len, layers)),
         pipeline_cuts=tuple(stage[-1] for stage in layers[:-1]),
-        longest_rank=_longest_rank(costs or [1], sizes),
+        longest_rank=max(of_ranks.values()) * sizes.pp / (of_ranks.total() or 1),
         checkpoint_bytes=_checkpoint_bytes(work, storage, whole, plan),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
         layout=tuple(_layout(work)),
         ranks=tuple(ranks),
         compute_dtype=work.precision.autocast or work.precision.parameters,
-        recomputed=(_FORWARD if work.options.recompute_granularity == "full" else 0.0) + _taught(work),
-        hidden_behind=_hidden_behind(work, storage) | ({"ep": _experts_share(whole, plan, work)} if chunks > 1 else {}),
-        never_hidden=_never_hidden(work, chunks),
+        recomputed=repeated,
+        hidden_behind=hidden_behind,
+        never_hidden=never_hidden,
     )
 
 
@@ -93,55 +101,42 @@ _FORWARD = 1 / 3
 """Share of forward in the operations of a step: each matrix has one product in forward and two in backward."""
 
 
-def _taught(work: Workload) -> float:
-    """Return the operations of a second model, which runs forward alone, as a share of a step's."""
-    if work.teacher is None:
-        return 0.0
-    length = work.seq_length
-    return _FORWARD * work.teacher.flops_per_token(length) / work.builder.flops_per_token(length)
-
-
-def _hidden_behind(work: Workload, storage: StorageLayout) -> dict[str, float]:
-    """Return the share of a step's computation that traffic can be hidden behind, by dimension.
+def _overlap(
+    whole: nn.Module, plan: ParallelPlan, work: Workload, storage: StorageLayout, chunks: int
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Return the share of a step's computation that traffic can be hidden behind, and the share of the traffic that
+    ranks wait for in any case, by dimension.
 
     FSDP2 gathers a layer's weights during the layer before, and reduces its gradients during the next one's backward:
     in each micro-batch under ZeRO-2 and 3, else in the first and last. Without it gradients are summed during the last
     backward, in a pipeline after it. Messages between pipeline stages, and keys and values on a ring, go while other
     blocks are computed. With asynchronous tensor parallelism, parts travel during the products that need the others.
+    Of a collective that a product has taken in, ranks wait for the part of one rank; the reduce-scatters of gradients
+    before column layers are sums of several products, which take none in: two of a layer's eight collectives, or of
+    twelve where it is recomputed.
+
+    Of an exchange with experts in chunks, ranks wait for one chunk: the first on its way there and the last on its way
+    back. While experts compute one chunk, another one travels.
     """
-    each_time = storage.zero_stage >= 2
     after = not storage.sharded and work.sizes.pp > 1
-    shares = {"pp": 1.0, "dp": 0.0 if after else 1.0 if each_time else 1 / work.micro_batches}
+    behind = {"pp": 1.0, "dp": 0.0 if after else 1.0 if storage.zero_stage >= 2 else 1 / work.micro_batches}
+    never: dict[str, float] = {}
+    if chunks > 1:
+        never["ep"] = 1 / chunks
     if work.options.async_tensor_parallel:
-        shares["tp"] = 1.0
+        behind["tp"] = 1.0
+        alone = 2 / (12 if work.options.recompute_granularity == "full" else 8)
+        never["tp"] = alone + (1 - alone) / work.sizes.tp
     if work.sizes.cp > 1 and work.options.context_parallel_method == "ring":
-        shares["cp"] = 1.0
-    return shares
-
-
-def _never_hidden(work: Workload, chunks: int) -> dict[str, float]:
-    """Return the share of the traffic that ranks wait for in any case, by dimension.
-
-    Of an exchange in chunks it is one chunk. Of a collective that a product has taken in, it is the part of one rank;
-    the reduce-scatters of gradients before column layers are sums of several products, which take none in: two of a
-    layer's eight collectives, or of twelve where it is recomputed.
-    """
-    shares = {"ep": 1 / chunks} if chunks > 1 else {}
-    if work.options.async_tensor_parallel:
-        whole = 2 / (12 if work.options.recompute_granularity == "full" else 8)
-        shares["tp"] = whole + (1 - whole) / work.sizes.tp
-    return shares
-
-
-def _experts_share(whole: nn.Module, plan: ParallelPlan, work: Workload) -> float:
-    """Return the share of a step's operations that experts do: while they compute one chunk, another one travels. The
-    first chunk on its way there and the last one on its way back are never hidden."""
-    routers = [whole.get_submodule(path) for path in routers_of(whole, plan)]
-    used = 0.0
-    for path, router in zip(expert_modules(whole, plan), routers, strict=False):
-        elements = sum(parameter.numel() for parameter in whole.get_submodule(path).parameters())
-        used += elements * getattr(router, "top_k", 1) / getattr(router, "experts", 1)
-    return 6 * used / work.builder.flops_per_token(work.seq_length)
+        behind["cp"] = 1.0
+    if chunks > 1:
+        elements = 0.0  # of experts that a token is multiplied with
+        routers = [whole.get_submodule(path) for path in routers_of(whole, plan)]
+        for path, router in zip(expert_modules(whole, plan), routers, strict=False):
+            size = sum(parameter.numel() for parameter in whole.get_submodule(path).parameters())
+            elements += size * getattr(router, "top_k", 1) / getattr(router, "experts", 1)
+        behind["ep"] = 6 * elements / work.builder.flops_per_token(work.seq_length)
+    return behind, never
 
 
 def _checkpoint_bytes(work: Workload, storage: StorageLayout, whole: nn.Module, plan: ParallelPlan) -> int:
@@ -161,36 +156,19 @@ def _checkpoint_bytes(work: Workload, storage: StorageLayout, whole: nn.Module, 
     )
 
 
-def _layers_of_stages(whole: nn.Module, plan: ParallelPlan, work: Workload) -> list[tuple[str, ...]]:
-    """Return the layers of each stage."""
-    if work.sizes.stages == 1 or plan.pipeline is None:
-        return []
-    names = [f"{plan.pipeline.layers}.{key}" for key, _ in whole.get_submodule(plan.pipeline.layers).named_children()]
-    return stage_layers(names, work.sizes.stages, work.options.pipeline_cuts)
-
-
-def _longest_rank(costs: Sequence[int], sizes: MeshSizes) -> float:
-    """Return the cost of the rank that computes longest, over the mean."""
-    ranks = Counter[int]()
-    for stage, cost in enumerate(costs):
-        ranks[rank_of_stage(stage, sizes.pp, sizes.schedule)] += cost
-    return max(ranks.values()) * sizes.pp / (sum(costs) or 1)
-
-
 def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, layers: Sequence[Sequence[str]]) -> list[object]:
     """Return, by place in the pipeline, a key of ranks with equal stages; only one of a kind is measured."""
     sizes = work.sizes
     if not layers:
         return [None] * sizes.pp
-    shapes = [tuple(_shapes(whole.get_submodule(name)) for name in stage) for stage in layers]
+    shapes = [
+        tuple(tuple((leaf, p.shape) for leaf, p in whole.get_submodule(name).named_parameters()) for name in stage)
+        for stage in layers
+    ]
     return [
         tuple((number == 0, number == sizes.stages - 1, shapes[number]) for number in stages)
         for stages in (stages_of_rank(rank, sizes.pp, sizes.vpp, sizes.schedule) for rank in range(sizes.pp))
     ]
-
-
-def _shapes(layer: nn.Module) -> tuple[object, ...]:
-    return tuple((name, parameter.shape) for name, parameter in layer.named_parameters())
 
 
 def _of_rank(
@@ -201,7 +179,18 @@ def _of_rank(
     stages = stages_of_rank(pp_rank, sizes.pp, sizes.vpp, sizes.schedule)
     traces = dict(zip(stages, measured.traces, strict=True))
     memory = peak_memory(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size))
-    memory = _with_teacher(memory, measured, work)
+    if work.teacher is not None:
+        # A second model runs when the logits of a micro-batch are there. In a pipeline it runs before the step, and
+        # what is kept of its logits waits for all micro-batches; the trace has counted one.
+        teacher, last, alone = measured.teacher, measured.traces[-1], sizes.pp == 1
+        beyond = last.kept + teacher.running - sum(last.peak.values()) if alone else 0
+        waiting = 0 if alone else (work.micro_batches - 1) * teacher.kept
+        memory = replace(
+            memory,
+            weights=memory.weights + teacher.weights,
+            logits=memory.logits + waiting,
+            workspace=memory.workspace + max(beyond, 0),
+        )
     if records_passes(sizes, sharded=storage.sharded) and work.records:
         memory = replace(memory, cache=measured.cache)
     else:  # it is freed before the step
@@ -215,26 +204,6 @@ def _of_rank(
         stored=measured.counts.stored,
         memory=memory,
         sent=sent_in_a_step(measured, work, storage, stages),
-    )
-
-
-def _with_teacher(memory: Memory, measured: MeasuredRank, work: Workload) -> Memory:
-    """Return the memory with that of a second model: its weights, and what it needs beyond the peak of the loss.
-
-    It runs when the logits of a micro-batch are there. In a pipeline it runs before the step, and what is kept of its
-    logits waits for all micro-batches; the trace has counted one.
-    """
-    if work.teacher is None:
-        return memory
-    teacher, last = measured.teacher, measured.traces[-1]
-    alone = work.sizes.pp == 1
-    beyond = last.kept + teacher.running - sum(last.peak.values()) if alone else 0
-    waiting = 0 if alone else (work.micro_batches - 1) * teacher.kept
-    return replace(
-        memory,
-        weights=memory.weights + teacher.weights,
-        logits=memory.logits + waiting,
-        workspace=memory.workspace + max(beyond, 0),
     )
 
 
@@ -268,18 +237,15 @@ def sent_in_a_step(
     for trace in measured.traces:
         for dimension, size in trace.sent.items():
             sent[dimension] += size * work.micro_batches
-    hops = sum(_hops(stage, work.sizes) for stage in stages)
+    hops, sizes = 0, work.sizes  # messages that leave the rank: hidden states onwards, their gradients back
+    for stage in stages:
+        neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < sizes.stages]
+        here = rank_of_stage(stage, sizes.pp, sizes.schedule)
+        hops += sum(rank_of_stage(other, sizes.pp, sizes.schedule) != here for other in neighbours)
     sent["pp"] += hops * work.hidden_bytes(measured.hidden_size) * work.micro_batches
     sent["tp"] += round(2 * ring_share(work.sizes.tp) * measured.counts.partial * storage.gradient_bytes)
     sent["dp"] += round(sum(_data(measured.counts, work.sizes, storage, work.micro_batches)))
     return {dimension: size for dimension, size in sent.items() if size}
-
-
-def _hops(stage: int, sizes: MeshSizes) -> int:
-    """Messages of a micro-batch that leave the rank of ``stage``: hidden states onwards, their gradients back."""
-    here = rank_of_stage(stage, sizes.pp, sizes.schedule)
-    neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < sizes.stages]
-    return sum(rank_of_stage(other, sizes.pp, sizes.schedule) != here for other in neighbours)
 
 
 def _data(counts: ParameterCounts, sizes: MeshSizes, storage: StorageLayout, micro_batches: int) -> Iterator[float]:

@@ -1,4 +1,16 @@
-"""One micro-batch through a pipeline stage on the meta device: the memory that it keeps and needs, and what it sends.
+"""An accelerator's kernels, autocast and compiled layers on the meta device, as far as they decide what backward keeps.
+
+The meta device composes attention and RMSNorm of small operations, which keep scores of seq x seq and several copies of
+the activations; every accelerator has one kernel for each, which keeps its inputs, its output and one number a row.
+It has no autocast either.
+
+Inductor cuts a layer's graph where the fewest bytes cross from forward to backward. It computes cheap operations again,
+unless their result is the input of a matrix product: backward would have to write that to memory again. A product that
+casts its inputs to one byte writes them anyhow, so that they are computed again. Measured on the graphs of the models
+here, which ``tests/engine/estimate/test_estimate_compiled.py`` repeats, and for float8 on a GPU.
+
+
+One micro-batch through a pipeline stage on the meta device: the memory that it keeps and needs, and what it sends.
 
 Measured rather than derived: the stage is the module that would train, in its layout, so that recomputation, sequence
 shards, gathered keys and a plugin's own operators count for what they are. :class:`LiveBytes` and :class:`WireBytes`
@@ -11,7 +23,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -19,12 +31,204 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _engine_run_backward
 from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
+from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.estimate.kernels import AcceleratorKernels
+from nxdt_core.engine.recompute import (
+    apply_recompute,
+    cast_discarded,
+    is_recomputed,
+    parts_of_recomputed,
+    routes_tokens,
+)
+from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
+
+
+class AcceleratorKernels(TorchFunctionMode):
+    """Within the block, calls of ``torch`` behave in shapes, dtypes and saved tensors as on an accelerator."""
+
+    def __init__(self, autocast: torch.dtype | None = None, views: Iterable[torch.Tensor] = ()) -> None:
+        """
+        Args:
+            autocast: dtype of matrix products; None for that of their inputs.
+            views: parameters that stand for views of others. Autocast keeps its copies of weights for as long as its
+                block lasts, of views it makes a new one each time.
+        """
+        super().__init__()
+        self._autocast = autocast
+        self._views = {id(tensor) for tensor in views}
+        self._casts: dict[int, torch.Tensor] | None = {}
+        self._planned = torch.autocast(HOST.type, dtype=autocast, enabled=autocast is not None)
+
+    def __enter__(self) -> Any:
+        """Enter the block."""
+        self._planned.__enter__()  # type: ignore[no-untyped-call]
+        return super().__enter__()  # type: ignore[no-untyped-call]
+
+    def __exit__(self, *raised: Any) -> None:
+        """Leave the block."""
+        super().__exit__(*raised)  # type: ignore[no-untyped-call]
+        self._planned.__exit__(*raised)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Call ``func`` or its replacement."""
+        kwargs = kwargs or {}
+        if self._autocast is not None and func in _CAST:
+            args = tuple(self._cast(value) for value in args)
+            kwargs = {name: self._cast(value) for name, value in kwargs.items()}
+        return _REPLACED.get(func, func)(*args, **kwargs)
+
+    def end_forward(self) -> None:
+        """Forget the copies of weights that autocast keeps until the end of forward's block; a recomputed part keeps
+        only its own."""
+        self._casts = None
+
+    def _cast(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor) or value.dtype != torch.float32:
+            return value
+        if self._casts is None or not (value.is_leaf and value.requires_grad) or id(value) in self._views:
+            return value.to(self._autocast)
+        if id(value) not in self._casts:  # leaves outlive the block
+            self._casts[id(value)] = value.to(self._autocast)
+        return self._casts[id(value)]
+
+
+class _Attention(torch.autograd.Function):
+    """Keeps what flash attention keeps (Dao et al. 2022, arXiv:2205.14135): inputs, output, a log-sum-exp per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        # Heads are adjacent in memory, so that joining them again needs no copy.
+        *batch, heads, rows, _ = query.shape
+        output = query.new_empty(*batch, rows, heads, value.shape[-1]).transpose(-3, -2)
+        row_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, row_sums, mask)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, None]:
+        query, key, value, *_ = ctx.saved_tensors
+        return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+
+
+class _RmsNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor | None) -> torch.Tensor:
+        scale = hidden.new_empty((*hidden.shape[:-1], 1), dtype=torch.float32)
+        ctx.save_for_backward(hidden, weight, scale)
+        dtype = hidden.dtype if weight is None else torch.promote_types(hidden.dtype, weight.dtype)
+        return torch.empty_like(hidden, dtype=dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, weight, _ = ctx.saved_tensors
+        return torch.empty_like(hidden), None if weight is None else torch.empty_like(weight)
+
+
+class _CastingProduct(torch.autograd.Function):
+    """Shapes of a :class:`~nxdt_core.protocols.precision.LinearProduct` in a compiled layer; keeps no inputs."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(weight)
+        ctx.given = hidden.shape, hidden.dtype
+        return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=compute_dtype(hidden))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (weight,), (shape, dtype) = ctx.saved_tensors, ctx.given
+        return grad.new_empty(shape, dtype=dtype), torch.empty_like(weight)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None, **_: Any
+) -> Any:
+    return _Attention.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
+
+
+def _rms_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
+    return _RmsNorm.apply(hidden, weight)  # type: ignore[no-untyped-call]
+
+
+def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """The fused kernel keeps a mask of one byte per element, the composition one of the input's dtype."""
+    return torch.native_dropout(hidden, p, training)[0] if training and p else hidden
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    functional.scaled_dot_product_attention: _attention,
+    functional.rms_norm: _rms_norm,
+    torch.rms_norm: _rms_norm,
+    functional.dropout: _dropout,
+}
+
+_CAST = {
+    functional.scaled_dot_product_attention,
+    functional.linear,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+    functional.conv1d,
+}
+"""Operators of language models that autocast runs in its dtype."""
+
+
+def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bool) -> None:
+    """Let the layers of ``module`` save for backward about what they save when they are compiled.
+
+    Activation functions keep their inputs and their result, and so do norms that are not one operation. The
+    matrices of a tensor block share one copy of their input in autocast's dtype. If inputs are gathered again, they
+    are made of the norms' inputs.
+
+    Args:
+        module: one pipeline stage on the meta device, recomputation applied, layers as they are written.
+        plan: says what a layer is, and which of its modules are cheap.
+        gathers_again: whether tensor blocks gather again what they read.
+    """
+    recomputed = set(parts_of_recomputed(module))
+    functions, norms = [], []
+    layers = [(path, layer) for path, layer in module.named_modules() if matches(plan.recompute_layer, path)]
+    for path, part in [
+        (f"{path}.{name}", part) for path, layer in layers for name, part in layer.named_modules() if name
+    ]:
+        if is_recomputed(part):
+            continue
+        if getattr(part, "product", functional.linear) is not functional.linear:
+            part.product = _CastingProduct.apply  # type: ignore[assignment]
+        if matches_any(plan.cheap, path):
+            has_parameters = any(True for _ in part.parameters())
+            if not has_parameters:
+                functions.append(path)
+            elif gathers_again and part not in recomputed:
+                norms.append(path)
+        elif any(matches(pattern.rpartition(".")[0], path) for pattern in plan.norms):
+            functions.append(path)
+        if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, part, plan):
+            part.register_forward_pre_hook(_cast)
+    again = replace(plan, recompute={"again": (*functions, *norms)}, cheap=tuple(norms))
+    apply_recompute(module, again, granularity="selective", names=("again",))
+
+
+def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    if not args or not isinstance(args[0], torch.Tensor):
+        return args
+    return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]
+
 
 GradientUse = Literal["accumulated", "fresh", "sharded"]
 """Use of a parameter's gradient in backward: added to an existing one, kept as the first one, or handed to a
@@ -94,9 +298,19 @@ def trace_micro_batch(
     before += [parameter.grad for parameter in parameters]
     live = LiveBytes(tensor for tensor in before if tensor is not None)
     wire, kernels = WireBytes(dimensions or {}), AcceleratorKernels(autocast, views)
+    of_masters: list[torch.Tensor] = []
+
+    def taken(parameter: torch.Tensor) -> None:
+        """Account for the gradient that a parameter has just received."""
+        if gradients == "fresh" and parameter.grad is not None:
+            if masters is not None:
+                of_masters.append(parameter.grad.to(masters))
+            live.retag(parameter.grad if masters is None else of_masters[-1], "gradients")
+        if gradients == "sharded" or masters is not None:
+            parameter.grad = None
+
     with ExitStack() as stack:
         for parameter in parameters:
-            taken = _gradient_hook(gradients, live, masters)
             stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)  # type: ignore[no-untyped-call]
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
@@ -110,9 +324,13 @@ def trace_micro_batch(
         if loss is not None:
             live.retag(output, "logits")
             live.phase = "logits"
-            output.register_hook(lambda grad: live.enter("workspace"))
+            output.register_hook(lambda grad: setattr(live, "phase", "workspace"))
             output = loss(output)
-        _backward(output)
+        # By what torch.autograd.backward calls in the end. A function mode would handle that one with itself switched
+        # off, and so miss the accelerator's kernels in what is recomputed. The gradient of a stage's output
+        # comes from another rank, into a buffer like this one.
+        grad = torch.empty_like(output)
+        _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         outputs.clear()
     for parameter in parameters:
         parameter.grad = None
@@ -133,30 +351,6 @@ def trace_forward(
     with AcceleratorKernels(autocast, views), live:
         output = stage(given.first, given.position_ids, given.document_ids, step=given.step)
     return sum(live.peak.values()), output
-
-
-def _backward(output: torch.Tensor) -> None:
-    """Run backward by the function that ``torch.autograd.backward`` calls in the end. A function mode would handle that
-    one with itself switched off, and so miss the accelerator's kernels in what is recomputed."""
-    grad = torch.empty_like(output)  # of a stage's output it comes from another rank, into a buffer like this one
-    _engine_run_backward((output,), (grad,), False, False, (), allow_unreachable=True, accumulate_grad=True)
-
-
-def _gradient_hook(
-    gradients: GradientUse, live: LiveBytes, masters: torch.dtype | None
-) -> Callable[[torch.Tensor], None]:
-    """Return the hook that a parameter calls when it has just received its gradient."""
-    of_masters: list[torch.Tensor] = []  # live until the hook is removed
-
-    def hook(parameter: torch.Tensor) -> None:
-        if gradients == "fresh" and parameter.grad is not None:
-            if masters is not None:
-                of_masters.append(parameter.grad.to(masters))
-            live.retag(parameter.grad if masters is None else of_masters[-1], "gradients")
-        if gradients == "sharded" or masters is not None:
-            parameter.grad = None
-
-    return hook
 
 
 Phase = Literal["activations", "logits", "workspace", "gradients"]
@@ -192,10 +386,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
             if isinstance(leaf, torch.Tensor) and not is_traceable_wrapper_subclass(leaf):
                 self._note(leaf.untyped_storage())
         return result
-
-    def enter(self, phase: Phase) -> None:
-        """Count what is made from now on under ``phase``."""
-        self.phase = phase
 
     def retag(self, tensor: torch.Tensor, phase: Phase) -> None:
         """Count the storage of ``tensor`` under another phase from now on."""
@@ -242,19 +432,17 @@ class WireBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Count ``func`` if it is a collective, then run it."""
         if DTensor in types:
             return NotImplemented
-        if func.namespace in ("c10d", "_c10d_functional"):
-            self._count(func._opname, args)
+        if func.namespace in ("c10d", "_c10d_functional") and func._opname in _SENT:
+            position, whole = _SENT[func._opname]
+            for value in reversed(args):  # an object in ``c10d``, a name in the functional ones
+                if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
+                    group = dist.ProcessGroup.unbox(value)
+                    break
+            else:
+                group = dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]
+            size = sum(leaf.nbytes for leaf in tree_leaves(args[position]))
+            self.sent[self._dimensions.get(group.group_name, "other")] += round(size * whole(group.size()))
         return func(*args, **(kwargs or {}))
-
-    def _count(self, name: str, args: tuple[Any, ...]) -> None:
-        rule = _SENT.get(name)
-        if rule is None:
-            return
-        position, whole = rule
-        group = _group(args)
-        ranks = group.size()
-        size = sum(leaf.nbytes for leaf in tree_leaves(args[position]))
-        self.sent[self._dimensions.get(group.group_name, "other")] += round(size * whole(ranks))
 
 
 def ring_share(ranks: int) -> float:
@@ -262,21 +450,9 @@ def ring_share(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def _others(ranks: int) -> float:
-    return float(ranks - 1)
-
-
-def _twice_share(ranks: int) -> float:
-    return 2 * ring_share(ranks)
-
-
-def _all(ranks: int) -> float:
-    return 1.0
-
-
-_SENT = {
-    "allreduce_": (0, _twice_share),
-    "allreduce_coalesced_": (0, _twice_share),
+_SENT: Mapping[str, tuple[int, Callable[[int], float]]] = {
+    "allreduce_": (0, lambda ranks: 2 * ring_share(ranks)),
+    "allreduce_coalesced_": (0, lambda ranks: 2 * ring_share(ranks)),
     "_allgather_base_": (0, ring_share),
     "allgather_": (0, ring_share),
     "allgather_into_tensor_coalesced_": (0, ring_share),
@@ -286,18 +462,10 @@ _SENT = {
     "alltoall_base_": (1, ring_share),
     "alltoall_": (1, ring_share),
     "broadcast_": (0, ring_share),
-    "send": (0, _all),
-    "all_reduce": (0, _twice_share),
-    "all_gather_into_tensor": (0, _others),
+    "send": (0, lambda ranks: 1.0),
+    "all_reduce": (0, lambda ranks: 2 * ring_share(ranks)),
+    "all_gather_into_tensor": (0, lambda ranks: ranks - 1.0),
     "reduce_scatter_tensor": (0, ring_share),
     "all_to_all_single": (0, ring_share),
 }
 """Collective → position of its argument that is counted, and the share of it that each of n ranks sends."""
-
-
-def _group(args: tuple[Any, ...]) -> dist.ProcessGroup:
-    """The process group among the arguments of a collective: an object in ``c10d``, a name in the functional ones."""
-    for value in reversed(args):
-        if isinstance(value, torch.ScriptObject) and "ProcessGroup" in str(value._type()):
-            return dist.ProcessGroup.unbox(value)
-    return dist.distributed_c10d._resolve_process_group(args[-1])  # type: ignore[attr-defined]

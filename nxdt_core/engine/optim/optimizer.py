@@ -10,12 +10,11 @@ from torch import nn
 from nxdt_core.distributed.collectives import group_by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, local_of, placed_like, sharded_over
-from nxdt_core.engine.optim.adam import AdamUpdates
-from nxdt_core.engine.optim.rounded_updates import StochasticUpdates, stand_ins
 from nxdt_core.engine.optim.rounding import Backend, StochasticRounding
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
+from nxdt_core.engine.optim.updates import AdamUpdates, StochasticUpdates, stand_ins
 from nxdt_core.engine.parameters import shard_of
-from nxdt_core.engine.tensor.heads import PaddedDim, unpadded_shard
+from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
@@ -150,7 +149,11 @@ class TorchOptimizer(ParallelOptimizer):
                 shard.data = local_of(parameter)
                 shard.grad = None if parameter.grad is None else local_of(parameter.grad)
         rejected, self._rejected = self._rejected, None
-        if rejected is None or self._on_device(rejected):
+        if rejected is None:
+            self._update()
+        elif self._fused and not profile_of(rejected.device).host:
+            # By the attribute of torch's gradient scaler: a fused kernel decides, and no host waits.
+            self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
             self._update()
         elif self._rejection is not None:
             with self._rejection.undoing(rejected):
@@ -224,12 +227,22 @@ class TorchOptimizer(ParallelOptimizer):
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             by_name.setdefault(name, {})[leaf] = value
+        # Torch's fused kernels count steps on the device: any other kernel would read the counter of each parameter
+        # back to the host in every step.
+        groups = [group for group in self.inner.param_groups if group.get("fused") or group.get("capturable")]
+        counting_on_device = {id(parameter) for group in groups for parameter in group["params"]}
         for name, leaves in by_name.items():
             trained = self._trained[name]
-            counts_on_device = name in self._counting_on_device
-            loaded = dict(
-                _leaf(leaf, self._loaded(name, value), trained, counts_on_device) for leaf, value in leaves.items()
-            )
+            loaded: dict[str, torch.Tensor | int | float | bool] = {}
+            for leaf, saved in leaves.items():
+                plain, _, number = leaf.partition("#")
+                value = self._loaded(name, saved)
+                if number:
+                    loaded[plain] = value.item()
+                    continue
+                # As torch.optim.Optimizer loads it.
+                on_host = plain == "step" and value.dim() == 0 and id(trained) not in counting_on_device
+                loaded[plain] = value.to(HOST if on_host else trained.device, copy=True)
             self.inner.state[trained] = packed_state(self.inner, trained, loaded)
             self._untried += [
                 f"{name}/{leaf}"
@@ -237,22 +250,14 @@ class TorchOptimizer(ParallelOptimizer):
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != trained.shape
             ]
 
-    @property
-    def _counting_on_device(self) -> set[str]:
-        """Names of parameters whose step counter torch's optimizer keeps on their device, for a fused kernel.
-
-        Any other kernel would read the counter of each parameter back to the host in every step.
-        """
-        names = {id(trained): name for name, trained in self._trained.items()}
-        groups = [group for group in self.inner.param_groups if group.get("fused") or group.get("capturable")]
-        return {names.get(id(parameter), "") for group in groups for parameter in group["params"]}
-
     def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | Piece:
         """A state tensor as a checkpoint has it: sharded as the parameter, without its zeros."""
         if isinstance(self.inner, PackedState) and value.dim() and value.shape == self._shards[name].shape:
             place = self._places[name]  # unpacked on the host, where no DTensor of the device's mesh can be
             return Piece(place.real(value), place.shape, place.box)
-        like = _like(self._named[name], value)
+        parameter = self._named[name]
+        sharded = is_dtensor(parameter) and value.shape == local_of(parameter).shape
+        like = placed_like(value, parameter) if sharded else value
         if name in self._padded and like.shape == self._named[name].shape:
             return unpadded_shard(like, self._padded[name])
         return like
@@ -264,28 +269,3 @@ class TorchOptimizer(ParallelOptimizer):
         whole = torch.zeros_like(self._shards[name], dtype=value.tensor.dtype, requires_grad=False)
         self._places[name].real(whole).copy_(value.tensor)
         return whole
-
-    def _on_device(self, rejected: torch.Tensor) -> bool:
-        """Hand the decision to a fused kernel, by the attribute of torch's gradient scaler: no host waits then."""
-        if profile_of(rejected.device).host or not self._fused:
-            return False
-        self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
-        return True
-
-
-def _like(parameter: nn.Parameter, value: torch.Tensor) -> torch.Tensor:
-    """Return ``value`` as a shard of a whole tensor of the parameter's layout, if it has its local shape."""
-    if not is_dtensor(parameter) or value.shape != local_of(parameter).shape:
-        return value
-    return placed_like(value, parameter)
-
-
-def _leaf(
-    name: str, value: torch.Tensor, parameter: nn.Parameter, counts_on_device: bool
-) -> tuple[str, torch.Tensor | int | float | bool]:
-    """Return a state entry as the optimizer had it: a number where the name says so, else a separate tensor."""
-    plain, _, number = name.partition("#")
-    if number:
-        return plain, value.item()
-    on_host = plain == "step" and value.dim() == 0 and not counts_on_device  # as torch.optim.Optimizer loads it
-    return plain, value.to(HOST if on_host else parameter.device, copy=True)

@@ -123,27 +123,21 @@ class BlockKernel:
         shard = tensors[0]
         if not shard.numel():
             return
-        flat = [_plain(tensor.reshape(-1)) for tensor in tensors]
-        rows = _rows(place.shape, place.box.offsets, tuple(shard.shape))
-        self._run(rows, flat, others)
+        # As tensors that are no views: compiled code would depend on their base.
+        flat = [tensor.reshape(-1).data for tensor in tensors]
+        device, end = shard.device, 0
+        function, limit = self._function, _PIECE_ON_HOST if profile_of(device).cache_bound_kernels else _PIECE
+        if self._backend == "compile":
+            function, limit = _compiled(function, profile_of(device).compile_backend), _PIECE_COMPILED
+        for rows in _rows(place.shape, place.box.offsets, tuple(shard.shape)):
+            for piece in rows.pieces(limit):
+                start, end = end, end + piece.elements
+                whole = piece.elements == shard.numel()
+                elements = flat if whole else [tensor[start:end].data for tensor in flat]
+                function(*elements, _numbers(piece, device), *others)
         for tensor, flat_tensor in zip(tensors, flat, strict=True):
             if flat_tensor.data_ptr() != tensor.data_ptr():  # a copy, since the tensor is not contiguous
                 tensor.copy_(flat_tensor.view(tensor.shape))
-
-    def _run(self, parts: Sequence[Rows], flat: Sequence[torch.Tensor], others: Sequence[Any]) -> None:
-        whole, device = flat[0].numel(), flat[0].device
-        function, limit = self._on(device)
-        end = 0
-        for piece in (piece for rows in parts for piece in rows.pieces(limit)):
-            start, end = end, end + piece.elements
-            tensors = flat if end - start == whole else [_plain(tensor[start:end]) for tensor in flat]
-            function(*tensors, _numbers(piece, device), *others)
-
-    def _on(self, device: torch.device) -> tuple[Function, int]:
-        profile = profile_of(device)
-        if self._backend == "compile":
-            return _compiled(self._function, profile.compile_backend), _PIECE_COMPILED
-        return self._function, _PIECE_ON_HOST if profile.cache_bound_kernels else _PIECE
 
 
 def backend_on(device: torch.device) -> Backend:
@@ -180,11 +174,6 @@ def _compiled(function: Function, backend: str) -> Function:
 
 def _probe(values: torch.Tensor) -> None:
     values.add_(1)
-
-
-def _plain(view: torch.Tensor) -> torch.Tensor:
-    """Return the same memory as a tensor that is not a view: compiled code would depend on its base."""
-    return view.data
 
 
 @functools.lru_cache(maxsize=4096)

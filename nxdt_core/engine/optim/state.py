@@ -1,4 +1,10 @@
-"""State of an optimizer: the form in which checkpoints have it, and how a step is undone on the device.
+"""Optimizers of ``torch.optim`` without the code that lets ``torch.compile`` trace them.
+
+That code wraps ``step`` and ``add_param_group``, and imports ``torch._dynamo`` when they are called: one CPU-second at
+the start of a run. No optimizer is compiled here.
+
+
+State of an optimizer: the form in which checkpoints have it, and how a step is undone on the device.
 
 The form is that of :class:`nxdt_core.protocols.optimizer.PackedState`. A step is undone where only the device knows
 whether its loss and gradient were finite, so that the host never waits for that.
@@ -6,8 +12,10 @@ whether its loss and gradient were finite, so that the host never waits for that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from inspect import unwrap
 from typing import Any
 
 import torch
@@ -16,7 +24,24 @@ from torch import nn
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterGroup, ParameterShard
 
-__all__ = ["DeviceRejection", "packed_state", "stepped_once", "unpacked_state"]
+
+class EagerOptimizer(torch.optim.Optimizer):
+    """A base for optimizers, alone or before a class of ``torch.optim``, whose methods it calls without wrappers."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of parameters."""
+        unwrap(super().add_param_group.__func__)(self, param_group)  # type: ignore[attr-defined]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> Any:
+        """Update the parameters from their gradients."""
+        return unwrap(super().step.__func__)(self, closure)  # type: ignore[attr-defined]
+
+
+@cache
+def eager(kind: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Return the subclass of ``kind``, a class of ``torch.optim``, with the same name and without the wrappers."""
+    return type(kind.__name__, (EagerOptimizer, kind), {})
 
 
 def unpacked_state(optimizer: torch.optim.Optimizer, parameter: torch.Tensor) -> Mapping[str, Any]:

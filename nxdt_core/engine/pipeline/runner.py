@@ -6,9 +6,8 @@ Forward alone is for validation and generation: any number and shape of micro-ba
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
@@ -130,9 +129,23 @@ class PipelineRunner:
         check_micro_batches(self._schedule, pp=self._pp, micro_batches=len(batches))
         self._loss = loss
         losses: list[torch.Tensor] = []
+        # Torch logs all operations of all ranks on every rank where one fails.
+        stock_log = logging.getLogger("torch.distributed.pipelining.schedules")
+        stock_log.addFilter(_below_error)
         try:
-            with self._stream.of(batches, forward_kwargs, contexts), _without_stock_log():
-                stages, stock = self._stock_schedule(len(batches))
+            with self._stream.of(batches, forward_kwargs, contexts):
+                # Rebuilt where the number or shape of micro-batches changes (milliseconds).
+                key = len(batches), self._stream.hidden_spec(0)
+                if self._prepared is None or self._prepared[0] != key:
+                    top, gathers = max(self.stages), self._settings.zero_stage < 3
+                    stages = [
+                        StreamedStage(module, index, self._settings, drops=index == top and not self.holds_last)
+                        for index, module in sorted(self.stages.items())
+                    ]
+                    count, compute = len(batches), self._loss_of_stage
+                    stock = make_schedule(self._schedule, stages, count, compute, gather_at_start=gathers)
+                    self._prepared = key, stages, stock
+                _, stages, stock = self._prepared
                 run_schedule(stock, torch.arange(len(batches)), losses)
                 for stage in stages:
                     stage.finish_sends()
@@ -142,6 +155,7 @@ class PipelineRunner:
                 raise error.__cause__ from None
             raise
         finally:
+            stock_log.removeFilter(_below_error)
             self._loss = None
         return [value.detach() for value in losses]
 
@@ -154,6 +168,10 @@ class PipelineRunner:
     ) -> list[T]:
         """Run forward without gradients through all stages: any number of micro-batches, each with its own shape.
 
+        A window of micro-batches goes through one stage before any goes through the rank's next: with one stage per
+        rank a window is one micro-batch; with several it keeps the other ranks busy meanwhile. A window's receives are
+        started before its sends, so that two ranks that send to each other do it in one order, as NCCL asks.
+
         Args:
             batches: on the host.
             forward_kwargs: as for :meth:`train`.
@@ -164,36 +182,62 @@ class PipelineRunner:
         Returns:
             What ``consume`` returned, in order; empty on ranks without the last stage.
         """
-        with torch.no_grad(), self._stream.of(batches, forward_kwargs, contexts):
-            return forward_stages(
-                self.stages,
-                self._stream,
-                StageMessages(self._group, partial(rank_of_stage, pp=self._pp, schedule=self._schedule)),
-                stages=self._settings.stages,
-                window=self._pp if len(self.stages) > 1 else 1,
-                forward_context=self._settings.forward_context,
-                consume=consume,
-            )
+        results: list[T] = []
+        stream, settings, top = self._stream, self._settings, max(self.stages)
+        window = self._pp if len(self.stages) > 1 else 1
+        ranks = [rank_of_stage(stage, self._pp, self._schedule) for stage in range(settings.stages)]
+        here = dist.get_rank(self._group)
+        local: dict[tuple[int, int], torch.Tensor] = {}
+        """Outputs of stages whose next stage is on this rank."""
+        sends: list[tuple[dist.Work | None, torch.Tensor]] = []
+        with torch.no_grad(), stream.of(batches, forward_kwargs, contexts):
+            for begin in range(0, len(stream), window):
+                indices = range(begin, min(begin + window, len(stream)))
+                for stage, module in sorted(self.stages.items()):
+                    received: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
+                    for index in indices if stage > 0 and ranks[stage - 1] != here else ():
+                        buffer = stream.buffer(index)
+                        received[index] = dist.irecv(buffer, group=self._group, group_src=ranks[stage - 1]), buffer
+                    for index in indices:
+                        args, kwargs = stream.inputs(index, first=stage == 0)
+                        if stage > 0:
+                            if index in received:
+                                work, hidden = received.pop(index)
+                                assert work is not None
+                                work.wait()
+                            else:
+                                hidden = local.pop((stage, index))
+                            args = (hidden.to(stream.hidden_spec(index)[1]),)
+                            del hidden
+                        with settings.forward_context():
+                            output = module(*args, **kwargs, step=stream[index][1])
+                        if stage < settings.stages - 1:
+                            sent = output.to(stream.sent_spec(index)[1])
+                            if ranks[stage + 1] == here:
+                                local[stage + 1, index] = sent
+                            else:
+                                sent = sent.contiguous()
+                                sends.append((dist.isend(sent, group=self._group, group_dst=ranks[stage + 1]), sent))
+                        else:
+                            results.append(consume(output, *stream[index]))
+                        if stage == top:
+                            stream.drop(index)
+                for work, _ in sends:
+                    assert work is not None
+                    work.wait()
+                sends.clear()
+        return results
 
     def broadcast_from_last(self, value: torch.Tensor | None) -> torch.Tensor:
         """Return the last stage's tensor, of any shape, on all pipeline ranks; the others pass None."""
-        source = rank_of_stage(self._settings.stages - 1, self._pp, self._schedule)
-        return broadcast_from(value, source, self._group, self._settings.device)
-
-    def _stock_schedule(self, micro_batches: int) -> tuple[list[StreamedStage], StockSchedule]:
-        """Return the stages and torch's schedule, rebuilt where the number or shape of micro-batches changes
-        (milliseconds)."""
-        key = micro_batches, self._stream.hidden_spec(0)
-        if self._prepared is None or self._prepared[0] != key:
-            top = max(self.stages)
-            stages = [
-                StreamedStage(module, index, self._settings, drops=index == top and not self.holds_last)
-                for index, module in sorted(self.stages.items())
-            ]
-            gathers = self._settings.zero_stage < 3
-            stock = make_schedule(self._schedule, stages, micro_batches, self._loss_of_stage, gather_at_start=gathers)
-            self._prepared = key, stages, stock
-        return self._prepared[1:]
+        source, device = rank_of_stage(self._settings.stages - 1, self._pp, self._schedule), self._settings.device
+        header = [None if value is None else (value.shape, value.dtype)]  # sent first
+        dist.broadcast_object_list(header, group=self._group, group_src=source, device=device)
+        assert header[0] is not None
+        shape, dtype = header[0]
+        result = torch.empty(shape, dtype=dtype, device=device) if value is None else value.detach().contiguous()
+        dist.broadcast(result, group=self._group, group_src=source)
+        return result
 
     def _loss_of_stage(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
@@ -204,115 +248,5 @@ class PipelineRunner:
         return result.clone()  # never a view: the stage cuts it from its graph after backward
 
 
-@contextmanager
-def _without_stock_log() -> Iterator[None]:
-    """Suppress the log of all operations of all ranks that torch writes on every rank where one fails."""
-    logger = logging.getLogger("torch.distributed.pipelining.schedules")
-
-    def keeps(record: logging.LogRecord) -> bool:
-        return record.levelno < logging.ERROR
-
-    logger.addFilter(keeps)
-    try:
-        yield
-    finally:
-        logger.removeFilter(keeps)
-
-
-@final
-class StageMessages:
-    """Messages between stages: receives that are started early, sends that are waited for at the end of a window."""
-
-    def __init__(self, group: dist.ProcessGroup, rank_of_stage: Callable[[int], int]) -> None:
-        self._group, self._rank_of_stage = group, rank_of_stage
-        self._own_rank = dist.get_rank(group)
-        self._local: dict[tuple[int, int], torch.Tensor] = {}
-        self._sends: list[tuple[dist.Work, torch.Tensor]] = []
-
-    def receive(self, stage: int, index: int, make_buffer: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
-        """Start to receive the input of ``stage`` for micro-batch ``index``, and return a function that waits for
-        it."""
-        peer = self._rank_of_stage(stage - 1)
-        if peer == self._own_rank:
-            return lambda: self._local.pop((stage, index))
-        buffer = make_buffer()
-        work = dist.irecv(buffer, group=self._group, group_src=peer)
-        assert work is not None
-
-        def wait() -> torch.Tensor:
-            work.wait()
-            return buffer
-
-        return wait
-
-    def send(self, hidden: torch.Tensor, stage: int, index: int) -> None:
-        """Send the output of ``stage`` to the next one."""
-        peer = self._rank_of_stage(stage + 1)
-        if peer == self._own_rank:
-            self._local[stage + 1, index] = hidden
-            return
-        hidden = hidden.contiguous()
-        work = dist.isend(hidden, group=self._group, group_dst=peer)
-        assert work is not None
-        self._sends.append((work, hidden))
-
-    def flush(self) -> None:
-        """Wait for all sends."""
-        for work, _ in self._sends:
-            work.wait()
-        self._sends.clear()
-
-
-def forward_stages(
-    modules: Mapping[int, nn.Module],
-    stream: MicroBatchStream,
-    links: StageMessages,
-    *,
-    stages: int,
-    window: int,
-    forward_context: Callable[[], AbstractContextManager[Any]],
-    consume: Callable[[torch.Tensor, Batch, StepContext], T],
-) -> list[T]:
-    """Run all micro-batches of ``stream`` through this rank's stages.
-
-    A window of micro-batches goes through one stage before any goes through the rank's next: with one stage per rank a
-    window is one micro-batch; with several it keeps the other ranks busy meanwhile. A window's receives are started
-    before its sends, so that two ranks that send to each other do it in one order, as NCCL asks.
-
-    Returns:
-        What ``consume`` made of the last stage's outputs; empty on ranks without it.
-    """
-    results: list[T] = []
-    top = max(modules)
-    for begin in range(0, len(stream), window):
-        indices = range(begin, min(begin + window, len(stream)))
-        for stage, module in sorted(modules.items()):
-            inputs = {i: links.receive(stage, i, partial(stream.buffer, i)) for i in indices if stage > 0}
-            for index in indices:
-                args, kwargs = stream.inputs(index, first=stage == 0)
-                if stage > 0:
-                    args = (inputs.pop(index)().to(stream.hidden_spec(index)[1]),)
-                with forward_context():
-                    output = module(*args, **kwargs, step=stream[index][1])
-                if stage < stages - 1:
-                    links.send(output.to(stream.sent_spec(index)[1]), stage, index)
-                else:
-                    results.append(consume(output, *stream[index]))
-                if stage == top:
-                    stream.drop(index)
-        links.flush()
-    return results
-
-
-def broadcast_from(
-    value: torch.Tensor | None, source: int, group: dist.ProcessGroup, device: torch.device
-) -> torch.Tensor:
-    """Return the tensor of group rank ``source`` on all ranks of ``group``; the others give None. Its shape travels
-    first."""
-    header = [None if value is None else (value.shape, value.dtype)]
-    dist.broadcast_object_list(header, group=group, group_src=source, device=device)
-    assert header[0] is not None
-    shape, dtype = header[0]
-    result = torch.empty(shape, dtype=dtype, device=device) if value is None else value.detach().contiguous()
-    dist.broadcast(result, group=group, group_src=source)
-    return result
+def _below_error(record: logging.LogRecord) -> bool:
+    return record.levelno < logging.ERROR

@@ -1,16 +1,30 @@
-"""Stock pipeline schedules by the names of the configuration, and what they cost in idle time."""
+"""Stock pipeline schedules by the names of the configuration, and what they cost in idle time.
+
+The choice of pipeline cuts where the configuration names none: the longest rank is as short as possible.
+
+The head of a large vocabulary costs as much as several layers, and the embedding is only looked up. With equally many
+layers per stage all ranks would wait for the last one in every micro-batch.
+
+Costs are those of the estimate: operations of one training token. They follow from the shapes of the whole model and
+the configuration alone, so that all ranks find the same cuts without asking each other.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise, product, takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
-from nxdt_core.protocols.mesh import Schedule, stages_of_rank
+from nxdt_core.errors.layouts import FewerLayersThanStages
+from nxdt_core.models.patterns import matches_any
+from nxdt_core.protocols.mesh import MeshSizes, Schedule, rank_of_stage, stages_of_rank
+from nxdt_core.protocols.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
@@ -82,7 +96,16 @@ def schedule_operations(schedule: Schedule, pp: int, vpp: int, micro_batches: in
     drawing, whose last rank starts at micro-batch 1), but a loop, which is followed here.
     """
     if schedule == "1f1b":
-        return [_one_forward_one_backward(rank, pp, micro_batches) for rank in range(pp)]
+        orders = []
+        for rank in range(pp):
+            ahead = min(micro_batches, pp - rank)
+            order = [Operation("forward", rank, index) for index in range(ahead)]
+            for index in range(micro_batches):
+                order.append(Operation("backward", rank, index))
+                if index + ahead < micro_batches:
+                    order.append(Operation("forward", rank, index + ahead))
+            orders.append(order)
+        return orders
     mine = stages_of_rank(0, pp, vpp, schedule)
     stubs = [
         SimpleNamespace(num_stages=pp * len(mine), group_size=pp, group_rank=0, submod=nn.Identity()) for _ in mine
@@ -140,16 +163,6 @@ def step_length(orders: Sequence[Sequence[Operation]], costs: Sequence[int]) -> 
     return max(clocks)
 
 
-def _one_forward_one_backward(rank: int, pp: int, micro_batches: int) -> list[Operation]:
-    ahead = min(micro_batches, pp - rank)
-    order = [Operation("forward", rank, index) for index in range(ahead)]
-    for index in range(micro_batches):
-        order.append(Operation("backward", rank, index))
-        if index + ahead < micro_batches:
-            order.append(Operation("forward", rank, index + ahead))
-    return order
-
-
 def _ready_at(operation: Operation, done: Mapping[Operation, int], last: int) -> int | None:
     """Return when the inputs of ``operation`` from other stages are ready; None: not yet."""
     stage, index = operation.stage, operation.micro_batch
@@ -162,3 +175,197 @@ def _ready_at(operation: Operation, done: Mapping[Operation, int], last: int) ->
     kinds: tuple[OperationKind, ...] = ("backward", "backward_input")
     times = [done[step] for kind in kinds if (step := Operation(kind, stage + 1, index)) in done]
     return times[0] if times else None
+
+
+_TRAINED, _FROZEN = 6, 4
+"""Operations per weight and token: two in forward, two for the gradient of the input, two for that of the weight."""
+_ONCE, _TWICE = 3, 4
+"""Products in forward and backward, without and with forward repeated in backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartCosts:
+    """Operations of the parts that cuts can separate, in one unit. Integers, so that equal costs compare as equal."""
+
+    layers: Mapping[str, int]
+    """Cost of each layer by its name, in order."""
+    first: int = 0
+    """Cost of what runs before the layers."""
+    last: int = 0
+    """Cost of what runs after the layers, and of the loss."""
+
+
+def counted_costs(
+    whole: nn.Module,
+    plan: ParallelPlan,
+    *,
+    attention: float,
+    seq_length: int,
+    recomputes_layers: bool = False,
+    recomputes_head: bool = False,
+) -> PartCosts:
+    """Count the operations of a whole model by part.
+
+    Args:
+        whole: with adapters, not sharded.
+        plan: its ``pipeline`` must be set.
+        attention: operations of all attention cores per token, divided among them by the tokens that each attends to.
+        seq_length: tokens of a sequence.
+        recomputes_layers: whether backward repeats the forward of each layer.
+        recomputes_head: whether backward repeats that of the head.
+    """
+    assert plan.pipeline is not None
+    names = [f"{plan.pipeline.layers}.{key}" for key, _ in whole.get_submodule(plan.pipeline.layers).named_children()]
+    modules = dict(whole.named_modules())
+    top_k = {
+        path: int(part.top_k)
+        for path, part in modules.items()
+        if matches_any(plan.experts.routers, path) and hasattr(part, "top_k")
+    }
+    # Matrix products of a token, by module; experts count as far as it is sent to them by the router that is nearest
+    # to them in the tree of modules.
+    work: Counter[str] = Counter()
+    for path, module in modules.items():
+        for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+            if parameter.ndim < 2:
+                continue
+            elements = parameter.numel()
+            if matches_any(plan.experts.modules, path):
+                nearest = max(top_k, key=lambda router, experts=path: _shared_depth(router, experts), default="")
+                elements = elements * top_k.get(nearest, 1) // parameter.shape[0]
+            work[path] += elements * (_TRAINED if parameter.requires_grad else _FROZEN)
+    # Scores are computed with the tokens of the window; with a cap, they are with all, and a window hides some.
+    seen: dict[str, int] = {}
+    for path, core in modules.items():
+        if matches_any(plan.attention_cores, path):
+            semantics = core.semantics() if hasattr(core, "semantics") else None
+            window = None if getattr(semantics, "softcap", None) is not None else getattr(semantics, "window", None)
+            seen[path] = min(window or seq_length, seq_length)
+    work.update({path: round(attention * tokens / sum(seen.values())) for path, tokens in seen.items()})
+    layers: Counter[str] = Counter()
+    first = last = 0
+    for path, operations in work.items():
+        layer = ".".join(path.split(".")[: plan.pipeline.layers.count(".") + 2])
+        if layer in names:
+            layers[layer] += operations
+        elif any(f"{path}.".startswith(f"{module}.") for module in plan.pipeline.first):
+            first += operations
+        elif any(f"{path}.".startswith(f"{module}.") for module in plan.pipeline.last):
+            last += operations
+    return PartCosts(
+        layers={name: layers[name] * (_TWICE if recomputes_layers else _ONCE) for name in names},
+        first=first * _ONCE,
+        last=last * (_TWICE if recomputes_head else _ONCE),
+    )
+
+
+def _shared_depth(path: str, other: str) -> int:
+    """Return how many components of two paths are equal from the first on."""
+    return sum(
+        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path.split("."), other.split("."), strict=False))
+    )
+
+
+def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tuple[str, ...]:
+    """Return the names of the last layer of each stage but the final one.
+
+    Equally many layers per stage are kept where nothing else makes the step shorter. Between cuts that are equally
+    fast, those are chosen that keep the fewest activations on the fullest rank.
+
+    Args:
+        costs: operations of each layer and of what is around the layers.
+        sizes: the mesh, with more than one stage.
+        micro_batches: number per step and rank.
+
+    Raises:
+        FewerLayersThanStages: a stage would have no layer.
+    """
+    names, stages = list(costs.layers), sizes.stages
+    if len(names) < stages:
+        raise FewerLayersThanStages(layers=len(names), stages=stages)
+    orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, micro_batches)
+    ranks = [rank_of_stage(stage, sizes.pp, sizes.schedule) for stage in range(stages)]
+    # Micro-batches whose activations each stage keeps at most.
+    now, in_flight = Counter[int](), [0] * stages
+    for operation in (operation for order in orders for operation in order):
+        if operation.kind == "forward":
+            now[operation.stage] += 1
+            in_flight[operation.stage] = max(in_flight[operation.stage], now[operation.stage])
+        elif operation.kind != "backward_input":
+            now[operation.stage] -= 1
+    ends = _descend(_shortest(costs, stages), costs, ranks, in_flight)
+    size, rest = divmod(len(names), stages)
+    even = [size * (stage + 1) for stage in range(stages)]
+    # A shorter longest rank can still make a longer step where there are few micro-batches.
+    if not rest and step_length(orders, _of_stages(even, costs)) <= step_length(orders, _of_stages(ends, costs)):
+        ends = even
+    return tuple(names[end - 1] for end in ends[:-1])
+
+
+def stage_costs(costs: PartCosts, layers: Sequence[Sequence[str]]) -> list[int]:
+    """Return the cost of each stage, from the layers of each."""
+    totals = [sum(costs.layers[name] for name in stage) for stage in layers]
+    totals[0] += costs.first
+    totals[-1] += costs.last
+    return totals
+
+
+def _of_stages(ends: Sequence[int], costs: PartCosts) -> list[int]:
+    names = list(costs.layers)
+    return stage_costs(costs, [names[begin:end] for begin, end in zip([0, *ends], ends, strict=False)])
+
+
+def _shortest(costs: PartCosts, stages: int) -> list[int]:
+    """Return where stages end such that the longest is as short as possible: exact, by dynamic programming over the
+    layers. Every stage has a layer, the last one need not."""
+    sums = [0, *accumulate(costs.layers.values())]
+    count = len(sums) - 1
+    best = [costs.first + done for done in sums]  # the longest of the first stage alone, by the layers that are done
+    choices = []
+    for stage in range(1, stages):
+        final = stage == stages - 1
+        extra, least = (costs.last, 0) if final else (0, 1)
+        longest, choice = [float("inf")] * (count + 1), [0] * (count + 1)
+        for end in range(stage + least, count + 1):
+            for begin in range(end - least, stage - 1, -1):
+                cost = sums[end] - sums[begin] + extra
+                if cost >= longest[end]:
+                    break  # it only grows with more layers
+                if max(cost, best[begin]) < longest[end]:
+                    longest[end], choice[end] = max(cost, best[begin]), begin
+        best = longest  # type: ignore[assignment]
+        choices.append(choice)
+    ends = [count]
+    for choice in reversed(choices):
+        ends.append(choice[ends[-1]])
+    return ends[::-1]
+
+
+def _descend(ends: list[int], costs: PartCosts, ranks: Sequence[int], in_flight: Sequence[int]) -> list[int]:
+    """Move one layer at a time from one stage to another while that shortens ranks, or frees memory of equal ones.
+
+    Where each rank has one stage, the longest is the shortest possible already; where it has several, their sums count,
+    and moves reach the best one if layers are equal.
+    """
+    sums = [0, *accumulate(costs.layers.values())]
+
+    def rating(ends: Sequence[int]) -> Any:
+        stages, load, memory = _of_stages(ends, costs), Counter[int](), Counter[int]()
+        for stage, (begin, end) in enumerate(zip([0, *ends], ends, strict=False)):
+            load[ranks[stage]] += stages[stage]
+            memory[ranks[stage]] += (sums[end] - sums[begin]) * in_flight[stage]
+        return sorted(load.values(), reverse=True), max(stages), max(memory.values()), sum(memory.values())
+
+    rated = rating(ends)
+    while True:
+        # Ends after each move of one layer between two stages: the cuts between them move by one.
+        tried, last = [], len(ends) - 1
+        for begin, end, step in product(range(last), range(1, last + 1), (-1, 1)):
+            moved = [cut + step if begin <= place < end else cut for place, cut in enumerate(ends)]
+            inner = [0, *moved[:-1]]
+            if begin < end and all(a < b for a, b in pairwise(inner)) and inner[-1] <= moved[-1]:
+                tried.append((rating(moved), moved))
+        best = min(tried, default=(rated, ends))
+        if best[0] >= rated:
+            return ends
+        rated, ends = best

@@ -1,14 +1,24 @@
-"""Pipeline stages: which layers each has, and the module that is left of a model when the rest is taken out."""
+"""Pipeline stages: which layers each has, and the module that is left of a model when the rest is taken out.
+
+Tied parameters whose two copies are on the first and the last pipeline stage.
+
+Both start from one draw (the owner's name) and get the same gradient, the sum of both, so that equal updates keep them
+equal. On which rank a copy counts in norms and checkpoints is the business of who counts: the owner's alone.
+"""
 
 from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
+import torch.distributed as dist
 from torch import nn
 
+from nxdt_core.distributed.placement import is_dtensor
+from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.layouts import (
     LayersDoNotDivide,
     PipelineCutsDoNotFit,
@@ -16,10 +26,7 @@ from nxdt_core.errors.layouts import (
     TiedParametersCutApart,
     UnknownPipelineCut,
 )
-from nxdt_core.protocols.mesh import stages_of_rank
-from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
-
-__all__ = ["cut_stage", "stage_layers", "stages_of_rank", "ties_ends"]
+from nxdt_core.protocols.plan import ParallelPlan
 
 
 def stage_layers(layers: Sequence[str], stages: int, cuts: Sequence[str] | None = None) -> list[tuple[str, ...]]:
@@ -76,11 +83,33 @@ def cut_stage(
         return copy.deepcopy(module)
     if plan.pipeline is None:
         raise PipelinePlanMissing(stages=stages)
-    names = [f"{plan.pipeline.layers}.{key}" for key, _ in _layers(module, plan.pipeline).named_children()]
-    of_stages = stage_layers(names, stages, cuts)
-    _check_tied(plan, plan.pipeline, of_stages)
-    with _only(_layers(module, plan.pipeline), [name.rpartition(".")[2] for name in of_stages[stage]]):
+    layers = module.get_submodule(plan.pipeline.layers)
+    if not isinstance(layers, nn.ModuleDict):
+        raise TypeError(f"'{plan.pipeline.layers}' must be a ModuleDict whose keys are global layer numbers")
+    of_stages = stage_layers([f"{plan.pipeline.layers}.{key}" for key, _ in layers.named_children()], stages, cuts)
+
+    # Tied parameters are on one stage, or are in the modules before and after the layers.
+    def stage_of(parameter: str) -> int:
+        for number, names in enumerate(of_stages):
+            if _within(parameter, names):
+                return number
+        return stages - 1 if _within(parameter, plan.pipeline.last) else 0  # type: ignore[union-attr]
+
+    outer = (*plan.pipeline.first, *plan.pipeline.last)
+    for owner, user in plan.tied:
+        owner_stage, user_stage = stage_of(owner), stage_of(user)
+        if owner_stage != user_stage and not (_within(owner, outer) and _within(user, outer)):
+            raise TiedParametersCutApart(owner=owner, user=user, owner_stage=owner_stage, user_stage=user_stage)
+
+    # The other layers are out while the rest is copied, so that a copy takes no time for them.
+    everything, names = dict(layers.items()), {name.rpartition(".")[2] for name in of_stages[stage]}
+    try:
+        for name in everything.keys() - names:
+            del layers[name]
         part = copy.deepcopy(module)
+    finally:
+        layers.clear()
+        layers.update(everything)
     absent = [
         *(plan.pipeline.first if stage > 0 else ()),
         *(plan.pipeline.last if stage < stages - 1 else ()),
@@ -88,43 +117,6 @@ def cut_stage(
     for name in absent:
         part.set_submodule(name, nn.Identity(), strict=True)
     return part
-
-
-@contextmanager
-def _only(layers: nn.ModuleDict, kept: Sequence[str]) -> Iterator[None]:
-    """Keep only the layers ``kept`` within the block, so that a copy takes no time for the others."""
-    everything = dict(layers.items())
-    try:
-        for name in everything.keys() - set(kept):
-            del layers[name]
-        yield
-    finally:
-        layers.clear()
-        layers.update(everything)
-
-
-def _layers(module: nn.Module, pipeline: PipelinePlan) -> nn.ModuleDict:
-    layers = module.get_submodule(pipeline.layers)
-    if not isinstance(layers, nn.ModuleDict):
-        raise TypeError(f"'{pipeline.layers}' must be a ModuleDict whose keys are global layer numbers")
-    return layers
-
-
-def _check_tied(plan: ParallelPlan, pipeline: PipelinePlan, layers: Sequence[Sequence[str]]) -> None:
-    """Check that tied parameters are on one stage, or are in the modules before and after the layers."""
-    final = len(layers) - 1
-
-    def stage_of(parameter: str) -> int:
-        for stage, names in enumerate(layers):
-            if _within(parameter, names):
-                return stage
-        return final if _within(parameter, pipeline.last) else 0
-
-    for owner, user in plan.tied:
-        places = stage_of(owner), stage_of(user)
-        ends = all(_within(name, (*pipeline.first, *pipeline.last)) for name in (owner, user))
-        if places[0] != places[1] and not ends:
-            raise TiedParametersCutApart(owner=owner, user=user, owner_stage=places[0], user_stage=places[1])
 
 
 def ties_ends(plan: ParallelPlan) -> bool:
@@ -135,3 +127,82 @@ def ties_ends(plan: ParallelPlan) -> bool:
 
 def _within(parameter: str, modules: Sequence[str]) -> bool:
     return any(parameter.startswith(f"{name}.") for name in modules)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TiedCopies:
+    """A pair of ``ParallelPlan.tied`` whose parameters are on different stages."""
+
+    owner: str
+    user: str
+    parameters: tuple[nn.Parameter, ...]
+    """The parameters of the two modules that are on this rank: none, one, or both (``zbv`` ends where it begins)."""
+
+
+def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_count: int) -> list[TiedCopies]:
+    """Return the separated pairs, the same list on every rank.
+
+    Args:
+        stages: this rank's modules by stage number, of :func:`~nxdt_core.engine.pipeline.split.cut_stage`, which
+            refuses pairs across stages of any modules but those before and after the layers.
+        plan: its ``tied`` pairs, and the modules before and after the layers.
+        stage_count: stages in all.
+    """
+    if stage_count == 1 or plan.pipeline is None:
+        return []
+    first, last = plan.pipeline.first, plan.pipeline.last
+    maps = [dict(module.named_parameters(remove_duplicate=False)) for module in stages.values()]
+    return [
+        TiedCopies(
+            owner=owner, user=user, parameters=tuple(of[name] for name in (owner, user) for of in maps if name in of)
+        )
+        for owner, user in plan.tied
+        if (_within(owner, first) and _within(user, last)) or (_within(owner, last) and _within(user, first))
+    ]
+
+
+def tied_group(mesh: ParallelMesh) -> dist.ProcessGroup | None:
+    """Return the group of the first and the last pipeline rank of this rank's column: same tensor, data and context
+    shard.
+
+    Its members alone call this (the others may). None on ranks between, and where one rank has both copies.
+    """
+    sizes = mesh.sizes
+    if sizes.pp == 1 or sizes.schedule == "zbv" or mesh.rank("pp") not in (0, sizes.pp - 1):
+        return None
+    if sizes.pp == 2:
+        return mesh.group("pp")
+    column: list[int] = mesh.mesh("pp").mesh.tolist()
+    group: dist.ProcessGroup = dist.new_group([column[0], column[-1]], use_local_synchronization=True)
+    return group
+
+
+def sum_tied_gradients(copies: Sequence[TiedCopies], group: dist.ProcessGroup | None) -> None:
+    """Give both copies of each pair the sum of their gradients.
+
+    After data parallel reduction and before the norm, on the local shards: both copies are sharded in the same way. A
+    copy without a gradient counts as zero; frozen parameters are left alone.
+
+    Args:
+        copies: of :func:`tied_copies`.
+        group: of :func:`tied_group`.
+    """
+    for pair in copies:
+        gradients = []  # this rank's parts, to be changed in place
+        for parameter in pair.parameters:
+            if not parameter.requires_grad:
+                continue
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            grad = parameter.grad
+            if is_dtensor(grad):
+                assert is_dtensor(parameter)
+                if grad.placements != parameter.placements:
+                    grad = parameter.grad = grad.redistribute(parameter.device_mesh, parameter.placements)
+                grad = grad.to_local()
+            gradients.append(grad)
+        if len(gradients) == 2:
+            gradients[0].add_(gradients[1])
+            gradients[1].copy_(gradients[0])
+        elif gradients:
+            dist.all_reduce(gradients[0], group=group)

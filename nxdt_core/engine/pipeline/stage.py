@@ -1,4 +1,10 @@
-"""One stage under the stock schedules: stock ``PipelineStage`` with two changes; and the micro-batches that it reads.
+"""Shares of experts' assignments that a loss pools over the layers of all stages of a pipeline.
+
+Forward sends the sum over the layers so far with the hidden states. The last stage has it of all layers, and its
+gradient, which goes back from stage to stage, is that sum: each stage knows it before the backward of its layers.
+
+
+One stage under the stock schedules: stock ``PipelineStage`` with two changes; and the micro-batches that it reads.
 
 Memory: up to 2.14, stock allocates two buffers of hidden states for every micro-batch of a step and keeps them
 permanently, and its looped schedules keep all tensors that they sent until the end of the step. Here, a received tensor
@@ -30,9 +36,32 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stock
 
 from nxdt_core.distributed.torch_versions import fsdp_parameter_groups
-from nxdt_core.engine.pipeline.pooled import sent_back, sent_on
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.step_context import ALL_LAYERS, StepContext
+
+
+class _SentOn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, carried: torch.Tensor, own: torch.Tensor, shares: dict[int, torch.Tensor]) -> torch.Tensor:
+        ctx.shares = shares
+        return carried + own
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        ctx.shares[ALL_LAYERS] = grad
+        return grad, None, None
+
+
+class _SentBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor, carried: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+        ctx.total = total
+        return logits.view_as(logits)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grad, ctx.total, None
+
 
 _REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
 """True where schedules call ``perform_reduce_grad`` at the end of a step. Those of torch 2.9 do not."""
@@ -119,7 +148,7 @@ class StageSettings:
     forward_context: Callable[[], AbstractContextManager[Any]]
     zero_stage: int
     pooled: int
-    """Experts whose shares travel with the hidden states (:mod:`nxdt_core.engine.pipeline.pooled`); 0: none do."""
+    """Experts whose shares travel with the hidden states (:mod:`nxdt_core.engine.pipeline.stage`); 0: none do."""
     keeps_sends: bool
     """The schedule keeps what it sends to the end of the step, so that stages send themselves."""
 
@@ -185,7 +214,11 @@ class StreamedStage(StockStage):
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
         added = [value for key, value in shares.items() if key not in before]
         if self.is_last:
-            return output if carried is None else sent_back(output, carried, added, shares)
+            if carried is None:
+                return output
+            # Each stage knows the sum before the backward of its layers: it goes back as the gradient of what came.
+            shares[ALL_LAYERS] = sum(added, carried.detach())
+            return _SentBack.apply(output, carried, shares[ALL_LAYERS])  # type: ignore[no-untyped-call]
         if output.shape != torch.Size(shape) or output.dtype != dtype:
             form = f"{tuple(output.shape)} {output.dtype}"
             raise TypeError(f"stage {self.stage_index} gave {form}, the next one expects {tuple(shape)} {dtype}")
@@ -194,7 +227,8 @@ class StreamedStage(StockStage):
             return output
         if carried is None:
             carried = self._settings.no_shares(self.device)
-        return output, sent_on(carried, added, shares)
+        own = sum(added, torch.zeros_like(carried))
+        return output, _SentOn.apply(carried, own, shares)  # type: ignore[no-untyped-call]
 
     # Buffers
 
@@ -282,7 +316,20 @@ class StreamedStage(StockStage):
         if self._reduces_each:
             self._reduce_from_now(last_backward)
         if isinstance(self.submod, FSDPModule):
-            _run_post_backward(self.submod)  # reduces, or moves gradients of low precision to their accumulators
+            # What FSDP2 runs after backward, with its current settings: it reduces, or moves gradients of low precision
+            # to their accumulators. It has no public call for that; torch's perform_reduce_grad does the same.
+            root: Any = self.submod._get_fsdp_state()
+            for state in root._state_ctx.all_states:
+                for group in fsdp_parameter_groups(state):
+                    accumulated = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
+                    for p in group.fsdp_params if accumulated else ():  # the first part of the backward moved some
+                        p.accumulate_unsharded_grad_if_needed()
+                        p.to_accumulated_grad_if_needed()
+                    group.post_backward()
+            if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:
+                # 2.15 sets it in backward
+                root._state_ctx.manual_backward_finalization_active = root._state_ctx.manual_backward_finalization
+            root._root_post_backward_final_callback()
 
     def backward_maybe_with_nosync(
         self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
@@ -298,7 +345,12 @@ class StreamedStage(StockStage):
         trained = [tensor for tensor in outputs if tensor.requires_grad]  # none of frozen layers alone
         if trained:
             torch.autograd.backward(trained, [gradients[tensor] for tensor in trained])
-        return tuple(map(_take_grad, bwd_kwargs["input_values"])), None
+        taken: list[torch.Tensor | None] = []
+        for value in bwd_kwargs["input_values"]:
+            taken.append(value.grad if isinstance(value, torch.Tensor) else None)
+            if taken[-1] is not None:
+                value.grad = None
+        return tuple(taken), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         """Reduce the remaining gradients and free gathered parameters: the optimizer will change their shards."""
@@ -334,42 +386,15 @@ class StreamedStage(StockStage):
         their gradients silently. Backward of the embedding reads no weights: the first stage's is always one pass,
         which needs no values."""
         for module in self.submod.modules():
-            if isinstance(module, FSDPModule) and _read_in_backward(module):
-                module.unshard()
+            if isinstance(module, FSDPModule):
+                groups = fsdp_parameter_groups(module._get_fsdp_state())
+                if any(group.unshard_in_backward for group in groups):
+                    module.unshard()
 
 
 def _release(infos: tuple[Any, ...]) -> None:
     for info in () if _ALLOCATES else infos:
         info.buffer = torch.empty(0)  # not None: up to 2.11 stock sets its gradient to None after each step
-
-
-def _take_grad(value: Any) -> torch.Tensor | None:
-    grad = value.grad if isinstance(value, torch.Tensor) else None
-    if grad is not None:
-        value.grad = None
-    return grad
-
-
-def _read_in_backward(module: FSDPModule) -> bool:
-    """Return whether FSDP2 gathers parameters of the module for backward."""
-    groups = fsdp_parameter_groups(module._get_fsdp_state())
-    return any(group.unshard_in_backward for group in groups)
-
-
-def _run_post_backward(module: FSDPModule) -> None:
-    """Run what FSDP2 runs after backward, with its current settings. FSDP2 has no public call for that; torch's
-    ``perform_reduce_grad`` does the same."""
-    root: Any = module._get_fsdp_state()
-    for state in root._state_ctx.all_states:
-        for group in fsdp_parameter_groups(state):
-            accumulated = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
-            for p in group.fsdp_params if accumulated else ():  # the first part of a split backward moved some of them
-                p.accumulate_unsharded_grad_if_needed()
-                p.to_accumulated_grad_if_needed()
-            group.post_backward()
-    if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:  # 2.15 sets it in backward
-        root._state_ctx.manual_backward_finalization_active = root._state_ctx.manual_backward_finalization
-    root._root_post_backward_final_callback()
 
 
 ForwardArguments = Callable[[Batch], Mapping[str, Any]]

@@ -17,15 +17,16 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from nxdt_core.distributed.collectives import gather_whole, reduce_from_group
 from nxdt_core.distributed.placement import shard_over_mesh, sharded_over
-from nxdt_core.engine.discarded import enter_within
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
+from nxdt_core.engine.recompute import enter_within
 from nxdt_core.engine.tensor.layers import (
     SEQUENCE_DIM,
     BlockEntry,
     ColumnParallelLinear,
     FeatureShard,
     GatheredColumnLinear,
+    HeadSharding,
+    PaddedDim,
     PartialRowLinear,
     RowParallelLinear,
     SequenceParallelEmbedding,
@@ -76,7 +77,7 @@ def apply_tensor_parallel(
         gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
             layers keep them once :func:`nxdt_core.engine.recompute.discard_in_layers` was called.
         pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
-            :func:`nxdt_core.engine.tensor.heads.padded_parameters`.
+            :func:`nxdt_core.engine.tensor.layers.padded_parameters`.
 
     Raises:
         HeadsDoNotDivide, ShardDoesNotDivide: sizes that the ranks cannot share in equal parts.

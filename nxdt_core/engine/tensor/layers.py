@@ -1,4 +1,16 @@
-"""Linear layers and embeddings sharded over tensor parallel ranks: by output or input features, or by vocabulary row.
+"""Division of attention heads over tensor parallel ranks: as wholes, each query head with its key's.
+
+Rank r computes query heads r·n … r·n + n−1 and the key and value heads that those attend with. Where there are more
+ranks than key and value heads, neighbouring ranks hold copies of one. Where the numbers do not divide, heads of zeros
+may fill up: whole groups of them behind the last, or some behind each group's own.
+
+A padded parameter is a DTensor of the padded shape whose parts each begin with real elements and end with zeros. The
+zeros stay: layers compute with the real elements only, so that all others have gradients of exactly zero, and no
+optimizer moves a zero without a gradient. Checkpoints and initial weights know the real elements alone, at their
+places in the whole parameter without padding (:func:`unpadded_shard`), and so fit any number of ranks.
+
+
+Linear layers and embeddings sharded over tensor parallel ranks: by output or input features, or by vocabulary row.
 
 They replace ``torch.nn`` modules under the same paths and parameter names. Parameters are DTensors; the arithmetic runs
 on local tensors. (Shoeybi et al. 2019, arXiv:1909.08053; with sequence parallelism, Korthikanti et al. 2022,
@@ -7,7 +19,8 @@ arXiv:2205.05198.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,15 +37,162 @@ from nxdt_core.distributed.collectives import (
     reduce_from_group,
     reduce_scatter_along,
 )
-from nxdt_core.distributed.placement import is_dtensor, shard_over_mesh
-from nxdt_core.engine.discarded import cast_discarded, gather_discarded, prefetch_block_input
-from nxdt_core.engine.tensor.heads import PaddedDim
-from nxdt_core.errors.launch import SequenceDoesNotDivide
+from nxdt_core.distributed.placement import is_dtensor, piece_of, shard_over_mesh
+from nxdt_core.engine.recompute import cast_discarded, gather_discarded, prefetch_block_input
+from nxdt_core.errors.launch import HeadsDoNotDivide, SequenceDoesNotDivide
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.updates import Product, updated_linear
+from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.plan import AttentionHeads
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeadSharding:
+    """The heads of one attention block over ``tp`` ranks; ``padded_*`` include heads of zeros."""
+
+    query_heads: int
+    kv_heads: int
+    tp: int
+    padded_kv_heads: int
+    padded_group: int
+    """Query heads of each key head."""
+
+    @classmethod
+    def of(cls, heads: AttentionHeads, tp: int, *, pad: bool = False) -> HeadSharding:
+        """Divide ``heads`` over the ranks; ``pad`` adds heads of zeros where the numbers do not divide.
+
+        Raises:
+            HeadsDoNotDivide: the ranks would not all have the same number of whole heads of each kind, or a rank's
+                query heads would need another rank's keys.
+        """
+        query, kv = heads.query_heads, heads.kv_heads
+        group = query // kv
+        padded_kv = _multiple(kv, tp) if tp < kv else next(n for n in range(kv, tp + 1) if tp % n == 0)
+        padded_group = _multiple(group, tp // padded_kv) if tp > padded_kv else group
+        layout = cls(query_heads=query, kv_heads=kv, tp=tp, padded_kv_heads=padded_kv, padded_group=padded_group)
+        complete = heads.query and heads.key_value and heads.output
+        reason = ""  # the end of a sentence
+        if query % kv:
+            reason = f": {kv} does not divide {query}"
+        elif layout.padded and not pad and kv % tp and tp % kv:
+            reason = f": neither of {kv} and {tp} divides the other"
+        elif layout.padded and not pad:
+            reason = f": {tp} does not divide {query}"
+        elif (layout.padded or layout.kv_replicas > 1) and not complete:
+            reason = (
+                ": the model's plan does not say which modules make them (query, key_value, output of AttentionHeads)"
+            )
+        if reason:
+            raise HeadsDoNotDivide(query_heads=query, kv_heads=kv, tp=tp, reason=reason)
+        return layout
+
+    @property
+    def kv_replicas(self) -> int:
+        """Ranks that hold a copy of the same key and value heads."""
+        return max(1, self.tp // self.padded_kv_heads)
+
+    @property
+    def padded(self) -> bool:
+        """Return whether heads of zeros are among them."""
+        return self.padded_kv_heads * self.padded_group != self.query_heads
+
+    def query(self, dim: int, head_dim: int) -> PaddedDim:
+        """Return how the dimension ``dim`` of query heads is divided over the ranks."""
+        group = self.query_heads // self.kv_heads
+        block = self.padded_kv_heads * self.padded_group // self.tp
+        # A rank holds whole groups, or several ranks share a group: in both cases, real heads come first on each rank.
+        starts, counts = [], []
+        for rank in range(self.tp):
+            first_group, within = divmod(rank * block, self.padded_group)
+            groups = max(0, min(block // self.padded_group, self.kv_heads - first_group))
+            alone = min(block, max(0, group - within)) if first_group < self.kv_heads else 0
+            counts.append(groups * group if block >= self.padded_group else alone)
+            starts.append(min(first_group, self.kv_heads) * group + min(within, group))
+        return PaddedDim.of(dim, block=block, starts=starts, counts=counts, unit=head_dim)
+
+    def key_value(self, dim: int, head_dim: int) -> PaddedDim:
+        """Return the same for key and value heads, over the groups of ranks that hold different ones."""
+        parts = min(self.tp, self.padded_kv_heads)
+        block = self.padded_kv_heads // parts
+        starts = [min(part * block, self.kv_heads) for part in range(parts)]
+        counts = [min(block, self.kv_heads - start) for start in starts]
+        return PaddedDim.of(dim, block=block, starts=starts, counts=counts, unit=head_dim)
+
+
+def _multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PaddedDim:
+    """One dimension in equal parts of ``block`` elements, the first ``counts[part]`` of which are real."""
+
+    dim: int
+    block: int
+    starts: tuple[int, ...]
+    """Positions of each part's real elements in the dimension without padding."""
+    counts: tuple[int, ...]
+
+    @classmethod
+    def of(cls, dim: int, *, block: int, starts: Sequence[int], counts: Sequence[int], unit: int) -> PaddedDim:
+        """Return the division of heads of ``unit`` elements each, from numbers of heads."""
+        return cls(
+            dim=dim,
+            block=block * unit,
+            starts=tuple(start * unit for start in starts),
+            counts=tuple(count * unit for count in counts),
+        )
+
+    @property
+    def parts(self) -> int:
+        """Ranks, or groups of ranks that hold the same, along the dimension."""
+        return len(self.starts)
+
+    @property
+    def padded(self) -> bool:
+        """Return whether there are any zeros."""
+        return sum(self.counts) != self.block * self.parts
+
+    def real(self, offset: int, size: int) -> tuple[int, int]:
+        """Return where the real elements of ``size`` padded ones at ``offset``, all in one part, begin without padding,
+        and how many these are; they come first."""
+        part = min(offset // self.block, self.parts - 1)
+        within = offset - part * self.block
+        count = max(0, min(size, self.counts[part] - within))
+        return (self.starts[part] + within if count else 0), count
+
+
+def padded_parameters(module: nn.Module) -> dict[str, PaddedDim]:
+    """Return the padded parameters of a pipeline stage by name, after tensor parallelism was applied."""
+    padded: dict[str, PaddedDim] = {}
+    for path, part in module.named_modules():
+        for leaf, dim in getattr(part, "padded", {}).items():
+            padded[f"{path}.{leaf}"] = dim
+    return padded
+
+
+def unpadded_shard(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
+    """Return the real elements of this rank's part of a padded parameter, or of its optimizer's state.
+
+    Args:
+        tensor: of the padded shape; FSDP2 may have sharded it further.
+        padded: its entry of :func:`padded_parameters`.
+
+    Returns:
+        A view of them, and their place in the whole tensor without padding; it may be empty.
+    """
+    piece, dim = piece_of(tensor), padded.dim
+    offset, count = padded.real(piece.box.offsets[dim], piece.box.shape[dim])
+
+    def with_dim(values: tuple[int, ...], value: int) -> tuple[int, ...]:
+        return (*values[:dim], value, *values[dim + 1 :])
+
+    box = Box(with_dim(piece.box.offsets, offset), with_dim(piece.box.shape, count))
+    return Piece(piece.tensor.narrow(dim, 0, count), with_dim(piece.shape, sum(padded.counts)), box)
+
 
 SEQUENCE_DIM = 1
 """Dimension of [batch, seq, hidden] that sequence parallelism cuts."""
@@ -90,7 +250,7 @@ class ColumnParallelLinear(nn.Module):
         self.update = update
         self.product: Product = functional.linear
         """A slot: the product of inputs and this rank's part of the weight."""
-        self.padded = _padded(spread, self)
+        self.padded = _padded_dims(spread, self)
         """Parameters with zeros at the end."""
         self.real = spread.counts[part]
         self.zeros = spread.block - self.real
@@ -158,7 +318,7 @@ class RowParallelLinear(nn.Module):
         """A slot: the product of inputs and this rank's part of the weight."""
         self.group = group
         self.sequence_parallel = sequence_parallel
-        self.padded = _padded(spread, self)
+        self.padded = _padded_dims(spread, self)
         """Parameters with zeros at the end."""
         self.real = spread.counts[group.rank()]
         self.zeros = spread.block - self.real
@@ -225,7 +385,7 @@ class FeatureShard(nn.Module):
             self.register_buffer(name, part_of(buffer), persistent=False)
         self._inner = (module,)  # in a tuple, so that its own parameters are not found
         self._part_of = part_of
-        self.padded = _padded(spread, self)
+        self.padded = _padded_dims(spread, self)
         """Parameters with zeros at the end."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -259,7 +419,7 @@ def sum_over_ranks(partial: torch.Tensor, group: dist.ProcessGroup | None, *, se
     return reduce_from_group(partial, group)
 
 
-def _padded(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
+def _padded_dims(spread: PaddedDim, layer: nn.Module) -> dict[str, PaddedDim]:
     """Return the parameters of ``layer`` that are sharded as ``spread`` says, where that has zeros."""
     if not spread.padded:
         return {}

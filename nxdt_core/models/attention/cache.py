@@ -17,8 +17,6 @@ from torch.nn import functional
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["AttentionSlot", "KeyValueCache", "cached_width"]
-
 AttentionSlot = tuple[nn.Module, str, AttentionSemantics]
 """The module that holds an attention core, the core's name in it, and what the core computes."""
 

@@ -62,18 +62,14 @@ class BlockAttention:
         shared = query.shape[1] != key.shape[1]
         if query.is_meta:  # an estimate: what is kept are inputs, output and a number per row, as without documents
             return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=shared)
-        attended: torch.Tensor = _attend(self.backend)(
+        from torch.nn.attention.flex_attention import flex_attention
+
+        # Outside of a graph it would compute all scores unless it is compiled by itself.
+        attend: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled(self.backend)
+        attended: torch.Tensor = attend(
             query, key, value, block_mask=blocks, enable_gqa=shared, kernel_options=_KERNEL_OPTIONS
         )
         return attended
-
-
-def _attend(backend: str) -> Callable[..., Any]:
-    """FlexAttention, which outside of a graph would compute all scores unless it is compiled by itself."""
-    from torch.nn.attention.flex_attention import flex_attention
-
-    attend: Callable[..., Any] = flex_attention
-    return attend if torch.compiler.is_compiling() else _compiled(backend)
 
 
 @functools.cache
@@ -98,12 +94,24 @@ def document_blocks(document_ids: torch.Tensor, window: int | None = None) -> Bl
     from torch.nn.attention.flex_attention import BlockMask
 
     seq = document_ids.shape[1]
-    earliest = _first_positions(document_ids)  # [batch, seq]
+    # Position of the first token of each token's document, [batch, seq].
+    order = document_ids.argsort(dim=1, stable=True)
+    ordered = document_ids.gather(1, order)
+    starts = torch.ones_like(document_ids, dtype=torch.bool)
+    starts[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
+    places = torch.arange(seq, device=document_ids.device).expand_as(document_ids)
+    of_run = places.where(starts, 0).cummax(1).values  # where the run of equal ids begins
+    earliest = torch.empty_like(order).scatter_(1, order, order.gather(1, of_run))
     if window is not None:
         rows = torch.arange(seq, device=document_ids.device)
         earliest = earliest.maximum(rows - (window - 1))
     ids = document_ids.to(torch.int32)
-    of_blocks = [_by_block(tensor) for tensor in (earliest, ids)]  # [batch, blocks, rows]
+    # [batch, blocks, rows], the last row repeated to fill the last block.
+    padding = -seq % BLOCK_ROWS
+    of_blocks = [
+        torch.cat((tensor, tensor[:, -1:].expand(-1, padding)), 1).reshape(len(tensor), -1, BLOCK_ROWS)
+        for tensor in (earliest, ids)
+    ]
     begins, lowest, highest = of_blocks[0].amin(-1), of_blocks[1].amin(-1), of_blocks[1].amax(-1)
     number = torch.arange(begins.shape[1], device=ids.device)
     query, key = number[:, None], number
@@ -116,41 +124,17 @@ def document_blocks(document_ids: torch.Tensor, window: int | None = None) -> Bl
         *_numbered(listed & ~full),
         *_numbered(listed & full),
         BLOCK_SIZE=BLOCK_ROWS,
-        mask_mod=_visible(ids) if window is None else _visible_in_window(ids, window),
+        mask_mod=_visible(ids, window),
         seq_lengths=(seq, seq),
     )
 
 
-def _visible(ids: torch.Tensor) -> Callable[..., torch.Tensor]:
+def _visible(ids: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
     def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= row) & (ids[batch, row] == ids[batch, key])
+        visible = (key <= row) & (ids[batch, row] == ids[batch, key])
+        return visible if window is None else visible & (row - key < window)
 
     return seen
-
-
-def _visible_in_window(ids: torch.Tensor, window: int) -> Callable[..., torch.Tensor]:
-    def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        return (key <= row) & (row - key < window) & (ids[batch, row] == ids[batch, key])
-
-    return seen
-
-
-def _first_positions(ids: torch.Tensor) -> torch.Tensor:
-    """Position of the first token of each token's document, int64 [batch, seq]."""
-    order = ids.argsort(dim=1, stable=True)
-    ordered = ids.gather(1, order)
-    begins = torch.ones_like(ids, dtype=torch.bool)
-    begins[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    places = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
-    of_run = places.where(begins, 0).cummax(1).values  # where the run of equal ids begins
-    return torch.empty_like(order).scatter_(1, order, order.gather(1, of_run))
-
-
-def _by_block(tensor: torch.Tensor) -> torch.Tensor:
-    """[batch, seq] to [batch, blocks, rows], the last row repeated to fill the last block."""
-    missing = -tensor.shape[1] % BLOCK_ROWS
-    filled = torch.cat((tensor, tensor[:, -1:].expand(-1, missing)), 1) if missing else tensor
-    return filled.reshape(len(filled), -1, BLOCK_ROWS)
 
 
 def _numbered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -207,7 +207,15 @@ class CappedAttention(CausalAttention):
         scale = width**-0.5 if self.scale is None else self.scale
         grouped = query.view(batch, key.shape[1], -1, seq, width)  # [batch, kv_heads, group, seq, head_dim]
         scores = torch.tanh(grouped @ key.unsqueeze(2).transpose(-1, -2) * (scale / self.cap)) * self.cap
-        scores = scores + self._mask(query, document_ids, step).unsqueeze(2)
+        every = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
+        if document_ids is not None:
+            mask = self.masks(document_ids, query.dtype, step)
+        else:
+            mask = torch.zeros(1, 1, seq, seq, dtype=query.dtype, device=query.device)
+            mask = mask.masked_fill_(every.triu(1), float("-inf"))
+        if self.window is not None and self.window < seq:
+            mask = mask.masked_fill(every.tril(-self.window), float("-inf"))
+        scores = scores + mask.unsqueeze(2)
         weights = functional.softmax(scores, dim=-1, dtype=torch.promote_types(scores.dtype, torch.float32))
         attended: torch.Tensor = weights.to(query.dtype) @ value.unsqueeze(2)
         return attended.view(batch, heads, seq, -1)
@@ -215,19 +223,6 @@ class CappedAttention(CausalAttention):
     def made(self, document_ids: torch.Tensor, dtype: torch.dtype) -> tuple[str, Any]:
         """Return what :meth:`forward` will ask of the masks."""
         return self.masks.MASK, self.masks(document_ids, dtype)
-
-    def _mask(self, query: torch.Tensor, document_ids: torch.Tensor | None, step: StepContext | None) -> torch.Tensor:
-        """Additive [batch or 1, 1, seq, seq]."""
-        seq = query.shape[2]
-        every = torch.ones(seq, seq, dtype=torch.bool, device=query.device)
-        if document_ids is not None:
-            mask = self.masks(document_ids, query.dtype, step)
-        else:
-            mask = torch.zeros(1, 1, seq, seq, dtype=query.dtype, device=query.device)
-            mask = mask.masked_fill_(every.triu(1), float("-inf"))
-        if self.window is None or self.window >= seq:
-            return mask
-        return mask.masked_fill(every.tril(-self.window), float("-inf"))
 
 
 def attention_core(semantics: AttentionSemantics, masks: DocumentMasks) -> CausalAttention:

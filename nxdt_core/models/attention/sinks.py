@@ -14,12 +14,12 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
-from nxdt_core.models.attention.kernels import contiguous_heads
 from nxdt_core.models.attention.partial_attention import (
     AttentionGradients,
     Block,
     MergedAttention,
     Window,
+    contiguous_heads,
     sink_gradients,
 )
 from nxdt_core.models.autocast import compute_dtype

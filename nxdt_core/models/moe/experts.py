@@ -143,7 +143,9 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups 
     if groups is None:
         of_all: torch.Tensor = _BatchedLinear.apply(rows, weights)  # type: ignore[no-untyped-call]
         return of_all
-    if _grouped_mm_takes(weights):
+    dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
+    aligned = not any(side * weights.element_size() % _GROUPED_ALIGNMENT_BYTES for side in weights.shape[1:])
+    if grouped_mm is not None and dtype in dtypes and aligned and _on_device(weights.device, dtype):
         product: torch.Tensor = grouped_mm(rows, weights.transpose(1, 2), offs=groups.offsets)
         return product
     parts = zip(torch.split(rows, groups.sizes), weights.unbind(0), strict=True)
@@ -171,15 +173,6 @@ class _BatchedLinear(torch.autograd.Function):
             torch.bmm(grad, weights) if of_rows else None,
             torch.bmm(grad.transpose(1, 2), rows) if of_weights else None,
         )
-
-
-def _grouped_mm_takes(weights: torch.Tensor) -> bool:
-    if grouped_mm is None:
-        return False
-    dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
-    sides_bytes = [side * weights.element_size() for side in weights.shape[1:]]
-    aligned = not any(size % _GROUPED_ALIGNMENT_BYTES for size in sides_bytes)
-    return weights.dtype in dtypes and aligned and _on_device(weights.device, weights.dtype)
 
 
 def _on_device(device: torch.device, dtype: torch.dtype) -> bool:

@@ -294,8 +294,10 @@ class TopKRouter(nn.Module):
 
     def forward(self, hidden: torch.Tensor, step: StepContext | None = None) -> Routing:
         """Route ``hidden`` [batch, seq, hidden], this process's part of the micro-batch of ``step``."""
-        padding = step_of(step).padding  # [batch, seq]
-        logits = self._logits(hidden)  # [batch, seq, experts]
+        context = step_of(step)
+        padding, dtype = context.padding, torch.promote_types(hidden.dtype, torch.float32)  # [batch, seq]
+        with without_autocast(hidden):
+            logits = functional.linear(hidden.to(dtype), self.weight.to(dtype))  # [batch, seq, experts]
         probabilities = logits.softmax(-1)
         experts, weights = self._choose(logits, probabilities, padding)  # [batch, seq, top_k]
         probabilities = _without(padding, probabilities)
@@ -306,22 +308,47 @@ class TopKRouter(nn.Module):
         # [batch, segments, tokens, experts]
         segments = _without(padding, chosen).view(len(hidden), self.shards.segments, -1, self.experts)
         counts = segments.sum(2)
-        before, total = self._counted(counts, step_of(step))
-        slots = None if before is None else self._slots(segments, before, experts)
-        self._record(logits, probabilities, counts, slots, padding)
+        # Where nothing depends on the whole micro-batch, the processes that share it need not talk.
+        balanced = self.balance_coefficient > 0 and torch.is_grad_enabled()
+        limited = self.capacity_factor is not None and (self.training or context.labels is not None)
+        slots = capacity = total = None
+        if balanced or limited:
+            before, total = self.shards.count(counts)
+        if limited:
+            assert self.capacity_factor is not None
+            local_tokens = segments[..., 0].numel()
+            tokens = local_tokens * self.shards.shards
+            share = expert_capacity(self.capacity_factor, tokens=tokens, top_k=self.top_k, experts=self.experts)
+            by_expert = slots_within(share, segments, before).flatten(1, 2)  # [batch, seq, experts]
+            slots, capacity = by_expert.gather(-1, experts).flatten(0, 1), min(local_tokens, share)
+        losses = []
+        if balanced:
+            assert total is not None
+            balance = balance_loss_sum(probabilities, total)
+            if self.pooled is not None:
+                shares, pool = _shares(total, probabilities.dtype), context.pooled_shares
+                number, layers = self.pooled
+                pool[number] = shares
+                sums = probabilities.flatten(0, -2).sum(0)
+                balance = _PooledBalance.apply(sums, shares, pool, layers)  # type: ignore[no-untyped-call]
+                balance = self.experts * balance
+            losses.append(self.balance_coefficient * balance)
+        if self.z_coefficient > 0 and torch.is_grad_enabled():
+            losses.append(self.z_coefficient * z_loss_sum(logits, padding))
+        with torch.no_grad():
+            entropy = logits.logsumexp(-1) - (probabilities * logits).sum(-1)  # [batch, seq]
+            assigned, assignments = counts.sum((0, 1)), counts.sum()
+            dropped = torch.zeros_like(assignments) if slots is None else assignments - (slots >= 0).sum()
+            self._counts.copy_(torch.cat((assigned, torch.stack((dropped, assignments // self.top_k)))))
+            self._entropy.copy_(_without(padding, entropy).sum())
         return Routing(
             experts=experts.flatten(0, 1),
             weights=_without(padding, weights).flatten(0, 1),
             counts=chosen.sum((0, 1)),
             slots=slots,
-            capacity=None if slots is None else min(len(slots), self._capacity(len(slots))),
-            aux_loss=self._aux_loss(logits, probabilities, total, step),
+            capacity=capacity,
+            aux_loss=torch.stack(losses).sum() / self.shards.copies if losses else None,
         )
-
-    def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        dtype = torch.promote_types(hidden.dtype, torch.float32)
-        with without_autocast(hidden):
-            return functional.linear(hidden.to(dtype), self.weight.to(dtype))
 
     def _choose(
         self, logits: torch.Tensor, probabilities: torch.Tensor, padding: torch.Tensor | None
@@ -331,63 +358,6 @@ class TopKRouter(nn.Module):
         if self.order == "topk_softmax":
             return experts, best.softmax(-1)
         return experts, best / best.sum(-1, keepdim=True) if self.normalize else best
-
-    def _counted(self, counts: torch.Tensor, step: StepContext) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-        """(assignments before each segment, in the whole micro-batch), each None where nothing depends on it: the
-        processes that share the micro-batch then need not talk."""
-        balanced = self.balance_coefficient > 0 and torch.is_grad_enabled()
-        limited = self.capacity_factor is not None and (self.training or step.labels is not None)
-        if not (balanced or limited):
-            return None, None
-        before, total = self.shards.count(counts)
-        return before if limited else None, total if balanced else None
-
-    def _capacity(self, local_tokens: int) -> int:
-        assert self.capacity_factor is not None
-        tokens = local_tokens * self.shards.shards
-        return expert_capacity(self.capacity_factor, tokens=tokens, top_k=self.top_k, experts=self.experts)
-
-    def _slots(self, segments: torch.Tensor, before: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
-        capacity = self._capacity(segments[..., 0].numel())
-        slots = slots_within(capacity, segments, before).flatten(1, 2)  # [batch, seq, experts]
-        return slots.gather(-1, experts).flatten(0, 1)
-
-    def _aux_loss(
-        self,
-        logits: torch.Tensor,
-        probabilities: torch.Tensor,
-        total: torch.Tensor | None,
-        step: StepContext | None,
-    ) -> torch.Tensor | None:
-        losses = []
-        if total is not None:
-            balance = balance_loss_sum(probabilities, total)
-            if self.pooled is not None:
-                shares, pool = _shares(total, probabilities.dtype), step_of(step).pooled_shares
-                number, layers = self.pooled
-                pool[number] = shares
-                sums = probabilities.flatten(0, -2).sum(0)
-                balance = _PooledBalance.apply(sums, shares, pool, layers)  # type: ignore[no-untyped-call]
-                balance = self.experts * balance
-            losses.append(self.balance_coefficient * balance)
-        if self.z_coefficient > 0 and torch.is_grad_enabled():
-            losses.append(self.z_coefficient * z_loss_sum(logits, step_of(step).padding))
-        return torch.stack(losses).sum() / self.shards.copies if losses else None
-
-    @torch.no_grad()
-    def _record(
-        self,
-        logits: torch.Tensor,
-        probabilities: torch.Tensor,
-        counts: torch.Tensor,
-        slots: torch.Tensor | None,
-        padding: torch.Tensor | None,
-    ) -> None:
-        entropy = logits.logsumexp(-1) - (probabilities * logits).sum(-1)  # [batch, seq]
-        assigned, total = counts.sum((0, 1)), counts.sum()
-        dropped = torch.zeros_like(total) if slots is None else total - (slots >= 0).sum()
-        self._counts.copy_(torch.cat((assigned, torch.stack((dropped, total // self.top_k)))))
-        self._entropy.copy_(_without(padding, entropy).sum())
 
     def extra_repr(self) -> str:
         """Return what is chosen from how many, for ``print(model)``."""

@@ -17,7 +17,7 @@ import hashlib
 import math
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import accumulate
 
 import numpy as np
@@ -33,80 +33,21 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule
 
 __all__ = [
-    "Stream",
     "complete_init_rules",
     "draw",
     "fill",
     "initialize",
     "normal_quantiles",
-    "quantile_table",
     "rule_for",
+    "stream_bits",
+    "stream_of",
 ]
 
-_MULTIPLIER_1 = 0xBF58476D1CE4E5B9
-_MULTIPLIER_2 = 0x94D049BB133111EB
+_ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
+"""Shift and factor of each round of mixing."""
 _MIXED_GAMMA_BITS = 24
 """Fewest changes between neighbouring bits of an increment; more regular ones give correlated numbers (section 5 of
 the paper)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stream:
-    """Number ``i`` of the stream is the mixed value of ``start + (i + 1) * gamma`` modulo 2⁶⁴."""
-
-    start: int
-    gamma: int
-    """Odd, so that the stream's period is 2⁶⁴; each stream has its own, so that none is a shifted copy of another."""
-
-    @classmethod
-    def of(cls, seed: int, name: str) -> Stream:
-        """Return the stream of a parameter: 128 bits of BLAKE2b over both."""
-        digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
-        gamma = int.from_bytes(digest[8:], "little") | 1
-        if (gamma ^ (gamma >> 1)).bit_count() < _MIXED_GAMMA_BITS:
-            gamma ^= 0xAAAAAAAAAAAAAAAA
-        return cls(int.from_bytes(digest[:8], "little"), gamma)
-
-    def terms(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return the products with the increment that :meth:`bits` adds to, for ``numbers`` (int64)."""
-        return numbers * _signed(self.gamma)  # int64 wraps modulo 2⁶⁴
-
-    def bits(self, terms: torch.Tensor, first: int, words: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return 64 random bits per element, as int64 of the same pattern, in the first of ``words``.
-
-        Args:
-            terms: :meth:`terms` of the elements' numbers, less ``first``.
-            first: index in the stream of the first number.
-            words: two buffers of int64, as large as ``terms``.
-        """
-        mixed, spare = words
-        torch.add(terms, _signed((self.start + (first + 1) * self.gamma) % (1 << 64)), out=mixed)
-        _xor_shifted(mixed, 30, spare).mul_(_signed(_MULTIPLIER_1))
-        _xor_shifted(mixed, 27, spare).mul_(_signed(_MULTIPLIER_2))
-        return _xor_shifted(mixed, 31, spare)
-
-    def tails(
-        self, terms: torch.Tensor, first: int, words: Sequence[torch.Tensor], *, out: torch.Tensor
-    ) -> torch.Tensor:
-        """Return the uniform number ``u`` in (0, 1) of each element: ``u`` itself up to a half, else ``u - 1``.
-
-        They are float64 in ``out``, midpoints of 2⁵² equal parts. So neither end is reached, and what is near an end is
-        exact. Other arguments as for :meth:`bits`.
-        """
-        return out.copy_(self.bits(terms, first, words).bitwise_right_shift_(12)).add_(0.5).mul_(2.0**-52)
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bit pattern of an unsigned 64-bit value."""
-    return value - (1 << 64) if value >> 63 else value
-
-
-def _xor_shifted(values: torch.Tensor, count: int, spare: torch.Tensor) -> torch.Tensor:
-    """Combine ``values`` with themselves shifted to the right, in place. Torch's shift copies the sign: masked off."""
-    torch.bitwise_right_shift(values, count, out=spare)
-    return values.bitwise_xor_(spare.bitwise_and_((1 << (64 - count)) - 1))
-
-
 _BITS = 8
 """Each octave of probabilities has 2⁸ polynomials."""
 _DEGREE = 4
@@ -117,69 +58,10 @@ _FRACTION = (1 << (52 - _BITS)) - 1
 """Bits of a float64 below those that number the polynomials of an octave."""
 _ONE = 0x3FF << 52
 """Bits of 1 as float64."""
-
-
-def quantile_table(device: torch.device) -> torch.Tensor:
-    """Return coefficients of quantile / probability, float64 [degree + 1, entries], constants first.
-
-    The variable is the distance from a polynomial's middle, where probabilities are scaled to [1, 2).
-    """
-    return torch.from_numpy(_coefficients()).to(device)
-
-
-@functools.cache
-def _coefficients() -> NDArray[np.float64]:
-    """Memory that stays, 640 KiB, and no tensor, so that the tensors of a process are those of its run."""
-    first = torch.arange((1023 - 53) << _BITS, (1023 - 1) << _BITS, device=HOST)
-    begins, ends = ((numbers << (52 - _BITS)).view(torch.float64) for numbers in (first, first + 1))
-    powers = torch.arange(_DEGREE + 1, dtype=torch.float64, device=HOST)
-    nodes = torch.cos((powers + 0.5) * (math.pi / (_DEGREE + 1)))  # of Chebyshev, in (-1, 1)
-    probabilities = begins + (ends - begins) * (nodes.unsqueeze(1) + 1) / 2
-    values = torch.special.ndtri(probabilities) / probabilities
-    solution = torch.linalg.solve(nodes.unsqueeze(1) ** powers, values)
-    table = np.zeros((_DEGREE + 1, _ENTRIES))
-    table[:, (first % _ENTRIES).numpy()] = (solution * (2.0 ** (_BITS + 1)) ** powers.unsqueeze(1)).numpy()
-    return table
-
-
-def normal_quantiles(
-    tails: torch.Tensor, table: torch.Tensor, *, words: Sequence[torch.Tensor], spare: Sequence[torch.Tensor]
-) -> torch.Tensor:
-    """Return the quantile of each probability, float64 in the first of ``spare``.
-
-    Args:
-        tails: float64, from 2⁻⁵³ to a half: of what is below; where negative, of what is above.
-        table: :func:`quantile_table`, on their device.
-        words: two buffers of int64.
-        spare: two buffers of float64.
-    """
-    index, offset = words
-    result, buffer = spare
-    bits = tails.view(torch.int64)
-    torch.bitwise_right_shift(bits, 52 - _BITS, out=index).bitwise_and_(_ENTRIES - 1)
-    torch.bitwise_and(bits, _FRACTION, out=offset).bitwise_or_(_ONE)
-    distance = offset.view(torch.float64).sub_(1 + 2.0 ** -(_BITS + 1))
-    *others, highest = table.unbind()
-    torch.index_select(highest, 0, index, out=result)
-    for coefficients in reversed(others):
-        result.mul_(distance).add_(torch.index_select(coefficients, 0, index, out=buffer))
-    return result.mul_(tails)
-
-
 _TILE_ON_HOST = 1 << 15
 """Elements that are drawn at a time, in a core's cache. For more, each operation of torch would use several threads."""
 _TILE = 1 << 23
-"""Elsewhere, where each tile costs some launches: 64 MiB in each of six buffers."""
-
-
-def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequence[InitRule], seed: int) -> None:
-    """Fill whole parameters in place, each by the first of ``rules`` that matches its name.
-
-    Raises:
-        NoInitRule: no rule matches a parameter.
-    """
-    for name, parameter in named_parameters:
-        fill(parameter, rule_for(name, rules), name=name, seed=seed)
+"""Elsewhere, where each tile costs some launches: 64 MiB in each temporary tensor."""
 
 
 def complete_init_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[InitRule, ...]:
@@ -193,14 +75,10 @@ def complete_init_rules(builder: ModelBuilder, names: Iterable[str]) -> tuple[In
     ones = []
     for name in names:
         if matches_any(norms, name):
-            first = _first_of(rules, name)
+            first = next((rule for rule in rules if matches(rule.pattern, name)), None)
             if first is None or (first.pattern == "*" and first.distribution != "constant"):  # the rule for all others
                 ones.append(InitRule(pattern=name, distribution="constant", mean=1.0))
     return (*ones, *rules)
-
-
-def _first_of(rules: Sequence[InitRule], name: str) -> InitRule | None:
-    return next((rule for rule in rules if matches(rule.pattern, name)), None)
 
 
 def rule_for(name: str, rules: Sequence[InitRule]) -> InitRule:
@@ -209,10 +87,20 @@ def rule_for(name: str, rules: Sequence[InitRule]) -> InitRule:
     Raises:
         NoInitRule: none does.
     """
-    rule = _first_of(rules, name)
-    if rule is None:
-        raise NoInitRule(parameter=name, patterns=[rule.pattern for rule in rules])
-    return rule
+    for rule in rules:
+        if matches(rule.pattern, name):
+            return rule
+    raise NoInitRule(parameter=name, patterns=[rule.pattern for rule in rules])
+
+
+def initialize(named_parameters: Iterable[tuple[str, torch.Tensor]], rules: Sequence[InitRule], seed: int) -> None:
+    """Fill whole parameters in place, each by the first of ``rules`` that matches its name.
+
+    Raises:
+        NoInitRule: no rule matches a parameter.
+    """
+    for name, parameter in named_parameters:
+        fill(parameter, rule_for(name, rules), name=name, seed=seed)
 
 
 def draw(
@@ -225,7 +113,7 @@ def draw(
     offsets: Sequence[int] | None = None,
     local_shape: Sequence[int] | None = None,
 ) -> torch.Tensor:
-    """Draw a parameter or one block of it.
+    """Return a parameter or one block of it, on the CPU; the other arguments are those of :func:`fill`.
 
     Args:
         shape: shape of the whole parameter.
@@ -235,12 +123,6 @@ def draw(
         dtype: dtype of the result.
         offsets: where the block starts, one number per dimension; None for the origin.
         local_shape: size of the block; None for everything from ``offsets`` on.
-
-    Returns:
-        A tensor of ``local_shape`` on the CPU.
-
-    Raises:
-        ValueError: the block is not within ``shape``.
     """
     starts = tuple(offsets) if offsets is not None else (0,) * len(shape)
     sizes = tuple(local_shape) if local_shape is not None else tuple(n - o for n, o in zip(shape, starts, strict=True))
@@ -278,57 +160,103 @@ def fill(
         raise ValueError(f"{name}: a block of {sizes} at {starts} is not within {shape}")
     if rule.distribution == "constant":
         block.fill_(rule.mean)
-    elif block.numel():
-        device = block.device if profile_of(block.device).float64 else HOST
-        direct = block.is_contiguous() and device == block.device and not isinstance(block, QuantisedWeight)
-        drawn = block if direct else torch.empty(sizes, dtype=block.dtype, device=device)
-        parts = rows_of(shape, starts, sizes)
-        for flat, rows in zip(drawn.view(-1).chunk(len(parts)), parts, strict=True):
-            _draw(flat, rows, Stream.of(seed, name), rule)
-        if not direct:
-            block.copy_(drawn)
+    if rule.distribution == "constant" or not block.numel():
+        return
+    device = block.device if profile_of(block.device).float64 else HOST
+    direct = block.is_contiguous() and device == block.device and not isinstance(block, QuantisedWeight)
+    values = block if direct else torch.empty(sizes, dtype=block.dtype, device=device)
+    stream, on_host = stream_of(seed, name), profile_of(device).host
+    parts = rows_of(shape, starts, sizes)
+    for flat, rows in zip(values.view(-1).chunk(len(parts)), parts, strict=True):
+        tiles = list(rows.pieces(_TILE_ON_HOST if on_host else _TILE))
+        ends = list(accumulate(tile.elements for tile in tiles))
+        numbers = replace(tiles[0], first=0).numbers(device)
+        draw_tile = functools.partial(_draw_tile, flat, numbers, stream, rule)
+        if on_host and len(tiles) > 1:
+            # Each thread takes the next tile: torch would leave a core's cache between two operations, and start and
+            # join threads for each.
+            with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+                list(pool.map(draw_tile, tiles, ends))
+        else:
+            list(map(draw_tile, tiles, ends))
+    if not direct:
+        block.copy_(values)
 
 
-def _draw(flat: torch.Tensor, rows: Rows, stream: Stream, rule: InitRule) -> None:
-    """Draw the elements of ``rows`` tile by tile. Each thread of a host takes the next tile, since torch would leave a
-    core's cache between two operations, and start and join threads for each."""
-    host = profile_of(flat.device).host
-    tiles = list(rows.pieces(_TILE_ON_HOST if host else _TILE))
-    terms = stream.terms(replace(tiles[0], first=0).numbers(flat.device))
-    table = quantile_table(flat.device)
-    due = iter(list(zip(tiles, accumulate(tile.elements for tile in tiles), strict=True)))
+def _draw_tile(
+    flat: torch.Tensor, numbers: torch.Tensor, stream: tuple[int, int], rule: InitRule, tile: Rows, end: int
+) -> None:
+    """Write the values of ``tile`` to ``flat`` up to ``end``, by the inverse of the rule's distribution.
 
-    def work() -> None:
-        with torch._C.DisableTorchFunction(), torch.inference_mode():  # torch function modes make each call slow
-            integers = torch.empty(2, len(terms), dtype=torch.int64, device=flat.device)
-            floats = torch.empty(3, len(terms), dtype=torch.float64, device=flat.device)
-            for tile, end in due:
-                words, (tails, *spare) = integers[:, : tile.elements].unbind(), floats[:, : tile.elements].unbind()
-                stream.tails(terms[: tile.elements], tile.first, words, out=tails)
-                shaped = _shaped(tails, rule, table, words=words, spare=spare)
-                flat[end - tile.elements : end].copy_(shaped.add_(rule.mean))
-
-    threads = min(torch.get_num_threads(), len(tiles)) if host else 1
-    if threads == 1:
-        work()
-    else:
-        with ThreadPoolExecutor(threads) as pool:
-            for done in [pool.submit(work) for _ in range(threads)]:
-                done.result()
+    The uniform number ``u`` in (0, 1) of an element is ``u`` itself up to a half, else ``u - 1``. These are midpoints
+    of 2⁵² equal parts, so that neither end is reached, and what is near an end is exact.
+    """
+    with torch._C.DisableTorchFunction(), torch.inference_mode():  # torch function modes make each call slow
+        bits = stream_bits(numbers[: tile.elements] + tile.first, stream)
+        tails = bits.bitwise_right_shift_(12).double().add_(0.5).mul_(2.0**-52)
+        if rule.distribution == "uniform":
+            values = tails.mul_(2).sub_(torch.sign(tails))
+        else:
+            if rule.distribution == "truncated_normal":
+                below = 0.5 * math.erfc(rule.truncate_at / math.sqrt(2))  # probability of what is cut on one side
+                tails.mul_(1 - 2 * below).add_(torch.sign(tails).mul_(below))
+            values = normal_quantiles(tails)
+        flat[end - tile.elements : end].copy_(values.mul_(rule.std).add_(rule.mean))
 
 
-def _shaped(
-    tails: torch.Tensor,
-    rule: InitRule,
-    table: torch.Tensor,
-    *,
-    words: Sequence[torch.Tensor],
-    spare: Sequence[torch.Tensor],
-) -> torch.Tensor:
-    """Values of the rule's distribution less its mean, by its inverse, from ``tails``, which are overwritten."""
-    if rule.distribution == "uniform":
-        return tails.mul_(2).sub_(torch.sign(tails, out=spare[0])).mul_(rule.std)
-    if rule.distribution == "truncated_normal":
-        below = 0.5 * math.erfc(rule.truncate_at / math.sqrt(2))  # probability of what is cut on one side
-        tails.mul_(1 - 2 * below).add_(torch.sign(tails, out=spare[0]).mul_(below))
-    return normal_quantiles(tails, table, words=words, spare=spare).mul_(rule.std)
+def stream_of(seed: int, name: str) -> tuple[int, int]:
+    """Return the stream of a parameter, start and increment: 128 bits of BLAKE2b over both.
+
+    The increment is odd, so that the period is 2⁶⁴; each stream has another, so that none is a shifted copy."""
+    digest = hashlib.blake2b(f"{seed}\0{name}".encode(), digest_size=16).digest()
+    gamma = int.from_bytes(digest[8:], "little") | 1
+    if (gamma ^ (gamma >> 1)).bit_count() < _MIXED_GAMMA_BITS:
+        gamma ^= 0xAAAAAAAAAAAAAAAA
+    return int.from_bytes(digest[:8], "little"), gamma
+
+
+def stream_bits(numbers: torch.Tensor, stream: tuple[int, int]) -> torch.Tensor:
+    """Return 64 random bits per element, as int64 of the same pattern: the mixed values of
+    ``start + (number + 1) * increment`` modulo 2⁶⁴."""
+    start, gamma = stream
+    bits = numbers * _signed(gamma) + _signed((start + gamma) % (1 << 64))  # int64 wraps modulo 2⁶⁴
+    for shift, factor in _ROUNDS:
+        bits ^= (bits >> shift).bitwise_and_((1 << (64 - shift)) - 1)  # torch's shift copies the sign: masked off
+        bits *= _signed(factor)
+    return bits
+
+
+def _signed(value: int) -> int:
+    """Return the int64 with the bit pattern of an unsigned 64-bit value."""
+    return value - (1 << 64) if value >> 63 else value
+
+
+def normal_quantiles(tails: torch.Tensor) -> torch.Tensor:
+    """Return the quantile of each probability, float64: from 2⁻⁵³ to a half of what is below; where negative, of what
+    is above."""
+    table, bits = torch.from_numpy(_quantile_table()).to(tails.device), tails.view(torch.int64)
+    index = (bits >> (52 - _BITS)).bitwise_and_(_ENTRIES - 1)
+    distance = (bits & _FRACTION).bitwise_or_(_ONE).view(torch.float64).sub_(1 + 2.0 ** -(_BITS + 1))
+    result = table[_DEGREE].index_select(0, index)
+    for degree in reversed(range(_DEGREE)):
+        result.mul_(distance).add_(table[degree].index_select(0, index))
+    return result.mul_(tails)
+
+
+@functools.cache
+def _quantile_table() -> NDArray[np.float64]:
+    """Return coefficients of quantile / probability, [degree + 1, entries], constants first.
+
+    The variable is the distance from a polynomial's middle, where probabilities are scaled to [1, 2). The memory stays,
+    640 KiB, and is no tensor, so that the tensors of a process are those of its run.
+    """
+    first = torch.arange((1023 - 53) << _BITS, (1023 - 1) << _BITS, device=HOST)
+    begins, ends = ((numbers << (52 - _BITS)).view(torch.float64) for numbers in (first, first + 1))
+    powers = torch.arange(_DEGREE + 1, dtype=torch.float64, device=HOST)
+    nodes = torch.cos((powers + 0.5) * (math.pi / (_DEGREE + 1)))  # of Chebyshev, in (-1, 1)
+    probabilities = begins + (ends - begins) * (nodes.unsqueeze(1) + 1) / 2
+    values = torch.special.ndtri(probabilities) / probabilities
+    solution = torch.linalg.solve(nodes.unsqueeze(1) ** powers, values)
+    table = np.zeros((_DEGREE + 1, _ENTRIES))
+    table[:, (first % _ENTRIES).numpy()] = (solution * (2.0 ** (_BITS + 1)) ** powers.unsqueeze(1)).numpy()
+    return table

@@ -71,23 +71,8 @@ def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -
         starts: where the block starts, one number per dimension.
         sizes: shape of the block.
     """
-    shape, starts, sizes = _merged(tuple(shape), tuple(starts), tuple(sizes))
-    if len(shape) == 1:
-        return [Rows(starts[0], 1, sizes[0], 0)]
-    *outer, count, columns = sizes
-    whole = math.prod(shape[-2:])
-    first = starts[-2] * shape[-1] + starts[-1]
-    numbers = [0]
-    for extent, start, size in zip(shape[:-2], starts, outer, strict=False):
-        numbers = [number * extent + start + along for number in numbers for along in range(size)]
-    return [Rows(number * whole + first, count, columns, shape[-1] - columns) for number in numbers]
-
-
-def _merged(
-    shape: tuple[int, ...], starts: tuple[int, ...], sizes: tuple[int, ...]
-) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    """Return the same block with dimensions that are taken whole merged into the one before. Mostly one or two remain,
-    and each costs a division per element."""
+    # Dimensions that are taken whole are merged into the one before. Mostly one or two remain, and each costs a
+    # division per element.
     merged = [(1, 0, 1)]
     for extent, start, size in zip(shape, starts, sizes, strict=True):
         if (start, size) == (0, extent):
@@ -97,8 +82,16 @@ def _merged(
             merged[-1] = (extent, start, size)
         else:
             merged.append((extent, start, size))
-    extents, first, counts = zip(*merged, strict=True)
-    return tuple(extents), tuple(first), tuple(counts)
+    shape, starts, sizes = zip(*merged, strict=True)
+    if len(shape) == 1:
+        return [Rows(starts[0], 1, sizes[0], 0)]
+    *outer, count, columns = sizes
+    whole = math.prod(shape[-2:])
+    first = starts[-2] * shape[-1] + starts[-1]
+    numbers = [0]
+    for extent, start, size in zip(shape[:-2], starts, outer, strict=False):
+        numbers = [number * extent + start + along for number in numbers for along in range(size)]
+    return [Rows(number * whole + first, count, columns, shape[-1] - columns) for number in numbers]
 
 
 KEY_WORDS = 4

@@ -10,7 +10,7 @@ from torch.optim.adamw import adamw as adamw_update
 
 from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.engine.optim.eager import EagerOptimizer, eager
+from nxdt_core.engine.optim.state import EagerOptimizer, eager
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
 from nxdt_core.train.optimizers.config import (
     AdadeltaConfig,

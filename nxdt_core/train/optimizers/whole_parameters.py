@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 from nxdt_core.distributed.collectives import all_reduce_bucketed, all_to_all, gather_along
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.optim.eager import EagerOptimizer
+from nxdt_core.engine.optim.state import EagerOptimizer
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
 from nxdt_core.protocols.piece import Box

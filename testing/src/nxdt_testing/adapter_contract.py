@@ -27,12 +27,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.train.step import CausalLM
 from nxdt_testing.contract import ComponentContract, copied, no_error
 from nxdt_testing.runs.layouts import TriesLayouts
 from nxdt_testing.runs.run import EXACT, Parts, Run, differing, global_batch, run_config, small_decoder

@@ -23,7 +23,7 @@ import torch
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.launch import EngineWithoutEstimate
-from nxdt_core.models.loss import cross_entropies, cross_entropy_sum
+from nxdt_core.models.loss import CausalLM, cross_entropies, cross_entropy_sum
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
@@ -33,7 +33,6 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
 from nxdt_core.train.plan import run_parts
-from nxdt_core.train.step import CausalLM
 from nxdt_testing.contract import copied
 from nxdt_testing.engine_runs import (
     LAYOUTS,

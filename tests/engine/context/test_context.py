@@ -16,7 +16,7 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.engine.context.apply import apply_context_parallel, shard_sequence, unshard_sequence
+from nxdt_core.engine.context.attention import apply_context_parallel, shard_sequence, unshard_sequence
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.layouts import (
     AttentionCoreMissing,

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from nxdt_core.engine.context.apply import apply_context_parallel, unshard_sequence
+from nxdt_core.engine.context.attention import apply_context_parallel, unshard_sequence
 from nxdt_core.engine.context.blocks import zigzag_shard
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.attention.grouped_query import CausalAttention

@@ -9,19 +9,17 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.distributed.devices import HOST, current_device, profile_of
-from nxdt_core.models.attention.kernels import (
-    ComposedKernel,
-    FlashOrEfficientKernel,
-    MaskedFlashKernel,
-    Scoring,
-    contiguous_heads,
-)
 from nxdt_core.models.attention.partial_attention import (
     _KERNELS,
     AttentionGradients,
     Block,
+    ComposedKernel,
+    FlashOrEfficientKernel,
+    MaskedFlashKernel,
     MergedAttention,
+    Scoring,
     Window,
+    contiguous_heads,
     kernel_for,
 )
 from tests.sampling import slow

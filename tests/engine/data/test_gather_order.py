@@ -10,7 +10,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.data.fsdp import OuterModules, outer_modules
+from nxdt_core.engine.data.fsdp import outer_modules
 from nxdt_core.engine.pipeline.split import cut_stage
 from nxdt_core.train import build
 from tests.engine.test_traffic import HIDDEN, STRATEGY, configured, running
@@ -98,9 +98,9 @@ def test_a_rank_with_both_ends_of_a_pipeline_gathers_each_once(ranks, stage):
 @pytest.mark.parametrize(
     ("overrides", "stages"),
     [
-        ((), [OuterModules(first="embed_tokens", last=("norm", "lm_head"))]),
-        (("model.share_embeddings_and_output_weights=true",), [OuterModules()]),
-        ((), [OuterModules(first="embed_tokens"), OuterModules(last=("norm", "lm_head"))]),
+        ((), [("embed_tokens", ("norm", "lm_head"))]),
+        (("model.share_embeddings_and_output_weights=true",), [("", ())]),
+        ((), [("embed_tokens", ()), ("", ("norm", "lm_head"))]),
     ],
     ids=["whole", "tied", "pipeline"],
 )

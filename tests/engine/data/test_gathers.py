@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from nxdt_core.engine.data.collectives import GatherDtypes, product_weights, set_gather_dtypes
+from nxdt_core.engine.data.fsdp import GatherDtypes, product_weights, set_gather_dtypes
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan

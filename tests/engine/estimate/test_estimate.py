@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 import torch
 import torch.distributed as dist
-from nxdt_plugin_llama.modeling import Llama
+from nxdt_plugin_llama.builder import Llama
 from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
-from nxdt_core.engine.estimate import workload
+from nxdt_core.engine.estimate import rank as workload
 from nxdt_core.engine.estimate.rank import fake_mesh
 from nxdt_core.errors.launch import UnknownAccelerator
 from nxdt_core.errors.models import ModelReadsValues

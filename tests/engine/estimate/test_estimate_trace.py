@@ -8,11 +8,22 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.distributed.torch_versions import all_gather_single, reduce_scatter_single
-from nxdt_core.engine.estimate.kernels import AcceleratorKernels
-from nxdt_core.engine.estimate.memory import StorageLayout, peak_memory
+from nxdt_core.engine.estimate.memory import (
+    ParameterCounts,
+    StorageLayout,
+    needs_stand_ins,
+    optimizer_state,
+    peak_memory,
+)
 from nxdt_core.engine.estimate.rank import fake_mesh
-from nxdt_core.engine.estimate.trace import LiveBytes, MicroBatchTrace, StageInput, WireBytes, trace_micro_batch
-from nxdt_core.engine.estimate.weights import ParameterCounts, needs_stand_ins, optimizer_state
+from nxdt_core.engine.estimate.trace import (
+    AcceleratorKernels,
+    LiveBytes,
+    MicroBatchTrace,
+    StageInput,
+    WireBytes,
+    trace_micro_batch,
+)
 from nxdt_core.engine.pipeline.schedules import schedule_operations
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.models.moe.experts import RowGroups, grouped_linear
@@ -36,7 +47,7 @@ def test_live_bytes_follow_storages_and_not_tensors():
         assert live.total == sum(live.peak.values()) == 80
         del first, view
         assert (live.total, sum(live.peak.values())) == (40, 80)
-        live.enter("workspace")
+        live.phase = "workspace"
         third = second * alias[0]
         live.retag(third, "gradients")
     assert live.live["activations"] == 40

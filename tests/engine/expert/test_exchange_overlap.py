@@ -11,7 +11,7 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from nxdt_core.engine.expert_dispatch import AllToAllDispatcher
+from nxdt_core.engine.expert import AllToAllDispatcher
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.router import Routing, TopKRouter

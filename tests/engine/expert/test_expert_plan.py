@@ -8,14 +8,14 @@ import pytest
 from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
+from nxdt_core.engine.estimate.memory import StateBytes
+from nxdt_core.engine.estimate.rank import Workload
 from nxdt_core.engine.estimate.run import estimate
-from nxdt_core.engine.estimate.weights import StateBytes
-from nxdt_core.engine.estimate.workload import Workload
 from nxdt_core.engine.layout import LayoutOptions
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-from nxdt_core.train.step import CausalLM
 
 
 class InChunks(MoEBuilder):

@@ -9,8 +9,7 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.engine.expert import apply_expert_parallel
-from nxdt_core.engine.expert_dispatch import apply_token_shuffle, exchange_tokens
+from nxdt_core.engine.expert import apply_expert_parallel, apply_token_shuffle, exchange_tokens
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.models.moe.experts import SwiGLUExperts

@@ -7,8 +7,8 @@ from nxdt_testing.ranks import process_group
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from nxdt_core.engine.global_batch import objective_output
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
+from nxdt_core.engine.model import objective_output
 from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models import loss as loss_module
 from nxdt_core.models.loss import cross_entropy_sum, log_partition, log_probs

@@ -17,15 +17,14 @@ from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.engine.data.fsdp import apply_data_parallel
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.runner import PipelineRunner
-from nxdt_core.engine.pipeline.split import cut_stage, stages_of_rank
-from nxdt_core.engine.pipeline.tied import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.pipeline.split import cut_stage, sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.models.random.init import draw, rule_for
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.mesh import MeshSizes, stages_of_rank
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 

@@ -11,8 +11,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
 from nxdt_core.engine.layout import LayoutOptions, part_costs, pipeline_cuts
-from nxdt_core.engine.pipeline.cuts import PartCosts, choose_cuts, stage_costs
-from nxdt_core.engine.pipeline.schedules import schedule_operations, step_length
+from nxdt_core.engine.pipeline.schedules import PartCosts, choose_cuts, schedule_operations, stage_costs, step_length
 from nxdt_core.engine.pipeline.split import stage_layers
 from nxdt_core.errors.layouts import FewerLayersThanStages
 from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage

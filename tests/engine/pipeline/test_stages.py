@@ -10,10 +10,10 @@ from nxdt_plugin_llama.config import LlamaConfig
 from nxdt_testing.errors import raises
 from torch import nn
 
-from nxdt_core.engine.layout import LayoutOptions, lay_out
+from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
-from nxdt_core.engine.pipeline.split import cut_stage, stage_layers, stages_of_rank
+from nxdt_core.engine.pipeline.split import cut_stage, stage_layers
 from nxdt_core.errors.layouts import (
     LayersDoNotDivide,
     MicroBatchesDoNotFit,
@@ -23,7 +23,7 @@ from nxdt_core.errors.layouts import (
     UnknownPipelineCut,
     ZeroBubbleCannot,
 )
-from nxdt_core.protocols.mesh import MeshSizes, check_micro_batches, check_whole_backward, rank_of_stage
+from nxdt_core.protocols.mesh import MeshSizes, check_micro_batches, check_whole_backward, rank_of_stage, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -164,7 +164,7 @@ def test_zero_bubble_refuses_what_needs_backward_in_one_piece():
     check_whole_backward("interleaved", recompute=True, compiled=True)
     mesh = ParallelMesh(MeshSizes(pp=2, vpp=2, schedule="zbv"), None)
     with raises(ZeroBubbleCannot, match="activation recomputation"):
-        lay_out(llama(), mesh, LayoutOptions(recompute_granularity="full"), PrecisionPolicy(name="fp32"))
+        parallelize(llama(), mesh, LayoutOptions(recompute_granularity="full"), PrecisionPolicy(name="fp32"))
 
 
 LAYOUTS = [

@@ -19,9 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from nxdt_core.distributed.devices import HOST, current_device
 from nxdt_core.engine.optim import rounding
-from nxdt_core.engine.optim.adam import AdamUpdates
-from nxdt_core.engine.optim.rounded_updates import StochasticUpdates, round_into, stand_ins
 from nxdt_core.engine.optim.rounding import BlockKernel, StochasticRounding, backend_on, can_compile, separate_rows
+from nxdt_core.engine.optim.updates import AdamUpdates, StochasticUpdates, round_into, stand_ins
 from nxdt_core.engine.precision import rounded_weights
 from nxdt_core.models.random.positions import hashed, noises, rounded
 from nxdt_core.protocols.optimizer import ParameterShard

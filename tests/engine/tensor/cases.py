@@ -14,14 +14,14 @@ from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor import apply
-from nxdt_core.engine.tensor.heads import PaddedDim, padded_parameters, unpadded_shard
+from nxdt_core.engine.tensor.layers import PaddedDim, padded_parameters, unpadded_shard
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.train.step import CausalLM
 from tests.engine.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama
 from tests.engine.tensor.mutants import MUTANTS
 

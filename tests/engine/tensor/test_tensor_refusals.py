@@ -12,7 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.heads import HeadSharding, PaddedDim
+from nxdt_core.engine.tensor.layers import HeadSharding, PaddedDim
 from nxdt_core.errors.launch import HeadsDoNotDivide, SequenceDoesNotDivide, ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan

@@ -6,7 +6,7 @@ from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSav
 from nxdt_testing.errors import raises
 
 from nxdt_core.engine.estimate.rank import fake_mesh
-from nxdt_core.engine.layout import LayoutOptions, lay_out
+from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
@@ -189,7 +189,7 @@ def test_tensor_parallel_ranks_drop_alike_what_they_hold_alike(start):
     for rank in (0, 1):
         with fake_mesh(MeshSizes(tp=2), rank=rank) as mesh:
             adapters = build.adapters(run.config)
-            laid = lay_out(run.builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32"), adapters).modules[0]
+            laid = parallelize(run.builder, mesh, LayoutOptions(), PrecisionPolicy(name="fp32"), adapters).modules[0]
             layer = laid.get_submodule("layers.0.attention")
             salts.append([getattr(layer, name).update.dropout.salt for name in ("q_proj", "o_proj")])
     (first_whole, first_part), (second_whole, second_part) = salts

@@ -11,10 +11,10 @@ from nxdt_plugin_sft_chat.loader import ChatData
 
 from nxdt_core.config import load as load_config
 from nxdt_core.data.loader import collate
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.train import build
-from nxdt_core.train.step import CausalLM
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.engine.dropout import set_dropout_salts
+from nxdt_core.engine.layout import set_dropout_salts
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.random.init import initialize

@@ -10,11 +10,11 @@ import torch
 
 from nxdt_core.config import load
 from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.step_border import at_border
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
-from nxdt_core.train.step import CausalLM
 from tests.sampling import slow_except
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")

@@ -18,7 +18,7 @@ from torch import nn
 from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.estimate.weights import optimizer_state
+from nxdt_core.engine.estimate.memory import optimizer_state
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.optimizers.config import AdamWConfig

@@ -9,9 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 from functorch.compile import make_boxed_func
-from nxdt_plugin_torchao.config import Float8Config
+from nxdt_plugin_torchao.config import Float8Config, float8
 from nxdt_plugin_torchao.errors import Float8SizesDoNotDivide, NoFloat8Here
-from nxdt_plugin_torchao.policy import float8
 from nxdt_plugin_torchao.product import Float8Product
 from nxdt_testing.errors import raises
 from nxdt_testing.precision_contract import PrecisionContract

@@ -17,6 +17,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.weights import reset_buffers
+from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.random.init import complete_init_rules, initialize
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
@@ -25,7 +26,7 @@ from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
-from nxdt_core.train.step import CausalLM, initialize_parallel_optimizer, train_step
+from nxdt_core.train.step import initialize_parallel_optimizer, train_step
 from nxdt_testing.contract import copied
 from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig

@@ -9,8 +9,8 @@ from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_builder import decoder_flops_per_token, residual_init_rules
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
+from nxdt_plugin_gpt import hf
 from nxdt_plugin_gpt.config import GPTConfig
-from nxdt_plugin_gpt.hf import exchange
 from nxdt_plugin_gpt.modeling import GPT
 
 _RESIDUAL_WRITERS = ("layers.*.attention.o_proj.weight", "layers.*.mlp.down_proj.weight")
@@ -19,8 +19,8 @@ _RESIDUAL_WRITERS = ("layers.*.attention.o_proj.weight", "layers.*.mlp.down_proj
 class GPTBuilder(ModelBuilder):
     """Builds Megatron's GPT, and its counterparts at Hugging Face."""
 
-    hf_architectures: ClassVar[tuple[str, ...]] = tuple(exchange.FAMILIES)
-    hf_ignored: ClassVar[tuple[str, ...]] = exchange.IGNORED
+    hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf.FAMILIES)
+    hf_ignored: ClassVar[tuple[str, ...]] = hf.IGNORED
 
     def __init__(self, config: GPTConfig) -> None:
         """Check ``config``.
@@ -63,12 +63,12 @@ class GPTBuilder(ModelBuilder):
         return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=c.vocab_rows)
 
     def config_to_hf(self) -> dict[str, Any]:
-        """Return :func:`nxdt_plugin_gpt.hf.exchange.config_to_hf` of the configuration."""
-        return exchange.config_to_hf(self.config)
+        """Return :func:`nxdt_plugin_gpt.hf.config_to_hf` of the configuration."""
+        return hf.config_to_hf(self.config)
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Return :func:`nxdt_plugin_gpt.hf.exchange.key_map` of the configuration."""
-        return exchange.key_map(self.config)
+        """Return :func:`nxdt_plugin_gpt.hf.key_map` of the configuration."""
+        return hf.key_map(self.config)
 
 
 _LAYER = "layers.*"
@@ -80,18 +80,29 @@ def plan_of(config: GPTConfig) -> ParallelPlan:
     norms = norms_of(config)
     whole_mlp = config.transformer_block_type == "normformer"  # its norm needs every channel
     learned = config.position_embedding_type == "learned_absolute"
+    # A fused projection is cut like queries, each of whose heads brings its own key and value.
+    query, *key_value = ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
+    mlp_styles: dict[str, TensorStyle] = {f"{_MLP}.up_proj": "column", f"{_MLP}.down_proj": "row"}
+    if config.gated:
+        mlp_styles[f"{_MLP}.gate_proj"] = "column"
     return ParallelPlan(
         tensor={
             "embedding.tokens": "vocab_embedding",
             **({"embedding.positions": "replicate"} if learned else {}),
-            **{f"{_ATTENTION}.{name}": "column" for name in _projections(config)},
+            **{f"{_ATTENTION}.{name}": "column" for name in (query, *key_value)},
             f"{_ATTENTION}.o_proj": "row",
-            **({} if whole_mlp else _mlp_styles(config)),
+            **({} if whole_mlp else mlp_styles),
             "lm_head": "vocab_head",
         },
         tensor_blocks=(_ATTENTION, "lm_head") if whole_mlp else (_ATTENTION, _MLP, "lm_head"),
         sequence_norms=norms,
-        heads=_heads(config),
+        heads=AttentionHeads(
+            query_heads=config.num_attention_heads,
+            kv_heads=config.kv_heads,
+            query=(f"{_ATTENTION}.{query}",),
+            key_value=tuple(f"{_ATTENTION}.{name}" for name in key_value),
+            output=(f"{_ATTENTION}.o_proj",),
+        ),
         pipeline=PipelinePlan(
             hidden_size=config.hidden_size,
             first=("embedding",),
@@ -122,25 +133,4 @@ def norms_of(config: GPTConfig) -> tuple[str, ...]:
         f"{_LAYER}.attention_norm",
         f"{_LAYER}.mlp_norm",
         *more.get(config.transformer_block_type, ("norm",)),
-    )
-
-
-def _projections(config: GPTConfig) -> tuple[str, ...]:
-    return ("qkv_proj",) if config.fused_qkv else ("q_proj", "k_proj", "v_proj")
-
-
-def _mlp_styles(config: GPTConfig) -> dict[str, TensorStyle]:
-    gate: dict[str, TensorStyle] = {f"{_MLP}.gate_proj": "column"} if config.gated else {}
-    return {f"{_MLP}.up_proj": "column", **gate, f"{_MLP}.down_proj": "row"}
-
-
-def _heads(config: GPTConfig) -> AttentionHeads:
-    """A fused projection is cut like queries, each of whose heads brings its own key and value."""
-    query, *key_value = _projections(config)
-    return AttentionHeads(
-        query_heads=config.num_attention_heads,
-        kv_heads=config.kv_heads,
-        query=(f"{_ATTENTION}.{query}",),
-        key_value=tuple(f"{_ATTENTION}.{name}" for name in key_value),
-        output=(f"{_ATTENTION}.o_proj",),
     )

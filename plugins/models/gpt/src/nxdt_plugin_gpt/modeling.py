@@ -20,8 +20,7 @@ from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import Dropout, causal_attention
 from nxdt_core.models.rotary import RotaryEmbedding, rotate
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_gpt.architecture import Activation
-from nxdt_plugin_gpt.config import GPTConfig
+from nxdt_plugin_gpt.config import Activation, GPTConfig
 
 
 class GPT(nn.Module):
@@ -36,7 +35,14 @@ class GPT(nn.Module):
         super().__init__()
         masks = DocumentMasks()
         self.embedding = GPTEmbedding(config)
-        self.rotary = _rotary(config)
+        self.rotary: RotaryEmbedding | None = None
+        if config.position_embedding_type == "rope":
+            self.rotary = RotaryEmbedding(
+                config.rotated_size,
+                theta=config.position_freq_base * config.position_abf_factor,
+                scaling=config.scaling,
+                max_positions=config.max_position_embeddings,
+            )
         self.layers = nn.ModuleDict({str(n): GPTLayer(config, masks) for n in range(config.num_layers)})
         # The last layer of a post-LN model already ends with a norm.
         self.norm = None if config.transformer_block_type == "post_ln" else norm_of(config, config.hidden_size)
@@ -66,17 +72,6 @@ class GPT(nn.Module):
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, document_ids, step=step)
         return head_output(self.lm_head, hidden if self.norm is None else self.norm(hidden), step)
-
-
-def _rotary(config: GPTConfig) -> RotaryEmbedding | None:
-    if config.position_embedding_type != "rope":
-        return None
-    return RotaryEmbedding(
-        config.rotated_size,
-        theta=config.position_freq_base * config.position_abf_factor,
-        scaling=config.scaling,
-        max_positions=config.max_position_embeddings,
-    )
 
 
 class GPTLayer(nn.Module):
@@ -161,20 +156,18 @@ class GPTAttention(nn.Module):
         step: StepContext | None = None,
     ) -> torch.Tensor:
         """``hidden`` [batch, seq, hidden] to the same shape; ``rotary`` as ``RotaryEmbedding`` gives it."""
-        query, key, value = self._heads(hidden)
+        if self.fused:
+            query, key, value = self.qkv_proj(hidden).unflatten(-1, (-1, 3 * self.head_size)).chunk(3, dim=-1)
+        else:
+            query, key, value = (
+                projection(hidden).unflatten(-1, (-1, self.head_size))  # [batch, seq, heads, head_size]
+                for projection in (self.q_proj, self.k_proj, self.v_proj)
+            )
         if rotary is not None:
             query, key = rotate(query, *rotary), rotate(key, *rotary)
         attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids, step)
         output: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
-
-    def _heads(self, hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Query, key and value [batch, seq, heads, head_size]; of a shard, its heads."""
-        if self.fused:
-            heads: torch.Tensor = self.qkv_proj(hidden).unflatten(-1, (-1, 3 * self.head_size))
-            return heads.chunk(3, dim=-1)
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        return tuple(projection(hidden).unflatten(-1, (-1, self.head_size)) for projection in projections)
 
 
 _FUNCTIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {

@@ -11,7 +11,7 @@ def nxdt_precisions() -> list[Component]:
     return [
         Component(
             name="float8",
-            target="nxdt_plugin_torchao.policy:float8",
+            target="nxdt_plugin_torchao.config:float8",
             config="nxdt_plugin_torchao.config:Float8Config",
             summary="float8 products in linear layers, the rest as mixed_precision or autocast",
         )

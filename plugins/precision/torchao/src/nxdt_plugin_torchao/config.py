@@ -1,13 +1,20 @@
-"""The sections of the policy ``float8`` and of the optimizer ``adamw_8bit``. No torch here."""
+"""The sections of the policy ``float8`` and of the optimizer ``adamw_8bit``. No torch here.
+
+The policy ``float8``. torch is imported when a model is laid out.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
 from nxdt_core.config.section import Section
 from nxdt_core.protocols.precision import PrecisionPolicy
+
+if TYPE_CHECKING:
+    from nxdt_plugin_torchao.product import Float8Product
 
 
 class Float8Config(Section):
@@ -65,3 +72,20 @@ class AdamW8bitConfig(Section):
         """Yield (key, problem) for values that cannot work."""
         if not all(beta < 1 for beta in self.betas):
             yield "betas", "each must be below 1"
+
+
+def float8(config: Float8Config) -> PrecisionPolicy:
+    """Return the policy that multiplies in float8 in the layers that ``config`` does not skip."""
+    return replace(config.dtypes(), linear_product=_Products(config.scaling, config.skip, config.gathers_float8))
+
+
+@dataclass(frozen=True, slots=True)
+class _Products:
+    scaling: str
+    skip: tuple[str, ...]
+    gathers: bool
+
+    def __call__(self, device_type: str) -> Float8Product:
+        from nxdt_plugin_torchao.product import Float8Product
+
+        return Float8Product(self.scaling, self.skip, device_type, gathers=self.gathers)

@@ -45,7 +45,13 @@ class Float8Product:
         """
         self._skip = skip
         self._emulated = device_type != "cuda"
-        _check_device(device_type)
+        if device_type not in ("cuda", "cpu", "unlisted"):
+            raise NoFloat8Here(device=device_type, reason="torchao multiplies in float8 on CUDA GPUs")
+        if device_type == "cuda" and torch.cuda.is_available():
+            major, minor = torch.cuda.get_device_capability()
+            if (major, minor) < _CAPABILITY:
+                reason = f"its compute capability is {major}.{minor}"
+                raise NoFloat8Here(device=torch.cuda.get_device_name(), reason=reason)
         recipe = Float8LinearConfig.from_recipe_name(scaling)
         if self._emulated:
             object.__setattr__(recipe, "emulate", True)  # frozen, and dataclasses.replace() loses the target dtypes
@@ -88,26 +94,14 @@ class Float8Cast:
 
     def scales(self, maxima: torch.Tensor) -> torch.Tensor:
         """Return torchao's scaling factors of weights with these largest absolute values."""
-        found: torch.Tensor = amax_to_scale(maxima, self._dtype)
-        return found
+        scales: torch.Tensor = amax_to_scale(maxima, self._dtype)
+        return scales
 
     def narrowed(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return ``values`` in float8."""
-        found: torch.Tensor = to_fp8_saturated(values.float() * scale, self._dtype)
-        return found
+        narrow: torch.Tensor = to_fp8_saturated(values.float() * scale, self._dtype)
+        return narrow
 
     def widened(self, sent: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of bytes in ``dtype``."""
         return (sent.view(self._dtype).float() / scale).to(dtype)
-
-
-def _check_device(device_type: str) -> None:
-    if device_type not in ("cuda", "cpu", "unlisted"):
-        raise NoFloat8Here(device=device_type, reason="torchao multiplies in float8 on CUDA GPUs")
-    if device_type != "cuda" or not torch.cuda.is_available():
-        return
-    found = torch.cuda.get_device_capability()
-    if found < _CAPABILITY:
-        raise NoFloat8Here(
-            device=torch.cuda.get_device_name(), reason=f"its compute capability is {found[0]}.{found[1]}"
-        )

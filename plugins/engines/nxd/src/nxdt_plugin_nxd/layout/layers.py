@@ -22,7 +22,7 @@ from neuronx_distributed.parallel_layers.mappings import (
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.engine.expert_dispatch import ExchangingDispatcher
+from nxdt_core.engine.expert import ExchangingDispatcher
 from nxdt_core.models.loss import cross_entropies, log_partition
 from nxdt_core.models.moe.router import WholeMicroBatch
 from nxdt_core.models.random.dropout import Dropout

@@ -22,8 +22,7 @@ from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.weights import allocate, build_whole, draw_piece
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.models.random.dropout import Dropout
-from nxdt_core.models.random.dropout_masks import MaskPart, encoded_name
+from nxdt_core.models.random.dropout import Dropout, MaskPart, encoded_name
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.mesh import stages_of_rank

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from nxdt_core.models.random.dropout_masks import step_numbers
+from nxdt_core.models.random.dropout import step_numbers
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput

@@ -1,21 +1,112 @@
-"""The step of torch's Adam and AdamW in one kernel for each parameter, for weights of any precision.
+"""Updates of weights that have no masters: computed in float32 and rounded stochastically into bfloat16.
+
+The step of torch's Adam and AdamW in one kernel for each parameter, for weights of any precision.
 
 Torch's fused kernels write clipped gradients back, and round only to the nearest.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from torch import nn
 
+from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.optim.eager import eager
 from nxdt_core.engine.optim.rounding import Backend, BlockKernel, Numbers, StochasticRounding, by_vectors, separate_rows
-from nxdt_core.models.random.positions import noises, rounded_number
+from nxdt_core.engine.optim.state import eager
+from nxdt_core.models.random.positions import noises, rounded, rounded_number
 from nxdt_core.protocols.optimizer import ParameterShard
+
+BUCKET_ELEMENTS = 2**25
+"""Elements of whole parameters whose weights and gradients exist in float32 at a time: 256 MiB of both."""
+
+
+class StochasticUpdates:
+    """Updates weights that are rounded by an optimizer that sees float32.
+
+    The optimizer works on float32 :func:`stand_ins` of the weights, some parameters at a time: it is called once per
+    bucket, and leaves parameters without a gradient alone. Buckets are made of the sizes of whole parameters, so that
+    ranks that share them have the same ones.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        weights: Mapping[str, torch.Tensor],
+        places: Mapping[str, ParameterShard],
+        trained: Mapping[str, nn.Parameter],
+        rounding: StochasticRounding,
+        *,
+        backend: Backend,
+    ) -> None:
+        """See :class:`nxdt_core.engine.optim.updates.AdamUpdates`; ``trained`` are stand-ins."""
+        self._optimizer, self._weights, self._places, self._stand_ins = optimizer, weights, places, trained
+        self._rounding = rounding
+        self._backend: Backend = backend
+        self._kernel = BlockKernel(round_into, backend=backend)
+
+    def apply(self, step: int) -> None:
+        """Update all weights that have a gradient; ``step`` is the number of this update in the run."""
+        sizes = {name: math.prod(self._places[name].shape) for name, w in self._weights.items() if w.grad is not None}
+        for bucket in buckets(sizes, sizes.__getitem__, BUCKET_ELEMENTS):
+            for name in bucket:
+                weight, stand_in = self._weights[name], self._stand_ins[name]
+                assert weight.grad is not None
+                stand_in.data, stand_in.grad = weight.detach().float(), weight.grad.float()
+                state = self._optimizer.state[stand_in]
+                for leaf in self._narrow(name, torch.bfloat16):
+                    state[leaf] = state[leaf].float()
+            self._optimizer.step()
+            results = []
+            for name in bucket:
+                state = self._optimizer.state[self._stand_ins[name]]
+                for leaf in self._narrow(name, torch.float32):
+                    target = torch.zeros_like(state[leaf], dtype=torch.bfloat16)
+                    results.append((name, f"{name}/{leaf}", target, state[leaf]))
+                    state[leaf] = target
+                results.append((name, name, self._weights[name].detach(), self._stand_ins[name].data))
+            keys = self._rounding.keys(step, [key for _, key, _, _ in results], results[0][2].device)
+            for (name, _, target, values), key in zip(results, separate_rows(keys, self._backend), strict=True):
+                self._kernel(self._places[name], (target, values), key)
+            for name in bucket:
+                stand_in = self._stand_ins[name]
+                stand_in.data, stand_in.grad = _stand_in(self._weights[name]), None
+            del results, state, target, values  # before the next bucket has float32 weights
+
+    def _narrow(self, name: str, dtype: torch.dtype) -> list[str]:
+        """Return the names of the state that is kept in bfloat16 and has ``dtype`` now."""
+        if self._rounding.state == "float32":
+            return []
+        stand_in = self._stand_ins[name]
+        return [
+            leaf
+            for leaf, value in self._optimizer.state[stand_in].items()
+            if isinstance(value, torch.Tensor)
+            and value.dtype == dtype
+            and value.dim()
+            and value.shape == stand_in.shape
+        ]
+
+
+def stand_ins(weights: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+    """Return float32 parameters to build an optimizer over, which have memory while it works on them."""
+    return {name: nn.Parameter(_stand_in(weight)) for name, weight in weights.items()}
+
+
+def round_into(target: torch.Tensor, values: torch.Tensor, numbers: Numbers, key: torch.Tensor) -> None:
+    """Round float32 ``values`` into ``target``; a function for :class:`BlockKernel`."""
+    target.copy_(rounded(values, *noises(numbers.hashed(values, key), 1)))
+
+
+def _stand_in(weight: torch.Tensor) -> torch.Tensor:
+    """Return a float32 tensor of the weight's shape with the memory of one number."""
+    return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
+
 
 _OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
 """Options of torch's that change the arithmetic; the configuration has none of them."""
@@ -49,16 +140,13 @@ class AdamUpdates:
             rounding: of bfloat16; None rounds to the nearest, and keeps state in the dtype of the weights as torch's.
             backend: as for :class:`BlockKernel`.
         """
-        self._optimizer = optimizer
-        self._backend: Backend = backend
-        self._weights = weights
-        self._trained = trained
+        self._optimizer, self._weights, self._places, self._trained = optimizer, weights, places, trained
         self._rounding = rounding
-        self._places = places
+        self._backend: Backend = backend
         self._dtype: torch.dtype | None = None if rounding is None else getattr(torch, rounding.state)
         self._kernels = {
-            decoupled: BlockKernel(_decoupled if decoupled else _coupled, backend=backend)
-            for decoupled in (True, False)
+            decoupled: BlockKernel(kernel, backend=backend)
+            for decoupled, kernel in ((True, _decoupled), (False, _coupled))
         }
         names = {parameter: name for name, parameter in trained.items()}
         self._groups = {names[p]: group for group in optimizer.param_groups for p in group["params"]}
@@ -84,7 +172,7 @@ class AdamUpdates:
             return
         names, device = list(gradients), next(iter(gradients.values())).device
         states = [self._state(name) for name in names]
-        rejected = self._handed("found_inf")
+        rejected: torch.Tensor | None = getattr(self._optimizer, "found_inf", None)
         taken = 1.0 if rejected is None else 1.0 - rejected
         factors = self._factors(names, torch.stack([state["step"] for state in states]).double() + taken)
         keys: Sequence[torch.Tensor | None] = [None] * len(names)
@@ -96,11 +184,9 @@ class AdamUpdates:
             tensors = (weight, gradients[name], state["exp_avg"], state["exp_avg_sq"])
             kernel = self._kernels[self._groups[name]["decoupled_weight_decay"]]
             kernel(self._places[name], tensors, key, factor, rejected)
-        _count([state["step"] for state in states], taken)
-
-    def _handed(self, name: str) -> torch.Tensor | None:
-        handed: torch.Tensor | None = getattr(self._optimizer, name, None)
-        return handed
+        # alpha chooses the overload that takes a tensor: the other would wait for the device to read its number.
+        count = torch.as_tensor(taken, dtype=torch.float32, device=device)
+        torch._foreach_add_([state["step"] for state in states], count, alpha=1.0)
 
     def _state(self, name: str) -> dict[str, torch.Tensor]:
         """Return torch's state in the run's dtype, on the device of the weight; a loaded one may be elsewhere."""
@@ -118,25 +204,24 @@ class AdamUpdates:
 
     def _factors(self, names: Sequence[str], steps: torch.Tensor) -> torch.Tensor:
         """Return the factors of each parameter's update, float32 [names, 9], computed in float64."""
-        groups = [self._groups[name] for name in names]
-        hyperparameters = torch.tensor([_hyperparameters(group) for group in groups], dtype=torch.float64)
+        rows = []
+        for group in map(self._groups.__getitem__, names):
+            numbers = (
+                group["lr"],
+                group["weight_decay"],
+                *group["betas"],
+                group["eps"],
+                1.0,
+            )  # 1: gradients as they are
+            rows.append([float(number) for number in numbers])
+        hyperparameters = torch.tensor(rows, dtype=torch.float64)
         lr, decay, beta1, beta2, eps, scale = hyperparameters.to(steps.device, non_blocking=True).unbind(1)
         rate = lr / (1 - beta1**steps)
         root = (1 - beta2**steps).rsqrt()
         decoupled = 1 - lr * decay
-        divisor = self._handed("grad_scale")
+        divisor: torch.Tensor | None = getattr(self._optimizer, "grad_scale", None)
         scale = scale if divisor is None else scale / divisor
         return torch.stack([1 - beta1, beta2, 1 - beta2, decay, decoupled, root, eps, rate, scale], dim=1).float()
-
-
-def _hyperparameters(group: Mapping[str, Any]) -> tuple[float, ...]:
-    """Numbers of a parameter group, and a scale of gradients that leaves them as they are."""
-    return float(group["lr"]), float(group["weight_decay"]), *map(float, group["betas"]), float(group["eps"]), 1.0
-
-
-def _count(steps: list[torch.Tensor], taken: float | torch.Tensor) -> None:
-    """``alpha`` chooses the overload that takes a tensor: the other would wait for the device to read its number."""
-    torch._foreach_add_(steps, torch.as_tensor(taken, dtype=torch.float32, device=steps[0].device), alpha=1.0)
 
 
 def _decoupled(weight: torch.Tensor, grad: torch.Tensor, *rest: Any) -> None:

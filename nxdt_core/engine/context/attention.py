@@ -1,4 +1,15 @@
-"""Context parallelism: ranks that share each sequence, for any model whose plan names its attention cores.
+"""Two ways to exchange keys and values between the ranks that share a sequence: a ring, and one all-gather.
+
+Ring attention (Liu et al. 2023, arXiv:2310.01889): keys and values travel from rank to rank, queries stay. While a
+block is computed, the next keys and values are on their way. In backward their gradients travel one step behind them:
+the sum for a rank's keys starts at its neighbour and comes home after as many hops as the keys made. It travels in the
+dtype of the keys, and each rank adds to it in float32.
+
+Gathered keys and values: one collective per direction where the ring has as many hops as ranks, at the price of a whole
+sequence of keys and values in memory while a layer runs. Each rank saves its own; they are gathered again in backward.
+
+
+Context parallelism: ranks that share each sequence, for any model whose plan names its attention cores.
 
 Everything but attention works on tokens one by one and needs no change; positions are part of the batch. So the batch
 is sharded, and the attention cores are replaced by ones that reach the other ranks' keys. (Torch's own context
@@ -11,6 +22,7 @@ allocates and sends.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -19,16 +31,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from nxdt_core.distributed.collectives import gather_along
+from nxdt_core.distributed.collectives import gather_along, reduce_scatter_along
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.context.blocks import (
     ContextSequence,
+    DocumentChunks,
     document_cache,
     document_cache_of,
+    local_blocks,
+    prefix_blocks,
+    ring_blocks,
     zigzag_shard,
     zigzag_unshard,
 )
-from nxdt_core.engine.context.exchange import gathered_backward, gathered_forward, ring_backward, ring_forward
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (
@@ -38,13 +54,192 @@ from nxdt_core.errors.layouts import (
     RingNeedsPointToPoint,
 )
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
-from nxdt_core.models.attention.kernels import accumulation_dtype, contiguous_heads
-from nxdt_core.models.attention.partial_attention import sink_gradients
+from nxdt_core.models.attention.partial_attention import (
+    AttentionGradients,
+    Block,
+    Gradients,
+    MergedAttention,
+    accumulation_dtype,
+    contiguous_heads,
+    sink_gradients,
+)
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
+
+_SEQUENCE = 2
+"""The dimension of queries, keys and values that is sharded."""
+
+
+def ring_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the causal attention of this rank's queries to the keys of all ranks. Collective.
+
+    Args:
+        query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
+        key: [batch, kv_heads, seq / ranks, head_dim].
+        value: as ``key``.
+        sequence: scale, cap, ranks, documents, window and sinks.
+
+    Returns:
+        Output, as ``query`` and as wide as ``value``, and log-sum-exp. No rank ever holds more than two shards of keys
+        and values.
+    """
+    group, merged = sequence.group, MergedAttention(query, value, sequence.scale, sequence.softcap)
+    for source, keys, values in _ring_shards(key, value, group):
+        for block in _blocks(sequence, source, key):
+            merged.add(block, keys, values)
+    return merged.result(sequence.sinks)
+
+
+def ring_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    sequence: ContextSequence,
+) -> Gradients:
+    """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
+    group = sequence.group
+    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
+    local, travelling = _zero_gradients(key, value), None
+    for source, keys, values in _ring_shards(key, value, group):
+        total = local if source == group.rank() else _zero_gradients(key, value)
+        grad_key, grad_value = _unpacked(total, key)
+        for block in _blocks(sequence, source, key):
+            sums.add(block, keys, values, grad_key, grad_value)
+        if source != group.rank():
+            if travelling is not None:
+                total += travelling()
+            travelling = _begin_hop(total.to(key.dtype), group)
+    if travelling is not None:
+        local += travelling()
+    grad_key, grad_value = _unpacked(local, key)
+    return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _blocks(sequence: ContextSequence, source: int, key: torch.Tensor) -> list[Block]:
+    group = sequence.group
+    return ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, sequence.documents, sequence.window)
+
+
+def _ring_shards(
+    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
+    """Yield (rank, its keys, its values) for every rank of the group, this one first, while the next shard is being
+    received."""
+    rank, ranks = group.rank(), group.size()
+    packed = torch.cat((key, value), -1)  # one message a hop
+    for step in range(ranks):
+        following = _begin_hop(packed, group) if step + 1 < ranks else None
+        yield (rank - step) % ranks, *_unpacked(packed, key)
+        if following is not None:
+            packed = following()
+
+
+def _begin_hop(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
+    """Send ``tensor`` to the next rank, and return a function that waits for it and for the previous rank's.
+
+    Several may be on their way at once: all ranks start them in one order, by which backends match them.
+    """
+    rank, ranks = group.rank(), group.size()
+    received = torch.empty_like(tensor)
+    works = dist.batch_isend_irecv(
+        [
+            dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % ranks),
+            dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % ranks),
+        ]
+    )
+
+    def wait(sent: torch.Tensor = tensor) -> torch.Tensor:  # which is kept until it has left
+        for work in works:
+            work.wait()
+        return received
+
+    return wait
+
+
+def _unpacked(packed: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values, or their gradients, from one tensor [batch, kv_heads, seq, head_dim + value_dim]."""
+    return packed[..., : key.shape[-1]], packed[..., key.shape[-1] :]
+
+
+def _zero_gradients(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    width = key.shape[-1] + value.shape[-1]
+    return key.new_zeros((*key.shape[:-1], width), dtype=accumulation_dtype(key.dtype))
+
+
+def gathered_forward(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute :func:`~nxdt_core.engine.context.attention.ring_forward` by one all-gather."""
+    layout = _layout(sequence, key)
+    gathering = _begin_gather(key, value, sequence.group)
+    merged = MergedAttention(query, value, sequence.scale, sequence.softcap)
+    for block in local_blocks(*layout):
+        merged.add(block, key, value)
+    keys, values = gathering()
+    for block in prefix_blocks(*layout):
+        merged.add(block, keys, values)
+    return merged.result(sequence.sinks)
+
+
+def gathered_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    lse: torch.Tensor,
+    sequence: ContextSequence,
+) -> Gradients:
+    """Compute :func:`~nxdt_core.engine.context.attention.ring_backward` by one all-gather and one reduce-scatter."""
+    layout, group = _layout(sequence, key), sequence.group
+    gathering = _begin_gather(key, value, group)
+    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
+    dtype = accumulation_dtype(key.dtype)
+    grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+    for block in local_blocks(*layout):
+        sums.add(block, key, value, grad_key, grad_value)
+    keys, values = gathering()
+    grad_whole = keys.new_zeros((*keys.shape[:-1], keys.shape[-1] + values.shape[-1]), dtype=dtype)
+    grad_keys, grad_values = grad_whole.tensor_split((keys.shape[-1],), -1)
+    for block in prefix_blocks(*layout):
+        sums.add(block, keys, values, grad_keys, grad_values)
+    narrow = grad_whole.to(key.dtype)  # as keys and values travel
+    shards = [zigzag_shard(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
+    summed = reduce_scatter_along(torch.stack(shards), 0, group)[0]
+    grad_key += summed[..., : key.shape[-1]]
+    grad_value += summed[..., key.shape[-1] :]
+    return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
+
+
+def _layout(sequence: ContextSequence, key: torch.Tensor) -> tuple[int, int, int, DocumentChunks | None, int | None]:
+    group = sequence.group
+    return group.rank(), group.size(), key.shape[_SEQUENCE] // 2, sequence.documents, sequence.window
+
+
+def _begin_gather(
+    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
+) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Start to gather keys and values, and return a function that waits for them and returns them: [batch, kv_heads,
+    seq, head_dim] of the whole sequence in its own order."""
+    own = torch.cat((key, value), -1)  # one message; kept until it has left
+    everything = own.new_empty((group.size(), *own.shape))
+    work = all_gather_single(everything.flatten(0, 1), own, group=group, async_op=True)  # gloo knows no other form
+
+    def wait(sent: torch.Tensor = own) -> tuple[torch.Tensor, torch.Tensor]:
+        work.wait()
+        keys, values = zigzag_unshard(everything.unbind(0), _SEQUENCE).tensor_split((key.shape[-1],), -1)
+        return keys, values
+
+    return wait
+
 
 ContextMethod = Literal["ring", "gather"]
 _METHODS = {"ring": (ring_forward, ring_backward), "gather": (gathered_forward, gathered_backward)}
@@ -99,7 +294,10 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     if group is None:
         return
     cores = [(path, core) for path, core in module.named_modules() if matches_any(plan.attention_cores, path)]
-    if not plan.attention_cores or (not cores and _has_layers(module, plan)):
+    # A pipeline stage without layers has no attention.
+    layers = None if plan.pipeline is None else module.get_submodule(plan.pipeline.layers)
+    has_layers = layers is None or any(True for _ in layers.children())
+    if not plan.attention_cores or (not cores and has_layers):
         raise AttentionCoreMissing(patterns=plan.attention_cores, ranks=group.size())
     device = torch.device(mesh.mesh("cp").device_type)
     if method == "ring" and not profile_of(device).point_to_point:
@@ -151,29 +349,19 @@ class ContextParallelAttention(nn.Module):
         if window is not None and window >= query.shape[2] * self.ranks:
             window = None
         dtype = compute_dtype(query)  # autocast does not know the function
-        return context_parallel_attention(
-            contiguous_heads(query.to(dtype)),
-            contiguous_heads(key.to(dtype)),
-            contiguous_heads(value.to(dtype)),
-            document_ids,
-            sinks,
-            scale=query.shape[-1] ** -0.5 if scale is None else scale,
-            softcap=self.semantics.softcap,
-            window=window,
-            method=self.method,
-            group_name=self.group_name,
-        )
+        scale = query.shape[-1] ** -0.5 if scale is None else scale
+        heads = (contiguous_heads(tensor.to(dtype)) for tensor in (query, key, value))
+        settings = (scale, self.semantics.softcap, window, self.method, self.group_name)
+        output: torch.Tensor
+        if torch.compiler.is_compiling():
+            output, _ = _attention(*heads, document_ids, sinks, *settings)
+        else:
+            output = _ContextAttention.apply(*heads, document_ids, sinks, *settings)  # type: ignore[no-untyped-call]
+        return output
 
     def extra_repr(self) -> str:
         """Method and number of ranks."""
         return f"method={self.method}, ranks={self.ranks}"
-
-
-def _has_layers(module: nn.Module, plan: ParallelPlan) -> bool:
-    """Return False for a pipeline stage without layers, which has no attention."""
-    if plan.pipeline is None:
-        return True
-    return any(True for _ in module.get_submodule(plan.pipeline.layers).children())
 
 
 def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
@@ -197,45 +385,6 @@ def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
     if not semantics.causal:
         raise refusal("its tokens see later ones")
     return semantics
-
-
-def context_parallel_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    document_ids: torch.Tensor | None,
-    sinks: torch.Tensor | None = None,
-    *,
-    scale: float,
-    softcap: float | None,
-    window: int | None,
-    method: ContextMethod,
-    group_name: str,
-) -> torch.Tensor:
-    """Return the causal attention of this rank's queries to the keys of all ranks. Collective, forward and backward.
-
-    Args:
-        query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
-        key: [batch, kv_heads, seq / ranks, head_dim].
-        value: as ``key``.
-        document_ids: int64 [batch, seq / ranks]; None where each row of the batch is one document.
-        sinks: [heads], scores that take part in the softmax and have no value.
-        scale: factor of query · key.
-        softcap: scores are ``softcap · tanh(score / softcap)``; None: as they are.
-        window: how many tokens one sees, itself included; None for all before it.
-        method: how keys and values travel.
-        group_name: of the ranks; :func:`~nxdt_core.engine.context.blocks.document_cache` knows it.
-
-    Returns:
-        As ``query``, as wide as ``value``.
-    """
-    arguments = (query, key, value, document_ids, sinks, scale, softcap, window, method, group_name)
-    output: torch.Tensor
-    if torch.compiler.is_compiling():
-        output, _ = _attention(*arguments)
-    else:
-        output = _ContextAttention.apply(*arguments)  # type: ignore[no-untyped-call]
-    return output
 
 
 def _context_sequence(

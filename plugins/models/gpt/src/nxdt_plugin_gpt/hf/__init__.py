@@ -1,1 +1,0 @@
-"""Exchange with Hugging Face: GPT-2 and GPT-NeoX."""
