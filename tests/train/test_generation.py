@@ -466,11 +466,12 @@ def test_weights_of_draws_are_those_of_transformers_warpers(settings):
 
 def test_penalties_are_those_of_transformers_and_of_the_counts_of_what_was_written():
     transformers = pytest.importorskip("transformers")
-    logits = torch.randn(2, 30, generator=torch.Generator().manual_seed(4))
     prompts = [[1, 2, 3, 40], [4, 4]]  # an id that the tokenizer does not have
-    sampler = Sampler(Sampling(repetition_penalty=1.7), prompts, 30)
-    expected = transformers.RepetitionPenaltyLogitsProcessor(1.7)(torch.tensor([[1, 2, 3], [4, 4, 4]]), logits.clone())
-    assert (sampler._penalised(logits) - expected).abs().max() < 1e-6
+    theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)
+    for seed in range(100):
+        logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed))
+        expected = theirs(torch.tensor([[1, 2, 3], [4, 4, 4]]), logits.clone()).argmax(-1)
+        assert Sampler(Sampling(repetition_penalty=1.7), prompts, 6)(logits) == expected.tolist()
     counted = Sampler(Sampling(frequency_penalty=0.4), prompts, 30)
     flat = torch.zeros(2, 30)
     flat[:, 7] = 1.0

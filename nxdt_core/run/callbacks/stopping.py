@@ -236,11 +236,11 @@ class TimeLimit(Callback):
         self._ends_at_s = time.monotonic() + limit_s
         self._signals = signals
 
-    def on_validation_batch_end(self, run: Run) -> None:
-        """Look at the clock during a validation, too."""
-        self.on_step_end(run)
-
     def on_step_end(self, run: Run) -> None:
+        """Look at the clock as during a validation."""
+        self.on_validation_batch_end(run)
+
+    def on_validation_batch_end(self, run: Run) -> None:
         """Look at the clock, unless the run ends here anyway."""
         if run.rank == 0 and time.monotonic() >= self._ends_at_s and run.step < run.max_steps:
             self._signals.request(signal.SIGTERM, because="trainer.max_time is over")
