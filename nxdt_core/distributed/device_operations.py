@@ -109,7 +109,7 @@ class HostOperations(DeviceOperations):
         memory with other processes. No figures depend on its name, and its kernel keeps one high-water mark of memory
         for the process's life."""
 
-    current_index = set_index = synchronize = rng_state = set_rng_state = _nothing
+    current_index = set_index = synchronize = rng_state = set_rng_state = _nothing  # type: ignore[assignment]
     name = total_memory_bytes = reset_max_memory = _nothing  # type: ignore[assignment]
 
     def max_memory_bytes(self, device: torch.device) -> int:

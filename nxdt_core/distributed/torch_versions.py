@@ -100,9 +100,9 @@ def hash_meshes_alike() -> None:
     if hasattr(DeviceMesh, "_stable_hash"):
 
         def hash_of_mesh(mesh: DeviceMesh) -> int:
-            if getattr(mesh, "_hash", None) is None:
-                mesh._hash = int(mesh._stable_hash()[:15], 16)
-            return mesh._hash
+            if (number := getattr(mesh, "_hash", None)) is None:
+                number = mesh._hash = int(mesh._stable_hash()[:15], 16)
+            return int(number)
 
         DeviceMesh.__hash__ = hash_of_mesh  # type: ignore[method-assign]
 

@@ -19,7 +19,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -170,7 +170,8 @@ class LayoutOptions:
     def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
         """Return the options of a configuration for a device type."""
         backend, static_shapes = profile.compile_backend if run.model.compile else None, profile.static_shapes
-        names, sliced = profile.shared_heads, cast(Sliced, "none")
+        names = profile.shared_heads
+        sliced: Sliced = "none"
         if mesh.sizes.tp * mesh.sizes.ep > run.trainer.devices:  # neighbours in ep are tp ranks apart
             sliced = "capacity" if run.model.compile else "all"
         return cls(

@@ -127,7 +127,7 @@ class DiscardedTensors:
             self._found.clear()
 
 
-_SavedRecipe = tuple[Recipe, torch.Size, tuple[int, ...], int]
+_SavedRecipe = tuple[Recipe, torch.Size, tuple[int, ...], int | torch.SymInt]
 """Replaces a discarded tensor, or a view of one, among the tensors that autograd saves: with size, stride, offset."""
 
 

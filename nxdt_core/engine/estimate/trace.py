@@ -209,7 +209,7 @@ def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bo
         if is_recomputed(part):
             continue
         if getattr(part, "product", functional.linear) is not functional.linear:
-            part.product = _CastingProduct.apply  # type: ignore[assignment]
+            part.product = _CastingProduct.apply
         if matches_any(plan.cheap, path):
             has_parameters = any(True for _ in part.parameters())
             if not has_parameters:

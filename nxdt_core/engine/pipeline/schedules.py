@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, pairwise, product, takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
@@ -231,7 +232,7 @@ def counted_costs(
                 continue
             elements = parameter.numel()
             if matches_any(plan.experts.modules, path):
-                nearest = max(top_k, key=lambda router, experts=path: _shared_depth(router, experts), default="")
+                nearest = max(top_k, key=partial(_shared_depth, path), default="")
                 elements = elements * top_k.get(nearest, 1) // parameter.shape[0]
             work[path] += elements * (_TRAINED if parameter.requires_grad else _FROZEN)
     # Scores are computed with the tokens of the window; with a cap, they are with all, and a window hides some.

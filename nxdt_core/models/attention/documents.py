@@ -65,7 +65,7 @@ class BlockAttention:
         from torch.nn.attention.flex_attention import flex_attention
 
         # Outside of a graph it would compute all scores unless it is compiled by itself.
-        attend: Callable[..., Any] = flex_attention if torch.compiler.is_compiling() else _compiled(self.backend)
+        attend: Any = flex_attention if torch.compiler.is_compiling() else _compiled(self.backend)
         attended: torch.Tensor = attend(
             query, key, value, block_mask=blocks, enable_gqa=shared, kernel_options=_KERNEL_OPTIONS
         )
