@@ -1,14 +1,14 @@
 """Generation with a cache of keys and values, in every layout but that of context parallelism.
 
-Each pass sends the new tokens alone through the stages of a pipeline and the shards of tensor parallelism. Where a
-process computes whole passes, on a device that can record them, a pass and the choice of its tokens is one launch.
+Each pass sends the new tokens alone through the stages of a pipeline and the shards of tensor parallelism. On a device
+that can record passes, a pass and the choice of its tokens is one launch, collectives of tensor parallelism included.
 """
 
 from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import final
@@ -18,6 +18,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.context.attention import core_semantics
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
@@ -67,9 +68,9 @@ def check_positions_stay(modules: Sequence[nn.Module], lengths: Sequence[int], c
 
 
 def records_passes(sizes: MeshSizes, *, sharded: bool) -> bool:
-    """Return whether passes of generation can be recorded in a layout: none waits for another rank, and weights stay
-    where they are. ``sharded``: FSDP2 holds the weights."""
-    return sizes.tp * sizes.pp * sizes.cp * sizes.ep == 1 and not sharded
+    """Return whether passes of generation can be recorded in a layout: weights stay where they are, and the host takes
+    no part in what a pass receives from other ranks. ``sharded``: FSDP2 holds the weights."""
+    return sizes.pp * sizes.cp * sizes.ep == 1 and not (sharded and sizes.zero_stage == 3)
 
 
 @contextmanager
@@ -137,15 +138,15 @@ class RecordedDecoding(CachedDecoding):
     passes: Callable[[], AbstractContextManager[None]]
     """Returns a context around passes."""
     device: torch.device
-    weights: Sequence[nn.Parameter]
-    """Weights that passes read, in the memory that a recording has the addresses of."""
+    weights: Callable[[], Iterable[nn.Parameter]]
+    """Returns the weights that passes read, in the memory that a recording has the addresses of."""
     kept: dict[Hashable, Recorded]
     """The model's last recording, which the next call of equal shapes uses again."""
 
     def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
         """Yield the next columns of tokens, several at a time; see the protocol."""
         columns = min(-(-self.columns // _COLUMNS) * _COLUMNS, max(self.columns, window))
-        addresses = tuple(weight.data_ptr() for weight in self.weights)
+        addresses = tuple(local_of(weight).data_ptr() for weight in self.weights())
         key = self.cache.rows, columns, window, choice.key, addresses
         recorded = self.kept.pop(key, None)
         self.kept.clear()  # before as much memory is allocated again
@@ -159,6 +160,8 @@ class RecordedDecoding(CachedDecoding):
 
         def run() -> None:
             positions, ids = cache.begin_pass(window), recorded.choice.state["tokens"]
+            if self.multiple > 1:  # no token sees a later one
+                positions, ids = (functional.pad(each, (0, self.multiple - 1)) for each in (positions, ids))
             recorded.choice.choose(self.logits(Batch(input_ids=ids, labels=ids, position_ids=positions))[:, 0])
 
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
+from weakref import WeakSet
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import pins_inputs, register_profile_of, use_device_settings
@@ -44,6 +45,7 @@ class TorchEngine(ParallelEngine):
             config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
         )
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
+        self._models: WeakSet[TorchModel] = WeakSet()
         position = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
         self.rank_info = RankInfo(
             rank=self.ranks.rank,
@@ -94,7 +96,9 @@ class TorchEngine(ParallelEngine):
         materialise_layout(layout, self.device, seed=seed, base=materialise)
         pins = pins_inputs(self._run.data, profile_of(self.device))
         compute = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
-        return TorchModel(layout, self.mesh, compute, micro_batches=micro_batches)
+        model = TorchModel(layout, self.mesh, compute, micro_batches=micro_batches)
+        self._models.add(model)
+        return model
 
     def initialize_optimizer(
         self, model: TorchModel, factory: OptimizerFactory, config: Any, *, decay_norms: bool
@@ -172,4 +176,6 @@ class TorchEngine(ParallelEngine):
 
     def shutdown(self) -> None:
         """Leave the process group; may be called twice."""
+        for model in self._models:  # NCCL waits for the end of recordings with its collectives
+            model.forget_passes()
         self.ranks.stop()

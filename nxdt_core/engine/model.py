@@ -20,7 +20,7 @@ from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
 from nxdt_core.engine.context.attention import shard_sequence, unshard_sequence
-from nxdt_core.engine.data.fsdp import ScaledWeights, begin_micro_batch, uses_copied_masters
+from nxdt_core.engine.data.fsdp import ScaledWeights, begin_micro_batch, hooks_off, uses_copied_masters
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.decoding import (
     CachedDecoding,
@@ -274,6 +274,8 @@ class TorchModel(ParallelModel):
         self._step, self._has_run = 0, False
         self._recorded: dict[Hashable, Recorded] = {}
         """The pass that generation ran last, at most one."""
+        self._writing = 0
+        """Blocks of :meth:`writing`, in which gathered weights stay."""
         self._gradients: GradientReducer | None = None
         if mesh.sizes.world_size > 1:
             self._gradients = GradientReducer(
@@ -415,20 +417,38 @@ class TorchModel(ParallelModel):
             raise CacheUnsupported("context parallel ranks share each sequence")
         check_positions_stay(self._layout.modules, lengths, columns)
         slots = attention_slots(self._layout.modules, self.plan)
-        alone = records_passes(self._mesh.sizes, sharded=self._layout.sharded)
-        if not (alone and profile_of(self._compute.device).records):
+        sharded = self._layout.sharded
+        recorded = records_passes(self._mesh.sizes, sharded=sharded) and (self._writing > 0 or not sharded)
+        if not (recorded and profile_of(self._compute.device).records):
             cache, multiple = KeyValueCache(slots, lengths, columns), self._sequence_multiple
             return CachedDecoding(cache=cache, last_logits=self._last_logits, multiple=multiple)
+        step = StepContext()
         return RecordedDecoding(
             cache=KeyValueCache(slots, lengths, max(lengths)),
             last_logits=self._last_logits,
+            multiple=self._sequence_multiple,
             columns=columns,
-            logits=partial(self._logits, step=StepContext()),
+            logits=lambda batch: _whole(self._logits(batch, step), 0),
             passes=self._recorded_passes,
             device=self._compute.device,
-            weights=[*self.module.parameters()],
+            weights=self.module.parameters,
             kept=self._recorded,
         )
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """Keep gathered weights within the block."""
+        self._writing += 1
+        try:
+            yield
+        finally:
+            self._writing -= 1
+            if not self._writing:
+                self._free_gathered()
+
+    def forget_passes(self) -> None:
+        """Drop what recordings refer to, such as process groups."""
+        self._recorded.clear()
 
     @contextmanager
     def _recorded_passes(self) -> Iterator[None]:
@@ -436,7 +456,7 @@ class TorchModel(ParallelModel):
             self.module.eval()
         if isinstance(self._weights, CopiedMasters):
             self._weights.stay = True
-        with self._forward_only():
+        with self._forward_only(), hooks_off(self._layout.modules if self._layout.sharded else ()):
             yield
 
     def _last_logits(self, batch: Batch, columns: int, cache: KeyValueCache) -> torch.Tensor:
@@ -452,15 +472,12 @@ class TorchModel(ParallelModel):
             return self._whole_logits(batch, last)[:, 0]
 
     def _whole_logits(self, batch: Batch, index: int | None = None) -> torch.Tensor:
-        """The logits of all tokens, or of one of each row, [rows, 1, vocab]: where the heads gave more."""
-
-        def wanted(logits: torch.Tensor) -> torch.Tensor:
-            one = index is not None and logits.shape[1] > 1
-            return _whole(logits[:, index : index + 1] if one and index is not None else logits)
-
+        """Return what :func:`_whole` returns of the logits of a batch."""
         if self._pipeline is None:
-            return wanted(self._logits(batch.to(self._compute.device), StepContext()))
-        outputs = self._pipeline.forward([batch], _inputs, lambda _: StepContext(), lambda logits, *_: wanted(logits))
+            return _whole(self._logits(batch.to(self._compute.device), StepContext()), index)
+        outputs = self._pipeline.forward(
+            [batch], _inputs, lambda _: StepContext(), lambda logits, *_: _whole(logits, index)
+        )
         return self._pipeline.broadcast_from_last(outputs[0] if outputs else None)
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
@@ -531,7 +548,10 @@ class TorchModel(ParallelModel):
         return self._norm(self._owned)
 
     def sync_tied_copies(self) -> None:
-        """Let second copies of tied parameters follow; called after an update and after a load."""
+        """Let second copies of tied parameters follow, and drop gathered weights; called after an update and after a
+        load."""
+        if self._writing:
+            self._free_gathered()
         with torch.no_grad():
             for owner, user in self._parameters.twins:
                 local_of(user).copy_(local_of(owner))
@@ -591,13 +611,17 @@ class TorchModel(ParallelModel):
     def _forward_only(self, *, inference: bool = False) -> Iterator[None]:
         """No gradients, and inference mode where it is asked for and possible. Where FSDP2 gathers weights or masters
         have copies, a caller's inference mode is left, since no backward can use what is made in it; and gathered
-        weights are freed, since the optimizer's update would not reach them.
+        weights are freed unless a text is being written, since the optimizer's update would not reach them.
         """
         gathered = self._layout.sharded or self._weights is not None
         weights = nullcontext() if self._weights is None else self._weights.in_place()
         mode = torch.inference_mode(not gathered) if gathered or inference else nullcontext()
         with mode, torch.no_grad(), weights:
             yield
+        if not self._writing:
+            self._free_gathered()
+
+    def _free_gathered(self) -> None:
         for module in self._layout.modules if self._layout.sharded else ():
             for part in module.modules():
                 if is_fsdp_module(part):
@@ -608,8 +632,11 @@ def _elements(value: torch.Tensor | Piece) -> torch.Tensor:
     return value.tensor if isinstance(value, Piece) else local_of(value)
 
 
-def _whole(logits: torch.Tensor) -> torch.Tensor:
-    """Logits of the whole vocabulary; a collective over tensor parallel ranks where they are cut."""
+def _whole(logits: torch.Tensor, index: int | None = None) -> torch.Tensor:
+    """Return logits of the whole vocabulary, of all tokens or of one of each row, [rows, 1, vocab]; a collective over
+    tensor parallel ranks where they are cut."""
+    if index is not None and logits.shape[1] > 1:  # the heads may have computed that one alone
+        logits = logits[:, index : index + 1]
     if not is_dtensor(logits):
         return logits
     whole: torch.Tensor = logits.full_tensor()

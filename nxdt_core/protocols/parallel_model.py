@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -176,6 +177,11 @@ class ParallelModel(ABC):
                 one; the default.
         """
         raise CacheUnsupported("its engine has no cache")
+
+    def writing(self) -> AbstractContextManager[object]:
+        """Return a context around the passes that continue some prompts, within which weights do not change. The model
+        may keep what it has gathered. Default: nothing."""
+        return nullcontext()
 
 
 class ParallelOptimizer(ABC):

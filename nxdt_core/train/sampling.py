@@ -208,44 +208,45 @@ class Writer:
             sampling: its stop texts are the caller's to find.
             ended: rows that get no further token; the caller adds to it.
         """
-        seen, passes = [[*prompt] for prompt in prompts], _Passes(self, prompts, sampling.max_new_tokens)
-        sampler = Sampler(sampling, prompts, self.tokenizer.vocab_size, passes.device)
-        logits = passes(seen)
-        rows, left = [*range(len(prompts) * sampling.samples)], sampling.max_new_tokens
-        if sampling.samples > 1:
-            of_prompt = [row // sampling.samples for row in rows]
-            seen, logits = [[*seen[prompt]] for prompt in of_prompt], logits[of_prompt]
-            passes.keep(of_prompt)
-        if not left:
-            return
-        going = [*rows]
-        """Places in ``rows`` of those that continue."""
-
-        def within_window() -> int:
-            return min(left, self.window + 1 - max(len(seen[place]) for place in going))
-
-        def columns() -> Iterator[list[int]]:
-            nonlocal rows, seen, going
-            yield sampler(logits)
-            while True:
-                yield from passes.columns(sampler, within_window)
-                if len(going) < len(rows):
-                    rows, seen = [rows[place] for place in going], [seen[place] for place in going]
-                    passes.keep(going)
-                    sampler.keep(going)
-                    going = [*range(len(rows))]
-                yield sampler(passes(seen))
-
-        for tokens in columns():
-            left, places, going = left - 1, going, []
-            for place in places:
-                if (token := tokens[place]) not in self.stop_ids:
-                    seen[place].append(token)
-                    yield rows[place], token
-                    if rows[place] not in ended:
-                        going.append(place)
-            if not left or not going:
+        with self.model.writing():
+            seen, passes = [[*prompt] for prompt in prompts], _Passes(self, prompts, sampling.max_new_tokens)
+            sampler = Sampler(sampling, prompts, self.tokenizer.vocab_size, passes.device)
+            logits = passes(seen)
+            rows, left = [*range(len(prompts) * sampling.samples)], sampling.max_new_tokens
+            if sampling.samples > 1:
+                of_prompt = [row // sampling.samples for row in rows]
+                seen, logits = [[*seen[prompt]] for prompt in of_prompt], logits[of_prompt]
+                passes.keep(of_prompt)
+            if not left:
                 return
+            going = [*rows]
+            """Places in ``rows`` of those that continue."""
+
+            def within_window() -> int:
+                return min(left, self.window + 1 - max(len(seen[place]) for place in going))
+
+            def columns() -> Iterator[list[int]]:
+                nonlocal rows, seen, going
+                yield sampler(logits)
+                while True:
+                    yield from passes.columns(sampler, within_window)
+                    if len(going) < len(rows):
+                        rows, seen = [rows[place] for place in going], [seen[place] for place in going]
+                        passes.keep(going)
+                        sampler.keep(going)
+                        going = [*range(len(rows))]
+                    yield sampler(passes(seen))
+
+            for tokens in columns():
+                left, places, going = left - 1, going, []
+                for place in places:
+                    if (token := tokens[place]) not in self.stop_ids:
+                        seen[place].append(token)
+                        yield rows[place], token
+                        if rows[place] not in ended:
+                            going.append(place)
+                if not left or not going:
+                    return
 
     def answers(
         self,

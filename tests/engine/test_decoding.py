@@ -1,13 +1,24 @@
 """Passes with a cache of keys and values give the logits of passes over all tokens, in every layout that has one."""
 
+from contextlib import nullcontext
+from dataclasses import replace
+
 import pytest
 import torch
+from nxdt_core.train.continuation import Writer
+from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from nxdt_core.config import load
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
+from nxdt_core.distributed.device_operations import HostOperations
+from nxdt_core.distributed.devices import PROFILES
+from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
 from nxdt_core.engine.decoding import attention_slots
 from nxdt_core.protocols.parallel_model import CacheUnsupported
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train import build
+from nxdt_core.train.sampling import Sampling
 from nxdt_core.train.step import initialize_parallel_model
 from tests.sampling import slow_except
 
@@ -23,6 +34,7 @@ LAYOUTS = {
     "one-experts": ("recipe:mixtral-tiny", "trainer.devices=1", "model.moe.capacity_factor=1.0"),
     "one-recomputed": ("trainer.devices=1", *RECOMPUTED),
     "one-compiled": ("trainer.devices=1", "model.compile=true"),
+    "dp2-zero1": (TWO, f"{STRATEGY}zero_stage=1"),
     "dp2-zero3": (TWO, f"{STRATEGY}zero_stage=3"),
     "tp2": (TWO, f"{STRATEGY}tensor_model_parallel_size=2"),
     "tp2-sp": (TWO, f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true"),
@@ -81,6 +93,88 @@ def test_logits_of_one_token_more_are_those_of_all_tokens(ranks, layout):
     for largest, left_behind in ranks(2 if TWO in LAYOUTS[layout] else 1).run(differences, LAYOUTS[layout]):
         assert largest < 2e-5
         assert not left_behind
+
+
+class Recording(HostOperations):
+    """Records a pass by compiling it as one graph, or by remembering it."""
+
+    def __init__(self, compiles):
+        self.compiles, self.launches = compiles, 0
+
+    def recorded(self, run, device):
+        compiled = torch.compile(run, fullgraph=True, dynamic=False, backend="eager") if self.compiles else run
+
+        def launch():
+            self.launches += 1
+            compiled()
+
+        return launch
+
+
+class Gathers(TorchDispatchMode):
+    """Counts collectives that gather."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += "c10d" in function.namespace and "gather" in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def written(overrides, compiles):
+    """Texts token by token and recorded, for two states of the weights; gathers of both ways, for the last state;
+    launches for both, and their graphs; names of weights that are left gathered."""
+    engine, model = started(("recipe:llama-tiny", "model.num_layers=2", *overrides))
+    writer = Writer(model=model, tokenizer=ByteTokenizer(), window=32, stop_ids=())
+    plain, device, pairs = PROFILES["cpu"], Recording(compiles), []
+
+    def texts():
+        return [*writer.tokens(PROMPTS, Sampling(max_new_tokens=STEPS, temperature=1.0, seed=3))]
+
+    counters.clear()
+    try:
+        for _ in range(2):
+            with Gathers() as gathers:
+                expected = texts()
+            PROFILES["cpu"] = replace(plain, records=True, operations=device)
+            with nullcontext() if compiles else Gathers() as of_recorded:
+                pairs.append((expected, texts()))
+            PROFILES["cpu"] = plain
+            with torch.no_grad():
+                for _, parameter in model.named_parameters():
+                    local_of(parameter).mul_(1.5)
+            model.sync_tied_copies()
+    finally:
+        PROFILES["cpu"] = plain
+    parameters = model.module.named_parameters() if is_fsdp_module(model.module) else ()
+    gathered = {name for name, parameter in parameters if not is_dtensor(parameter)}
+    engine.shutdown()
+    assert not model._recorded, "they refer to groups"
+    counts = gathers.count, None if of_recorded is None else of_recorded.count
+    return pairs, counts, device.launches, counters["stats"]["unique_graphs"], gathered
+
+
+PER_PASS = 3
+"""What ZeRO-3 gathers in each pass: the embedding and two layers. The norm with the head stays gathered."""
+
+
+@pytest.mark.parametrize("compiles", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("layout", "gathers", "launches"),
+    [
+        ("tp2", STEPS, 2 * STEPS - 3),  # logits; two passes of the first text are none of its recording
+        ("dp2-zero1", PER_PASS + 1, 2 * STEPS - 4),  # and one of the second if weights are gathered elsewhere
+        ("dp2-zero3", PER_PASS * STEPS + 1, 0),
+    ],
+)
+def test_recorded_passes_of_two_ranks_write_the_same(ranks, layout, gathers, launches, compiles):
+    for pairs, counts, launched, graphs, gathered in ranks(2).run(written, LAYOUTS[layout], compiles):
+        assert all(one == other for one, other in pairs)
+        assert pairs[0] != pairs[1], "other weights write other texts"
+        assert counts == (gathers, None if compiles else gathers)
+        assert launches <= launched <= 2 * STEPS - 3
+        assert graphs == int(compiles and launches > 0)
+        assert not gathered
 
 
 BY_LENGTH = {

@@ -537,6 +537,24 @@ def begin_micro_batch(modules: Sequence[nn.Module], mesh: ParallelMesh, *, last:
             module.set_reshard_after_backward(last or stage == 3)
 
 
+@contextmanager
+def hooks_off(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Run modules on the weights that they have gathered, without FSDP2's hooks, within the block. Those let streams
+    wait for each other, which a recording cannot end with."""
+    parts = [part for module in modules for part in module.modules() if is_fsdp_module(part)]
+    hooks = [each for part in parts for each in (part._forward_pre_hooks, part._forward_hooks)]
+    before = [dict(each) for each in hooks]
+    try:
+        for each, all_of in zip(hooks, before, strict=True):
+            each.clear()
+            each.update({k: h for k, h in all_of.items() if not h.__module__.startswith("torch.distributed.fsdp")})
+        yield
+    finally:
+        for each, all_of in zip(hooks, before, strict=True):
+            each.clear()
+            each.update(all_of)
+
+
 def _mesh(mesh: ParallelMesh, *, expert: bool = False) -> DeviceMesh:
     inner = mesh.mesh("efsdp" if expert else "fsdp")
     if mesh.sizes.dp_replicate == 1:
