@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from nxdt_core.train.continuation import Writer
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +17,7 @@ from nxdt_core.engine.decoding import attention_slots
 from nxdt_core.protocols.parallel_model import CacheUnsupported
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.train import build
-from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.sampling import Sampling, Writer
 from nxdt_core.train.step import initialize_parallel_model
 from tests.sampling import slow_except
 
