@@ -50,18 +50,12 @@ __all__ = [
 
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return ``tensor``, equal on all ranks, for computations that differ by rank: their gradients are summed."""
-    if group is None:
-        return tensor
-    copied: torch.Tensor = _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return copied
+    return tensor if group is None else _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
 
 
 def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the sum of all ranks' ``tensor``; each rank's gradient is that of the sum, which is equal on all ranks."""
-    if group is None:
-        return tensor
-    reduced: torch.Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return reduced
+    return tensor if group is None else _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
 
 
 def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -69,8 +63,7 @@ def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None
     back."""
     if group is None:
         return tensor
-    gathered: torch.Tensor = _Gather.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
-    return gathered
+    return _Gather.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def gather_whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
@@ -78,8 +71,7 @@ def gather_whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None
     rank's gradient is its own part of that of the whole."""
     if group is None:
         return tensor
-    gathered: torch.Tensor = _GatherWhole.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
-    return gathered
+    return _GatherWhole.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 @torch.no_grad()
@@ -107,8 +99,7 @@ def reduce_scatter_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGrou
     """
     if group is None:
         return tensor
-    scattered: torch.Tensor = _ScatterSum.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call]
-    return scattered
+    return _ScatterSum.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def all_to_all(

@@ -149,16 +149,11 @@ class _Names(NamedTuple):
     """Variables whose values differ between two runs of ``mpirun``."""
 
 
-_OMPI, _MV2 = "OMPI_COMM_WORLD_", "MV2_COMM_WORLD_"
+_OMPI, _MV2 = "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
+_OMPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
 _IMPLEMENTATIONS = (
-    _Names(
-        f"{_OMPI}RANK",
-        f"{_OMPI}SIZE",
-        f"{_OMPI}LOCAL_RANK",
-        f"{_OMPI}LOCAL_SIZE",
-        ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid"),
-    ),
-    _Names(f"{_MV2}RANK", f"{_MV2}SIZE", f"{_MV2}LOCAL_RANK", f"{_MV2}LOCAL_SIZE", ("MPIRUN_ID", "PMI_ID")),
+    _Names(f"{_OMPI}_RANK", f"{_OMPI}_SIZE", f"{_OMPI}_LOCAL_RANK", f"{_OMPI}_LOCAL_SIZE", _OMPI_JOBS),
+    _Names(f"{_MV2}_RANK", f"{_MV2}_SIZE", f"{_MV2}_LOCAL_RANK", f"{_MV2}_LOCAL_SIZE", ("MPIRUN_ID", "PMI_ID")),
     _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", ("PMI_JOBID", "HYDI_CONTROL_FD")),
 )
 

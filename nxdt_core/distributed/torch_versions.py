@@ -100,9 +100,10 @@ def hash_meshes_alike() -> None:
     if hasattr(DeviceMesh, "_stable_hash"):
 
         def hash_of_mesh(mesh: DeviceMesh) -> int:
-            if (number := getattr(mesh, "_hash", None)) is None:
-                number = mesh._hash = int(mesh._stable_hash()[:15], 16)
-            return int(number)
+            value: int | None = getattr(mesh, "_hash", None)
+            if value is None:
+                value = mesh._hash = int(mesh._stable_hash()[:15], 16)
+            return value
 
         DeviceMesh.__hash__ = hash_of_mesh  # type: ignore[method-assign]
 

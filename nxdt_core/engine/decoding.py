@@ -140,7 +140,7 @@ class RecordedDecoding(CachedDecoding):
     device: torch.device
     weights: Callable[[], Iterable[nn.Parameter]]
     """Returns the weights that passes read, in the memory that a recording has the addresses of."""
-    kept: dict[Hashable, Recorded]
+    recordings: dict[Hashable, Recorded]
     """The model's last recording, which the next call of equal shapes uses again."""
 
     def blocks(self, choice: TokenChoice, left: Callable[[], int], window: int) -> Iterator[list[list[int]]]:
@@ -148,8 +148,8 @@ class RecordedDecoding(CachedDecoding):
         columns = min(-(-self.columns // _COLUMNS) * _COLUMNS, max(self.columns, window))
         addresses = tuple(local_of(weight).data_ptr() for weight in self.weights())
         key = self.cache.rows, columns, window, choice.key, addresses
-        recorded = self.kept.pop(key, None)
-        self.kept.clear()  # before as much memory is allocated again
+        recorded = self.recordings.pop(key, None)
+        self.recordings.clear()  # before as much memory is allocated again
         with torch.inference_mode(False), torch.no_grad():
             if recorded is None:
                 recorded = Recorded(self.cache.fixed(columns), copy.copy(choice))
@@ -179,5 +179,5 @@ class RecordedDecoding(CachedDecoding):
                             recorded.launch = run
                 yield choice.written(count)
         finally:
-            self.kept.clear()
-            self.kept[key] = recorded
+            self.recordings.clear()
+            self.recordings[key] = recorded

@@ -110,8 +110,9 @@ class TorchEngine(ParallelEngine):
             OptimizerNeedsWholeParameters: the optimizer would take shards for wholes.
         """
         overrides = self._run.model.optim.param_groups
-        trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        check_overrides(overrides, trained, self.ranks)
+        if overrides:
+            trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+            check_overrides(overrides, trained, self.ranks)
         groups = parameter_groups(
             model.named_parameters(),
             model.plan,

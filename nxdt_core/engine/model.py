@@ -241,13 +241,13 @@ class LabelLogProbs(Objective):
     """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
 
     def __init__(self) -> None:
-        self.kept: list[torch.Tensor] = []
+        self.log_probs: list[torch.Tensor] = []
         """Log-probabilities of each micro-batch that passed by, float [rows, seq / cp]; 0 where there is no label."""
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
         """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
-        self.kept.append(log_probs(logits, batch.labels, step).detach())
-        return ObjectiveOutput(loss_sum=self.kept[-1].new_zeros(()), weight=self.weight(batch))
+        self.log_probs.append(log_probs(logits, batch.labels, step).detach())
+        return ObjectiveOutput(loss_sum=self.log_probs[-1].new_zeros(()), weight=self.weight(batch))
 
 
 class TorchModel(ParallelModel):
@@ -432,7 +432,7 @@ class TorchModel(ParallelModel):
             passes=self._recorded_passes,
             device=self._compute.device,
             weights=self.module.parameters,
-            kept=self._recorded,
+            recordings=self._recorded,
         )
 
     @contextmanager
@@ -482,9 +482,9 @@ class TorchModel(ParallelModel):
 
     def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
         """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
-        passing = LabelLogProbs()
-        self.run_eval(micro_batches, passing)
-        log_probs = passing.kept
+        labels = LabelLogProbs()
+        self.run_eval(micro_batches, labels)
+        log_probs = labels.log_probs
         if self._pipeline is not None:
             of_last = iter(log_probs)
             log_probs = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
@@ -523,7 +523,8 @@ class TorchModel(ParallelModel):
         with torch.no_grad():
             for name, value in state.items():
                 if name in target:
-                    _elements(target[name]).copy_(_elements(value))
+                    own, new = (v.tensor if isinstance(v, Piece) else local_of(v) for v in (target[name], value))
+                    own.copy_(new)
         self.sync_tied_copies()
 
     def local_modules(self) -> Sequence[nn.Module]:
@@ -553,7 +554,7 @@ class TorchModel(ParallelModel):
         if self._writing:
             self._free_gathered()
         with torch.no_grad():
-            for owner, user in self._parameters.twins:
+            for owner, user in self._parameters.tied_pairs:
                 local_of(user).copy_(local_of(owner))
                 user.grad = None
 
@@ -582,7 +583,7 @@ class TorchModel(ParallelModel):
         if training and self._compute.masters_rounded is not None:
             # A tied parameter's second copy has the owner's name. (Those that are frozen have no master.)
             owners = {owner: name for name, owner in self._parameters.by_name.items()}
-            copies = [(owners[owner], user) for owner, user in self._parameters.twins]
+            copies = [(owners[owner], user) for owner, user in self._parameters.tied_pairs]
             named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
             shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
             yield rounded_weights(shards, self._compute.masters_rounded, self._step)

@@ -29,7 +29,7 @@ class StageParameters:
 
     A pair that is tied is one parameter where both are on one stage. In a pipeline each end has a copy: the rank of
     the last stage keeps its copy under the owner's name, as every other rank keeps the owner. A rank with both ends
-    (``zbv``) keeps the owner alone, and its ``twins`` follow it.
+    (``zbv``) keeps the owner alone, and its ``tied_pairs`` follow it.
     """
 
     def __init__(self, modules: Sequence[nn.Module], tied: Sequence[tuple[str, str]]) -> None:
@@ -37,7 +37,7 @@ class StageParameters:
         """Global name → what the optimizer trains and checkpoints hold."""
         self.copies: set[str] = set()
         """Names under which this rank has the user's copy only: its elements are counted where the owner is."""
-        self.twins: list[tuple[nn.Parameter, nn.Parameter]] = []
+        self.tied_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         """(owner, user) that are two tensors on this rank."""
         parameters = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
         owner_of = {user: owner for owner, user in tied}
@@ -49,7 +49,7 @@ class StageParameters:
                 self.by_name[owner] = parameter
                 self.copies.add(owner)
             elif parameters[owner] is not parameter:
-                self.twins.append((parameters[owner], parameter))
+                self.tied_pairs.append((parameters[owner], parameter))
 
     def owned(self, mesh: ParallelMesh) -> list[nn.Parameter]:
         """Return the parameters whose elements this rank counts in sums over all ranks: it is the first of those of its

@@ -11,7 +11,7 @@ the gradient of the block's last product is known, so that it overlaps with the 
 This is for layers as they are written. A compiled layer tags in its graph what is computed again.
 
 
-Activation recomputation: what a module computes in forward is dropped and computed again when backward needs it.
+Activation recomputation: what a module computes in forward is discarded and computed again when backward needs it.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Recipe:
         return self
 
     def take(self) -> torch.Tensor:
-        """Return the tensor, which is dropped again when the last user has taken it."""
+        """Return the tensor, which is discarded again when the last user has taken it."""
         value = self._value
         if value is None:
             with torch.no_grad(), self._autocast():
@@ -83,8 +83,8 @@ class DiscardedTensors:
         """True while the layer runs forward and autograd will run backward through it."""
         self.block: weakref.ref[Recipe] | None = None
         """The input of the tensor block that runs, where it is made again in backward."""
-        self._found: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Recipe, torch.dtype, int]]
-        self._found = weakref.WeakKeyDictionary()
+        self._recipes: weakref.WeakKeyDictionary[torch.UntypedStorage, tuple[Recipe, torch.dtype, int]]
+        self._recipes = weakref.WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[DiscardedTensors], tuple[()]]:
         """Return how to copy or unpickle it: empty, as it is between forward passes."""
@@ -93,11 +93,11 @@ class DiscardedTensors:
     def add(self, tensor: torch.Tensor, recipe: Recipe) -> None:
         """Discard ``tensor``, a new one, after forward."""
         recipe.remember_autocast(tensor)
-        self._found[tensor.untyped_storage()] = (recipe, tensor.dtype, tensor._version)
+        self._recipes[tensor.untyped_storage()] = (recipe, tensor.dtype, tensor._version)
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
         """Return the recipe of ``tensor``; None if it is kept, is a view or was changed in place."""
-        entry = self._found.get(tensor.untyped_storage())
+        entry = self._recipes.get(tensor.untyped_storage())
         if entry is None or entry[1] != tensor.dtype or entry[2] != tensor._version or tensor._is_view():
             return None
         return entry[0]
@@ -109,7 +109,7 @@ class DiscardedTensors:
         def pack(tensor: torch.Tensor) -> torch.Tensor | _SavedRecipe:
             if type(tensor) is not torch.Tensor:
                 return tensor
-            entry = self._found.get(tensor.untyped_storage())
+            entry = self._recipes.get(tensor.untyped_storage())
             if entry is None or entry[1] != tensor.dtype or entry[2] != tensor._version:
                 # A result that its own node keeps would keep the node.
                 return tensor if tensor.grad_fn is None else tensor.detach()
@@ -124,7 +124,7 @@ class DiscardedTensors:
                 yield
         finally:
             self.runs = False
-            self._found.clear()
+            self._recipes.clear()
 
 
 _SavedRecipe = tuple[Recipe, torch.Size, tuple[int, ...], int | torch.SymInt]
@@ -143,12 +143,12 @@ def wrap_forward(module: nn.Module, forward: Callable[..., Any], *, inner: str) 
 
 
 def discarded_in(part: nn.Module) -> DiscardedTensors | None:
-    """Return the dropped tensors of the layer of ``part`` while that runs forward; None in layers that drop nothing, in
-    compiled ones and in backward."""
+    """Return the discarded tensors of the layer of ``part`` while that runs forward; None in layers that discard
+    nothing, in compiled ones and in backward."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
         return None
-    dropped: DiscardedTensors | None = getattr(part, "discarded_tensors", None)
-    return dropped if dropped is not None and dropped.runs else None
+    discarded: DiscardedTensors | None = getattr(part, "discarded_tensors", None)
+    return discarded if discarded is not None and discarded.runs else None
 
 
 class _Discarding:
@@ -161,7 +161,7 @@ class _Discarding:
 
 
 def discarded_output(
-    module: nn.Module, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], dropped: DiscardedTensors
+    module: nn.Module, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], discarded: DiscardedTensors
 ) -> torch.Tensor:
     """Return ``compute(*args)`` of a norm or an activation function, and drop it.
 
@@ -172,31 +172,33 @@ def discarded_output(
     if any(True for _ in module.parameters()):
         result = compute(*args)
         if isinstance(result, torch.Tensor):
-            dropped.add(result, _RecomputedTensor(compute, args, dropped))
+            discarded.add(result, _RecomputedTensor(compute, args, discarded))
         return result
     result = _RecomputedFunction.apply(compute, *args)  # type: ignore[no-untyped-call]
     if result.grad_fn is not None:
-        dropped.add(result, _FunctionResult(result.grad_fn))
+        discarded.add(result, _FunctionResult(result.grad_fn))
     return result
 
 
 def cast_discarded(part: nn.Module, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return ``tensor``, an input of ``part``, in ``dtype``; the copy of a dropped one is dropped as well."""
-    cast, dropped = tensor.to(dtype), discarded_in(part)
-    if cast is not tensor and dropped is not None and dropped.recipe(tensor) is not None:
-        dropped.add(cast, _RecomputedTensor(lambda source: source.to(dtype), (tensor,), dropped))
+    """Return ``tensor``, an input of ``part``, in ``dtype``; the copy of a discarded one is discarded as well."""
+    cast, discarded = tensor.to(dtype), discarded_in(part)
+    if cast is not tensor and discarded is not None and discarded.recipe(tensor) is not None:
+        discarded.add(cast, _RecomputedTensor(lambda source: source.to(dtype), (tensor,), discarded))
     return cast
 
 
 class _RecomputedTensor(Recipe):
     """The result of a function of tensors that are kept, or are discarded themselves."""
 
-    def __init__(self, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], dropped: DiscardedTensors) -> None:
+    def __init__(
+        self, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], discarded: DiscardedTensors
+    ) -> None:
         super().__init__()
         self._compute = compute
         self._args: list[Any] = []
         for value in args:
-            recipe = dropped.recipe(value) if isinstance(value, torch.Tensor) else None
+            recipe = discarded.recipe(value) if isinstance(value, torch.Tensor) else None
             kept = value.detach() if isinstance(value, torch.Tensor) else value
             self._args.append(kept if recipe is None else recipe.use())
 
@@ -267,21 +269,21 @@ def gather_discarded(
     if torch.compiler.is_compiling():  # the graph contains the gather twice
         again: torch.Tensor = checkpoint(gather_along, part, dim, group, use_reentrant=False)
         return again
-    whole, dropped = gather_along(part, dim, group), discarded_in(block)
-    if dropped is not None:
-        source = dropped.recipe(hidden)
+    whole, discarded = gather_along(part, dim, group), discarded_in(block)
+    if discarded is not None:
+        source = discarded.recipe(hidden)
         recipe = _GatheredAgain(part.detach() if source is None else source.use(), dtype, dim, group)
-        dropped.add(whole, recipe)
-        dropped.block = weakref.ref(recipe)
+        discarded.add(whole, recipe)
+        discarded.block = weakref.ref(recipe)
     return whole
 
 
 def prefetch_block_input(part: nn.Module, partial: torch.Tensor) -> None:
     """Start to gather the input of the block that ``part`` ends when the gradient of ``partial``, the block's last
     product, is known."""
-    dropped = discarded_in(part)
-    if dropped is not None and dropped.block is not None and partial.requires_grad:
-        partial.register_hook(functools.partial(_begin, dropped.block))  # type: ignore[no-untyped-call]
+    discarded = discarded_in(part)
+    if discarded is not None and discarded.block is not None and partial.requires_grad:
+        partial.register_hook(functools.partial(_begin, discarded.block))  # type: ignore[no-untyped-call]
 
 
 def enter_within(block: Any, entry: Callable[[nn.Module, tuple[Any, ...]], tuple[Any, ...]]) -> None:
@@ -297,12 +299,12 @@ def enter_within(block: Any, entry: Callable[[nn.Module, tuple[Any, ...]], tuple
 class _Entering:
     @staticmethod
     def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
-        dropped = discarded_in(block)
-        if dropped is None:
+        discarded = discarded_in(block)
+        if discarded is None:
             return block.entered(*block.entry(block, args), **kwargs)
-        around, dropped.block = dropped.block, None
+        around, discarded.block = discarded.block, None
         output = block.entered(*block.entry(block, args), **kwargs)
-        dropped.block = around
+        discarded.block = around
         return output
 
 
@@ -341,8 +343,8 @@ def apply_recompute(
 ) -> None:
     """Let parts of ``module`` save only their inputs for backward.
 
-    Of cheap ones in a layer, such as norms and activation functions, the result is dropped, too: what reads it gets it
-    from a second computation.
+    Of cheap ones in a layer, such as norms and activation functions, the result is discarded, too: what reads it gets
+    it from a second computation.
 
     In place, without a change to the names of modules and parameters. Recomputation may nest. Random numbers are drawn
     as they were the first time, so that gradients are bit-equal.
@@ -393,9 +395,9 @@ def discard_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
     for layer in _matching(module, (plan.recompute_layer,)):
         if not (is_recomputed(layer) or hasattr(layer, "discarded_tensors")):
             wrap_forward(layer, _Discarding.forward, inner="discarding")
-            dropped: Any = DiscardedTensors()
+            discarded: Any = DiscardedTensors()
             for part in layer.modules():
-                part.discarded_tensors = dropped
+                part.discarded_tensors = discarded
 
 
 def parts_of_recomputed(module: nn.Module) -> Iterator[nn.Module]:
@@ -412,8 +414,8 @@ def routes_tokens(path: str, block: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    dropped = discarded_in(block)
-    if dropped is None or not args or not isinstance(args[0], torch.Tensor) or dropped.recipe(args[0]) is None:
+    discarded = discarded_in(block)
+    if discarded is None or not args or not isinstance(args[0], torch.Tensor) or discarded.recipe(args[0]) is None:
         return args
     return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]
 
@@ -428,9 +430,9 @@ class _Recomputed:
     def forward(part: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
             return checkpoint(part.computed, *args, use_reentrant=False, **kwargs)
-        dropped = discarded_in(part) if part.discards_output and not kwargs else None
-        if dropped is not None:
-            return discarded_output(part, part.computed, args, dropped)
+        discarded = discarded_in(part) if part.discards_output and not kwargs else None
+        if discarded is not None:
+            return discarded_output(part, part.computed, args, discarded)
         # The second computation may run during another micro-batch.
         values, step = HostValues(), step_of(None)
         contexts = values.recorded(), _Both(at_border(step), values.repeated())

@@ -47,14 +47,16 @@ def build_whole(builder: ModelBuilder, adapters: Sequence[Adapter] = ()) -> Whol
     """
     with meta_device():
         module, plan = builder.build(), builder.plan()
-        base = _names(module)
+        base = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+        names = base
         rules = complete_init_rules(builder, base)
         check_rules(rules, base, norms=plan.norms, of=type(builder).__name__)
         for adapter in adapters:
             plan, adapter_rules = adapter.apply(module, plan), tuple(adapter.init_rules())
-            check_rules(adapter_rules, _names(module), of=type(adapter).__name__)
+            names = [name for name, _ in module.named_parameters(remove_duplicate=False)]
+            check_rules(adapter_rules, names, of=type(adapter).__name__)
             rules = (*adapter_rules, *rules)
-    return WholeModel(module=module, plan=plan, rules=rules, added=frozenset(_names(module)) - {*base})
+    return WholeModel(module=module, plan=plan, rules=rules, added=frozenset(names) - {*base})
 
 
 def set_dtypes(whole: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy) -> None:
@@ -62,11 +64,12 @@ def set_dtypes(whole: nn.Module, plan: ParallelPlan, precision: PrecisionPolicy)
     autocast is the dtype of products for a weight that nothing else reads."""
     compute = getattr(torch, precision.parameters)
     whole.to(torch.float32 if precision.master_weights else compute)
-    frozen = {name: parameter for name, parameter in whole.named_parameters() if not parameter.requires_grad}
     product = getattr(torch, precision.autocast or precision.parameters)
-    multiplied = product_weights(whole, plan) if frozen else frozenset()
-    for name, parameter in frozen.items():
-        parameter.data = parameter.data.to(product if name in multiplied else compute)
+    multiplied: frozenset[str] | None = None
+    for name, parameter in whole.named_parameters():
+        if not parameter.requires_grad:
+            multiplied = product_weights(whole, plan) if multiplied is None else multiplied
+            parameter.data = parameter.data.to(product if name in multiplied else compute)
 
 
 def quantised_weights(
@@ -106,10 +109,6 @@ def check_rules(rules: Sequence[InitRule], names: Sequence[str], *, norms: Seque
         raise InitRulesWrong(builder=of, problems=problems)
 
 
-def _names(module: nn.Module) -> list[str]:
-    return [name for name, _ in module.named_parameters(remove_duplicate=False)]
-
-
 def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[str, str]] = ()) -> None:
     """Give ``module`` memory on ``device``, and compute the buffers that follow from its configuration.
 
@@ -132,10 +131,10 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
 
     module._apply(emptied)  # type: ignore[no-untyped-call]  # as Module.to_empty does
     tie(module, tied)
-    empty = {name: (buffer, buffer._version) for name, buffer in module.named_buffers()}
+    empty = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
     reset_buffers(module)
     buffers = dict(module.named_buffers())
-    chance = [name for name, (buffer, at) in empty.items() if buffers.get(name) is buffer and buffer._version == at]
+    chance = [name for name, buffer, at in empty if buffers.get(name) is buffer and buffer._version == at]
     if chance:
         raise BuffersNotReset(buffers=chance)
 

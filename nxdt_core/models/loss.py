@@ -88,8 +88,7 @@ def row_cross_entropies(
         hits: as for :class:`RowKernels`; None for −1 everywhere.
         combine: makes log-sum-exps and targets' logits of whole rows from those of these parts.
     """
-    losses: torch.Tensor = _OfRows.apply(rows, columns, kernels, hits, combine)  # type: ignore[no-untyped-call]
-    return losses
+    return _OfRows.apply(rows, columns, kernels, hits, combine)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _OfRows(torch.autograd.Function):

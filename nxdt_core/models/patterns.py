@@ -14,8 +14,9 @@ def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:
     expressions = []
     for pattern in patterns:
         rest = pattern.removeprefix("*")
-        expressions.append(("" if rest == pattern else ".*") + "[^.]*".join(map(re.escape, rest.split("*"))))
-    return re.compile("|".join(f"(?:{expression})" for expression in expressions) or r"(?!)")
+        begin = "(?:" if rest == pattern else "(?:.*"
+        expressions.append(begin + "[^.]*".join(map(re.escape, rest.split("*"))) + ")")
+    return re.compile("|".join(expressions) or r"(?!)")
 
 
 def matches(pattern: str, path: str) -> bool:

@@ -169,8 +169,7 @@ def rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     cos, sin = cos.to(heads.dtype), sin.to(heads.dtype)
     if not torch.is_grad_enabled():  # a node of autograd costs more than the rotation of one token
         return _turn(heads, cos, sin)
-    rotated: torch.Tensor = _Rotation.apply(heads, cos, sin)  # type: ignore[no-untyped-call]
-    return rotated
+    return _Rotation.apply(heads, cos, sin)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Rotation(torch.autograd.Function):

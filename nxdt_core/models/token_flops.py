@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 from torch import nn
 
@@ -39,11 +38,13 @@ def token_flops(builder: ModelBuilder, sequence_length: int, adapters: Sequence[
     """
     # The mean over all positions of the cost of a token that sees itself and what precedes it.
     steps = min(_NODES, sequence_length)
-    nodes = [1 + (sequence_length - 1) * index // max(1, steps - 1) for index in range(steps)]
-    costs = [builder.flops_per_token(position) for position in nodes]
-    total = costs[0]
-    for (first, last), (low, high) in zip(pairwise(nodes), pairwise(costs), strict=True):
+    last, low = 1, builder.flops_per_token(1)
+    total = low
+    for index in range(1, steps):
+        first, last = last, 1 + (sequence_length - 1) * index // max(1, steps - 1)
+        high = builder.flops_per_token(last)
         total += (last - first) * (low + high) / 2 + (high - low) / 2  # the sum of a line over first + 1 … last
+        low = high
     strict = total / sequence_length
     if adapters:
         with meta_device():

@@ -73,23 +73,20 @@ class DocumentCache:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self._known: MutableMapping[torch.Tensor, tuple[int, DocumentChunks]] = WeakTensorKeyDictionary()
+        self._chunks: MutableMapping[torch.Tensor, tuple[int, DocumentChunks]] = WeakTensorKeyDictionary()
 
     def __call__(self, document_ids: torch.Tensor) -> DocumentChunks:
         """Return the chunks of a micro-batch from this rank's ids [batch, seq / ranks]. Collective for new ids."""
-        if document_ids.is_inference():  # does not track in-place changes
-            return self._gathered(document_ids)
-        cached = self._known.get(document_ids)
+        tracked = not document_ids.is_inference()  # which does not track in-place changes
+        cached = self._chunks.get(document_ids) if tracked else None
         if cached is not None and cached[0] == document_ids._version:
             return cached[1]
-        chunks = self._gathered(document_ids)
-        self._known[document_ids] = (document_ids._version, chunks)
-        return chunks
-
-    def _gathered(self, document_ids: torch.Tensor) -> DocumentChunks:
         shards = gather_along(document_ids.unsqueeze(0), 0, self.group)
         ids = zigzag_unshard(shards.unbind(0), dim=1)
-        return DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
+        chunks = DocumentChunks(ids, _relations(ids, 2 * self.group.size()))
+        if tracked:
+            self._chunks[document_ids] = (document_ids._version, chunks)
+        return chunks
 
 
 _OVER: dict[str, DocumentCache] = {}

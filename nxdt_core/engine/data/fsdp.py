@@ -191,7 +191,13 @@ class WeightGather:
             return work
         sizes = [segment.size for segment in self._segments]
         parts = torch.split(input_tensor, sizes)
-        packed = [self._packed(*arguments, scales) for arguments in zip(parts, self._segments, forms, strict=True)]
+        packed = []  # the bytes that are sent of each shard
+        for part, segment, form in zip(parts, self._segments, forms, strict=True):
+            sent_part = part if form == "whole" else part.to(self.forms.dtype)
+            if form == "scaled":
+                assert self.forms.cast is not None
+                sent_part = self.forms.cast.narrowed(sent_part, scales[segment.name])
+            packed.append(sent_part.view(torch.uint8))
         lengths = [part.numel() for part in packed]
         sent = torch.cat(packed)
         ranks = group.size()
@@ -202,34 +208,17 @@ class WeightGather:
             of_ranks = torch.split(received.view(ranks, -1), lengths, 1)
             outputs = torch.split(output_tensor.view(ranks, -1), sizes, 1)
             for part, whole, segment, form in zip(of_ranks, outputs, self._segments, forms, strict=True):
-                whole.copy_(self._unpacked(part, segment, form, dtype, scales))
+                values = part.clone(memory_format=torch.contiguous_format)  # a row for each rank, aligned
+                if form == "scaled":
+                    assert self.forms.cast is not None
+                    whole.copy_(self.forms.cast.widened(values, scales[segment.name], self.forms.dtype))
+                else:
+                    whole.copy_(values.view(dtype if form == "whole" else self.forms.dtype))
 
         if work is None:
             unpack()
             return None
         return _Unpacking(work, unpack)
-
-    def _packed(
-        self, part: torch.Tensor, segment: _Segment, form: _Form, scales: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the bytes that are sent of a shard."""
-        if form == "whole":
-            return part.view(torch.uint8)
-        rounded = part.to(self.forms.dtype)
-        if form == "scaled":
-            assert self.forms.cast is not None
-            rounded = self.forms.cast.narrowed(rounded, scales[segment.name])
-        return rounded.view(torch.uint8)
-
-    def _unpacked(
-        self, part: torch.Tensor, segment: _Segment, form: _Form, dtype: torch.dtype, scales: dict[str, torch.Tensor]
-    ) -> torch.Tensor:
-        """Return the values of :meth:`_packed`, a row for each rank."""
-        aligned = part.clone(memory_format=torch.contiguous_format)
-        if form != "scaled":
-            return aligned.view(dtype if form == "whole" else self.forms.dtype)
-        assert self.forms.cast is not None
-        return self.forms.cast.widened(aligned, scales[segment.name], self.forms.dtype)
 
 
 class _Unpacking(dist.Work):
@@ -318,9 +307,7 @@ class ReduceScatterByExchange:
             parameters: FSDP2's, of the group.
             overlapped: whether backward may continue before a sum is there, if nothing reads it before.
         """
-        self._sums = sums
-        self._parameters = parameters
-        self._overlapped = overlapped
+        self._sums, self._parameters, self._overlapped = sums, parameters, overlapped
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the memory for gradients or their sums."""
@@ -330,19 +317,17 @@ class ReduceScatterByExchange:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, **_: Any
     ) -> None:
         """Sum ``input_tensor`` of all ranks; FSDP2 asks for no other reduction here."""
-        if self._overlapped and not any(_reads(p, output_tensor.dtype) for p in self._parameters):
+        # FSDP2 reads a sum at once to add it to an existing gradient, to change its dtype, or for a hook.
+        overlapped, dtype = self._overlapped, output_tensor.dtype
+        for parameter in self._parameters:
+            hooks = getattr(parameter.sharded_param, "_post_accumulate_grad_hooks", None)
+            if parameter.sharded_param.grad is not None or parameter.orig_dtype != dtype or hooks:
+                overlapped = False
+        if overlapped:
             self._sums.begin(output_tensor, input_tensor, group)
         else:
             self._sums.finish()  # what is added to may be one of them
             begin_reduce_scatter(output_tensor, input_tensor, group)()
-
-
-def _reads(parameter: Any, dtype: torch.dtype) -> bool:
-    """Return whether FSDP2 reads the sum of a parameter's gradient at once: to add it to an existing gradient, to
-    change its dtype, or for a hook."""
-    sharded = parameter.sharded_param
-    hooks = getattr(sharded, "_post_accumulate_grad_hooks", None)
-    return sharded.grad is not None or parameter.orig_dtype != dtype or bool(hooks)
 
 
 def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:

@@ -135,7 +135,9 @@ def count_parameters(
         size, coded = local.numel(), isinstance(local, QuantisedWeight)
         expert = "ep" in sharded_over(parameter)
         ranks = (sizes.efsdp if expert else sizes.fsdp) if sharded and not coded else 1
-        shard = _shard(tuple(local.shape), ranks)
+        # The first rank's shard along dimension 0; FSDP2 pads the others to the same size.
+        shard = tuple(local.shape)
+        shard = (-(-shard[0] // ranks), *shard[1:]) if shard else shard
         stored = math.prod(shard)
         # The innermost experts or layer that contains it, or the place outside of all.
         group, is_narrow, parts = _ROOT, name in narrow, name.split(".")[:-1]
@@ -258,11 +260,6 @@ def _bytes(state: Mapping[str, Any], parameter: torch.Tensor, *, narrow: bool = 
 def needs_stand_ins(factory: OptimizerFactory, config: object) -> bool:
     """Return whether the optimizer works on float32 stand-ins of weights that are rounded stochastically."""
     return not AdamUpdates.handles(stepped_once(factory, config, [nn.Parameter(torch.zeros(16, 16))]))
-
-
-def _shard(shape: tuple[int, ...], ranks: int) -> tuple[int, ...]:
-    """Return the shape of the first rank's shard along dimension 0; FSDP2 pads the others to the same size."""
-    return (-(-shape[0] // ranks), *shape[1:]) if shape else shape
 
 
 _BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}

@@ -230,25 +230,25 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
     precision = replace(work.precision, master_weights=False, gradients=work.precision.parameters)
     sizes = replace(work.sizes, zero_stage=0)
     with fake_mesh(sizes, rank=pp_rank * (sizes.world_size // sizes.pp)) as mesh:
-        laid = parallelize(work.builder, mesh, options, precision, work.adapters)
+        layout = parallelize(work.builder, mesh, options, precision, work.adapters)
         counts, traces, layers, cache = ParameterCounts(), [], 0, 0
-        hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
-        for number, module in zip(laid.numbers, laid.modules, strict=True):
+        hidden_size = 0 if layout.plan.pipeline is None else layout.plan.pipeline.hidden_size
+        for number, module in zip(layout.numbers, layout.modules, strict=True):
             counts += count_parameters(
                 module,
-                laid.plan,
+                layout.plan,
                 work.sizes,
                 sharded=storage.sharded,
-                partial=laid.tensor_partial,
-                forms=gather_dtypes(module, laid.plan, work.precision),
+                partial=layout.tensor_partial,
+                forms=gather_dtypes(module, layout.plan, work.precision),
                 keeps=storage.sharded and leaves_experts_whole(work.sizes, work.precision),
                 state=work.state,
             )
             if compiled:
                 again = work.options.sequence_parallel and work.options.gathers_again
-                keep_as_compiled(module, laid.plan, gathers_again=again)
-            layers += sum(matches(laid.plan.recompute_layer, name) for name, _ in module.named_modules())
-            with name_shape_errors([module], laid.plan, sizes), _noted_cache(module, laid.plan, work) as noted:
+                keep_as_compiled(module, layout.plan, gathers_again=again)
+            layers += sum(matches(layout.plan.recompute_layer, name) for name, _ in module.named_modules())
+            with name_shape_errors([module], layout.plan, sizes), _noted_cache(module, layout.plan, work) as noted:
                 traces.append(_trace(module, replace(work, options=options), storage, mesh, number, hidden_size))
             cache += sum(noted.values())
         teacher = _measure_teacher(replace(work, options=options), storage, mesh, precision)
@@ -286,19 +286,19 @@ def _measure_teacher(
     """Lay out this rank's stages of the second model, and run a micro-batch forward through each."""
     if work.teacher is None:
         return MeasuredTeacher()
-    laid = parallelize(work.teacher, mesh, work.options.of_frozen(), precision)
-    hidden_size = 0 if laid.plan.pipeline is None else laid.plan.pipeline.hidden_size
+    layout = parallelize(work.teacher, mesh, work.options.of_frozen(), precision)
+    hidden_size = 0 if layout.plan.pipeline is None else layout.plan.pipeline.hidden_size
     weights = forward = logits_bytes = 0
-    for number, module in zip(laid.numbers, laid.modules, strict=True):
+    for number, module in zip(layout.numbers, layout.modules, strict=True):
         counts = count_parameters(
             module,
-            laid.plan,
+            layout.plan,
             work.sizes,
             sharded=storage.sharded,
-            forms=gather_dtypes(module, laid.plan, work.precision),
+            forms=gather_dtypes(module, layout.plan, work.precision),
             state=work.state,
         )
-        views, stage_input = _use_local_tensors(module.eval()), _given(work, work.batch(), number, hidden_size)
+        views, stage_input = _use_local_tensors(module.eval()), _stage_input(work, work.batch(), number, hidden_size)
         with _refuse_values():
             needed, output = trace_forward(module, stage_input, autocast=work.autocast, views=views)
         weights, forward = weights + counts.frozen_bytes, max(forward, needed + gathered_bytes(counts, storage))
@@ -306,36 +306,34 @@ def _measure_teacher(
     return MeasuredTeacher(weights=weights, running=forward, kept=logits_bytes)
 
 
-def _given(work: Workload, batch: Batch, number: int, hidden_size: int) -> StageInput:
+def _stage_input(work: Workload, batch: Batch, number: int, hidden_size: int) -> StageInput:
     """Return what stage ``number`` takes of ``batch``."""
+    of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
     return StageInput(
         first=batch.input_ids if number == 0 else work.hidden(hidden_size),
         position_ids=batch.position_ids,
         document_ids=batch.document_ids,
-        step=_step(work, batch),
+        step=StepContext(labels=batch.labels, head_loss=work.objective.head_loss, vocabulary_loss=of_rows),
         sent=work.sent if work.sizes.pp > 1 else None,
     )
-
-
-def _step(work: Workload, batch: Batch) -> StepContext:
-    of_rows = partial(vocabulary_parallel_cross_entropies, kernels=work.options.row_kernels)
-    return StepContext(labels=batch.labels, head_loss=work.objective.head_loss, vocabulary_loss=of_rows)
 
 
 def _trace(
     module: nn.Module, work: Workload, storage: StorageLayout, mesh: ParallelMesh, number: int, hidden_size: int
 ) -> MicroBatchTrace:
     batch = work.batch()
+    stage_input = _stage_input(work, batch, number, hidden_size)
 
     def loss(logits: torch.Tensor) -> torch.Tensor:
-        return objective_output(work.objective, logits, batch, _step(work, batch)).loss_sum
+        assert stage_input.step is not None
+        return objective_output(work.objective, logits, batch, stage_input.step).loss_sum
 
     module.train()
     views = _use_local_tensors(module)
     with _refuse_values():
         return trace_micro_batch(
             module,
-            _given(work, batch, number, hidden_size),
+            stage_input,
             loss=loss if number == work.sizes.stages - 1 else None,
             holds_output=work.sizes.pp > 1,
             gradients=storage.gradient_use,

@@ -140,13 +140,18 @@ class _CastingProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(weight)
-        ctx.given = hidden.shape, hidden.dtype
+        ctx.inputs = hidden.shape, hidden.dtype
         return hidden.new_empty((*hidden.shape[:-1], weight.shape[0]), dtype=compute_dtype(hidden))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        (weight,), (shape, dtype) = ctx.saved_tensors, ctx.given
+        (weight,), (shape, dtype) = ctx.saved_tensors, ctx.inputs
         return grad.new_empty(shape, dtype=dtype), torch.empty_like(weight)
+
+
+def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    """The fused kernel keeps a mask of one byte per element, the composition one of the input's dtype."""
+    return torch.native_dropout(hidden, p, training)[0] if training and p else hidden
 
 
 def _attention(
@@ -157,11 +162,6 @@ def _attention(
 
 def _rms_norm(hidden: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None) -> Any:
     return _RmsNorm.apply(hidden, weight)  # type: ignore[no-untyped-call]
-
-
-def _dropout(hidden: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
-    """The fused kernel keeps a mask of one byte per element, the composition one of the input's dtype."""
-    return torch.native_dropout(hidden, p, training)[0] if training and p else hidden
 
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
@@ -264,7 +264,7 @@ class MicroBatchTrace:
 
 def trace_micro_batch(
     stage: nn.Module,
-    given: StageInput,
+    inputs: StageInput,
     *,
     loss: Callable[[torch.Tensor], torch.Tensor] | None,
     holds_output: bool = True,
@@ -278,7 +278,7 @@ def trace_micro_batch(
 
     Args:
         stage: on the meta device, in its layout; its gradients are cleared afterwards.
-        given: one micro-batch on the meta device.
+        inputs: one micro-batch on the meta device.
         loss: from the logits to the scalar that backward starts from, on the last stage; None on others.
         holds_output: whether the output lives until backward is over, as stock pipeline stages have it.
         gradients: what becomes of them.
@@ -291,10 +291,10 @@ def trace_micro_batch(
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if gradients == "accumulated" else None
-    first = given.first.detach()
+    first = inputs.first.detach()
     if first.is_floating_point():  # hidden states that another rank has sent
-        first = first.to(given.sent or first.dtype).requires_grad_()
-    before = [first, given.position_ids, given.document_ids, *stage.parameters(), *stage.buffers()]
+        first = first.to(inputs.sent or first.dtype).requires_grad_()
+    before = [first, inputs.position_ids, inputs.document_ids, *stage.parameters(), *stage.buffers()]
     before += [parameter.grad for parameter in parameters]
     live = LiveBytes(tensor for tensor in before if tensor is not None)
     wire, kernels = WireBytes(dimensions or {}), AcceleratorKernels(autocast, views)
@@ -314,10 +314,10 @@ def trace_micro_batch(
             stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)  # type: ignore[no-untyped-call]
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
-        named = {} if given.step is None else {"step": given.step}
-        output = stage(first.to(given.first.dtype), given.position_ids, given.document_ids, **named)
-        if loss is None and given.sent is not None:
-            output = output.to(given.sent)
+        named = {} if inputs.step is None else {"step": inputs.step}
+        output = stage(first.to(inputs.first.dtype), inputs.position_ids, inputs.document_ids, **named)
+        if loss is None and inputs.sent is not None:
+            output = output.to(inputs.sent)
         kernels.end_forward()
         kept, live.phase = live.total, "workspace"
         outputs = [output] if holds_output else []
@@ -339,17 +339,17 @@ def trace_micro_batch(
 
 @torch.no_grad()
 def trace_forward(
-    stage: nn.Module, given: StageInput, *, autocast: torch.dtype | None = None, views: Iterable[torch.Tensor] = ()
+    stage: nn.Module, inputs: StageInput, *, autocast: torch.dtype | None = None, views: Iterable[torch.Tensor] = ()
 ) -> tuple[int, torch.Tensor]:
     """Run ``stage`` forward without gradients; arguments as of :func:`trace_micro_batch`.
 
     Returns:
         The bytes at the fullest moment, its input and its parameters not counted, and its output.
     """
-    before = [given.first, given.position_ids, given.document_ids, *stage.parameters(), *stage.buffers()]
+    before = [inputs.first, inputs.position_ids, inputs.document_ids, *stage.parameters(), *stage.buffers()]
     live = LiveBytes(tensor for tensor in before if tensor is not None)
     with AcceleratorKernels(autocast, views), live:
-        output = stage(given.first, given.position_ids, given.document_ids, step=given.step)
+        output = stage(inputs.first, inputs.position_ids, inputs.document_ids, step=inputs.step)
     return sum(live.peak.values()), output
 
 

@@ -123,7 +123,7 @@ class BlockKernel:
         shard = tensors[0]
         if not shard.numel():
             return
-        # As tensors that are no views: compiled code would depend on their base.
+        # Without a base, on which compiled code would depend.
         flat = [tensor.reshape(-1).data for tensor in tensors]
         device, end = shard.device, 0
         function, limit = self._function, _PIECE_ON_HOST if profile_of(device).cache_bound_kernels else _PIECE

@@ -139,7 +139,7 @@ class PipelineRunner:
                 if self._prepared is None or self._prepared[0] != key:
                     top, gathers = max(self.stages), self._settings.zero_stage < 3
                     stages = [
-                        StreamedStage(module, index, self._settings, drops=index == top and not self.holds_last)
+                        StreamedStage(module, index, self._settings, releases=index == top and not self.holds_last)
                         for index, module in sorted(self.stages.items())
                     ]
                     count, compute = len(batches), self._loss_of_stage
@@ -221,7 +221,7 @@ class PipelineRunner:
                         else:
                             results.append(consume(output, *stream[index]))
                         if stage == top:
-                            stream.drop(index)
+                            stream.release(index)
                 for work, _ in sends:
                     assert work is not None
                     work.wait()
@@ -244,7 +244,7 @@ class PipelineRunner:
         index = int(target)
         with self._settings.forward_context():
             result = self._loss(logits, *self._stream[index])
-        self._stream.drop(index)
+        self._stream.release(index)
         return result.clone()  # never a view: the stage cuts it from its graph after backward
 
 

@@ -162,8 +162,8 @@ class StageSettings:
 class StreamedStage(StockStage):
     """A stage that takes its inputs from a :class:`MicroBatchStream`."""
 
-    def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, drops: bool) -> None:
-        """``drops``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
+    def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, releases: bool) -> None:
+        """``releases``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
         shape, dtype = settings.stream.sent_spec(0)
         hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
         shares = [settings.no_shares("meta")] if settings.pooled else []
@@ -178,7 +178,7 @@ class StreamedStage(StockStage):
             group=settings.group,
         )
         self._settings = settings
-        self._drops = drops
+        self._releases = releases
         self._running = 0
         """Micro-batch whose forward runs."""
         self._sends: deque[dist.Work] = deque()
@@ -194,8 +194,8 @@ class StreamedStage(StockStage):
         output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
         if self._reduces_each and _ALLOCATES:  # 2.15 sets it in forward, to reduce once a step
             cast(Any, self.submod).set_manual_backward_finalization(False)
-        if self._drops:
-            stream.drop(fwd_chunk_id)
+        if self._releases:
+            stream.release(fwd_chunk_id)
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
@@ -464,6 +464,6 @@ class MicroBatchStream:
         shape, dtype = self.sent_spec(index)
         return torch.empty(shape, dtype=dtype, device=self._device)
 
-    def drop(self, index: int) -> None:
+    def release(self, index: int) -> None:
         """Release the memory of micro-batch ``index``."""
         self.on_device.pop(index, None)

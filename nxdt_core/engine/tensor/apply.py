@@ -256,7 +256,15 @@ class TensorSharder:
             update = self._update(table, None)
             return SequenceParallelEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
         if style == "vocab_embedding":
-            return self._embedding(path, module)
+            table = _table(path, module, style)
+            cut = self._even(path, 0, table.num_embeddings, "rows of the vocabulary")
+            return VocabParallelEmbedding(
+                self._shard(table.weight, cut),
+                self._group,
+                padding_idx=table.padding_idx,
+                sequence_parallel=self._sequence_parallel,
+                update=self._update(table, cut),
+            )
         if style in ("heads", "channels"):
             return self._features_of(path, module, style)
         linear = _linear(path, module, style)
@@ -310,17 +318,6 @@ class TensorSharder:
             raise TensorPlanUnusable(problem=f"'{path}' is heads, and AttentionHeads does not say of which")
         parameters = {name: self._shard(parameter, cut) for name, parameter in named.items()}
         return FeatureShard(module, parameters, cut.spread, cut.local)
-
-    def _embedding(self, path: str, module: nn.Module) -> VocabParallelEmbedding:
-        table = _table(path, module, "vocab_embedding")
-        cut = self._even(path, 0, table.num_embeddings, "rows of the vocabulary")
-        return VocabParallelEmbedding(
-            self._shard(table.weight, cut),
-            self._group,
-            padding_idx=table.padding_idx,
-            sequence_parallel=self._sequence_parallel,
-            update=self._update(table, cut),
-        )
 
     def _update(self, layer: nn.Module, cut: _ShardedDim | None) -> Update | None:
         """Return the update of ``layer``, sharded with it; ``cut`` None leaves it whole."""

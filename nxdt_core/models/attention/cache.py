@@ -47,7 +47,7 @@ class KeyValueCache:
             (parent._modules, name, _CachedAttention(parent.get_submodule(name), semantics, self))
             for parent, name, semantics in self._slots
         ]
-        self.found: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self.next_places: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         """Place of the next column, int64 [1], and its :meth:`mask`, by width."""
         self.next: torch.Tensor | None = None
         """Place of the next column, int64 [1] on the device, instead of the length of a fixed cache."""
@@ -109,11 +109,11 @@ class KeyValueCache:
 
     def _find_places(self) -> None:
         """Find the places of the next column: its number modulo the width."""
-        self.found = {}
+        self.next_places = {}
         for _, _, cached in self._cores:
-            if cached.width not in self.found:
+            if cached.width not in self.next_places:
                 place = (self._number % cached.width).to(cached.keys.device)
-                self.found[cached.width] = place, self.mask(cached.width, cached.keys)
+                self.next_places[cached.width] = place, self.mask(cached.width, cached.keys)
 
     @property
     def _number(self) -> torch.Tensor:
@@ -176,7 +176,7 @@ class _CachedAttention(nn.Module):
             self.fill(key[:, :, : cache.new], value[:, :, : cache.new])
             attended: torch.Tensor = self.core(query, key, value, document_ids, step, **sinks)
             return attended
-        place, hidden = cache.found[self.width]
+        place, hidden = cache.next_places[self.width]
         self.keys.index_copy_(2, place, key[:, :, :1])
         self.values.index_copy_(2, place, value[:, :, :1])
         seen = self.width if cache.next is not None else min(cache.length + 1, self.width)

@@ -59,8 +59,7 @@ class TokenPermutation:
 
 def permute(tokens: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:
     """Return each token in the rows of its assignments: [tokens, hidden] to [rows, hidden]; empty rows are zero."""
-    rows: torch.Tensor = _Permute.apply(tokens, permutation)  # type: ignore[no-untyped-call]
-    return rows
+    return _Permute.apply(tokens, permutation)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def unpermute(rows: torch.Tensor, permutation: TokenPermutation) -> torch.Tensor:

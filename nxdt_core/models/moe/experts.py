@@ -141,8 +141,7 @@ def grouped_linear(rows: torch.Tensor, weights: torch.Tensor, groups: RowGroups 
     dtype = compute_dtype(rows)  # autocast does not know grouped_mm
     rows, weights = rows.to(dtype), weights.to(dtype)
     if groups is None:
-        of_all: torch.Tensor = _BatchedLinear.apply(rows, weights)  # type: ignore[no-untyped-call]
-        return of_all
+        return _BatchedLinear.apply(rows, weights)  # type: ignore[no-untyped-call, no-any-return]
     dtypes = _TRACED_GROUPED_DTYPES if torch.compiler.is_compiling() else _GROUPED_DTYPES
     aligned = not any(side * weights.element_size() % _GROUPED_ALIGNMENT_BYTES for side in weights.shape[1:])
     if grouped_mm is not None and dtype in dtypes and aligned and _on_device(weights.device, dtype):

@@ -24,8 +24,7 @@ def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor, step: StepContext | No
     the factor that makes both parts of the global batch's loss
     (:attr:`~nxdt_core.protocols.step_context.StepContext.aux_loss_scale`).
     """
-    joined: torch.Tensor = _Join.apply(hidden, aux, step_of(step).aux_loss_scale)  # type: ignore[no-untyped-call]
-    return joined
+    return _Join.apply(hidden, aux, step_of(step).aux_loss_scale)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Join(torch.autograd.Function):

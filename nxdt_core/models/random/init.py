@@ -247,8 +247,8 @@ def normal_quantiles(tails: torch.Tensor) -> torch.Tensor:
 def _quantile_table() -> NDArray[np.float64]:
     """Return coefficients of quantile / probability, [degree + 1, entries], constants first.
 
-    The variable is the distance from a polynomial's middle, where probabilities are scaled to [1, 2). The memory stays,
-    640 KiB, and is no tensor, so that the tensors of a process are those of its run.
+    The variable is the distance from a polynomial's middle, where probabilities are scaled to [1, 2). An
+    array of 640 KiB stays, and not a tensor, so that the tensors of a process are those of its run.
     """
     first = torch.arange((1023 - 53) << _BITS, (1023 - 1) << _BITS, device=HOST)
     begins, ends = ((numbers << (52 - _BITS)).view(torch.float64) for numbers in (first, first + 1))

@@ -185,7 +185,7 @@ WITHOUT_LABELS = """
 from dataclasses import replace
 import torch
 from nxdt_core.api import Component, hookimpl
-from nxdt_core.train.step import CausalLM
+from nxdt_core.models.loss import CausalLM
 
 class Every(CausalLM):
     least = 0

@@ -8,16 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nxdt_core.errors.models import HFUnsupported
 from nxdt_core.models.huggingface import HFValues, weight_keys
 from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf, scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
+from nxdt_plugin_gpt.architecture import GPTArchitecture
 from nxdt_plugin_gpt.errors import NoHuggingFaceForm
-
-if TYPE_CHECKING:  # whose module imports this one
-    from nxdt_plugin_gpt.config import GPTConfig
 
 ACTIVATIONS: Mapping[str, str] = {
     "gelu_new": "gelu_tanh",
@@ -37,21 +35,21 @@ class HFFamily:
     """Keys of ``config.json`` that need no translation of their values."""
     from_hf: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     """Returns further keys of ours."""
-    to_hf: Callable[[GPTConfig], Mapping[str, Any]]
+    to_hf: Callable[[GPTArchitecture], Mapping[str, Any]]
     """Returns further keys of theirs."""
     key_map: Callable[[int], Sequence[KeyMap]]
     """Returns all parameters of a model with so many heads."""
-    obstacles: Callable[[GPTConfig], Iterator[str]]
+    obstacles: Callable[[GPTArchitecture], Iterator[str]]
     """Yields reasons why the architecture does not compute what a configuration says; nothing where it does."""
     ignored: tuple[str, ...]
 
 
-def activation_to_hf(config: GPTConfig) -> str:
+def activation_to_hf(config: GPTArchitecture) -> str:
     """Return their name of the activation."""
     return next(theirs for theirs, ours in ACTIVATIONS.items() if ours == config.activation)
 
 
-def common_obstacles(config: GPTConfig) -> Iterator[str]:
+def common_obstacles(config: GPTArchitecture) -> Iterator[str]:
     """Yield what neither family has."""
     if config.normalization != "layernorm":
         yield f"normalization {config.normalization}"
@@ -103,7 +101,7 @@ def _gpt2_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _gpt2_to_hf(config: GPTConfig) -> dict[str, Any]:
+def _gpt2_to_hf(config: GPTArchitecture) -> dict[str, Any]:
     return {
         "activation_function": activation_to_hf(config),
         "embd_pdrop": config.hidden_dropout,
@@ -128,7 +126,7 @@ def _gpt2_key_map(heads: int) -> Sequence[KeyMap]:
     )
 
 
-def _gpt2_obstacles(config: GPTConfig) -> Iterator[str]:
+def _gpt2_obstacles(config: GPTArchitecture) -> Iterator[str]:
     yield from common_obstacles(config)
     if config.position_embedding_type != "learned_absolute":
         yield f"position_embedding_type {config.position_embedding_type}"
@@ -203,7 +201,7 @@ def _neox_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _neox_to_hf(config: GPTConfig) -> dict[str, Any]:
+def _neox_to_hf(config: GPTArchitecture) -> dict[str, Any]:
     base = config.position_freq_base * config.position_abf_factor
     scaled = scaling_to_hf(config.scaling)
     rope = scaled.pop("rope_scaling") or {"rope_type": "default"}
@@ -226,7 +224,7 @@ def _neox_key_map(heads: int) -> Sequence[KeyMap]:
     )
 
 
-def _neox_obstacles(config: GPTConfig) -> Iterator[str]:
+def _neox_obstacles(config: GPTArchitecture) -> Iterator[str]:
     yield from common_obstacles(config)
     if config.position_embedding_type != "rope":
         yield f"position_embedding_type {config.position_embedding_type}"
@@ -285,7 +283,7 @@ _VOCABULARY = ("embedding.tokens.weight", "lm_head.weight")
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the keys of :class:`GPTConfig` from those of a ``config.json``, written by transformers 4 or 5.
+    """Return the keys of :class:`GPTArchitecture` from those of a ``config.json``, written by transformers 4 or 5.
 
     Raises:
         HFUnsupported: the model is of another family or has a feature that is not implemented.
@@ -307,7 +305,7 @@ def names_in_hf(hf_config: Mapping[str, Any]) -> dict[str, str]:
     return family.values.names
 
 
-def config_to_hf(config: GPTConfig) -> dict[str, Any]:
+def config_to_hf(config: GPTArchitecture) -> dict[str, Any]:
     """Return the ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation, which
     only training knows, has no place in it, nor have the rows that fill the vocabulary up.
 
@@ -323,7 +321,7 @@ def config_to_hf(config: GPTConfig) -> dict[str, Any]:
     }
 
 
-def key_map(config: GPTConfig) -> tuple[KeyMap, ...]:
+def key_map(config: GPTArchitecture) -> tuple[KeyMap, ...]:
     """Return one entry per parameter, except a tied head. Rows that pad the vocabulary are not exchanged.
 
     Raises:
@@ -343,7 +341,7 @@ def key_map(config: GPTConfig) -> tuple[KeyMap, ...]:
     )
 
 
-def _family_of(config: GPTConfig) -> HFFamily:
+def _family_of(config: GPTArchitecture) -> HFFamily:
     obstacles = {family.architecture: list(family.obstacles(config)) for family in FAMILIES.values()}
     for architecture, found in obstacles.items():
         if not found:
