@@ -100,7 +100,7 @@ CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = {
 }
 """Kind → capability → what a component that declares it does; components of other kinds declare none.
 
-The configuration is checked against them before anything is imported (:mod:`nxdt_core.config.capabilities`): what the
+The configuration is checked against them before anything is imported (:mod:`nxdt_core.config.checks`): what the
 selected components do not declare is an error, never silently ignored. One process in float32 without adapters needs
 none. What an engine lacks of something that it declares, such as a pipeline schedule, its
 :attr:`EngineComponent.rules` refuse.

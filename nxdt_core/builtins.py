@@ -267,7 +267,7 @@ def nxdt_stores() -> list[StoreComponent]:
         StoreComponent(
             name="local",
             target="nxdt_core.checkpoint.stores.local:LocalStorage",
-            config="nxdt_core.config.training_schema:LocalStorageConfig",
+            config="nxdt_core.config.schema:LocalStorageConfig",
             summary="a directory; atomic rename, files and directories fsynced",
             uri_schemes=("file",),
         )
@@ -288,7 +288,7 @@ def nxdt_objectives() -> list[Component]:
         Component(
             name="causal_lm",
             target="nxdt_core.models.loss:CausalLM",
-            config="nxdt_core.config.training_schema:CausalLMConfig",
+            config="nxdt_core.config.schema:CausalLMConfig",
             summary="cross-entropy of the next token, over labels that are not -100",
         )
     ]

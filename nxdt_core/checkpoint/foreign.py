@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.exchange import ForeignFormatUnknown
+from nxdt_core.errors.checkpoints import ForeignFormatUnknown
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.plugin import describe_failure

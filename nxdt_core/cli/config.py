@@ -168,8 +168,8 @@ def migrate(
     it) or unsupported. Keys are added where leaving them out would change something. The values and paths that are
     still to be set are listed at the end. A file of another program is refused.
     """
-    from nxdt_core.config.migration import migrate as migrated
-    from nxdt_core.config.migration import summary
+    from nxdt_core.config.sources import migrate as migrated
+    from nxdt_core.config.sources import summary
     from nxdt_core.errors.configuration import MigrationTargetExists
     from nxdt_core.kernel import Kernel
 

@@ -276,7 +276,7 @@ def evaluate(
     of an installed suite, such as lm-evaluation-harness (nxdt-plugin-evaluate).
     """
     from nxdt_core.data.files.records import UnusedFields, describe_unused
-    from nxdt_core.errors.evaluation import NothingToJudge
+    from nxdt_core.errors.data import NothingToJudge
 
     check_torch_folder()
     from nxdt_core.kernel import Kernel

@@ -103,7 +103,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 def _load(source: str, overrides: tuple[str, ...], *, prints: bool = True, trial: bool = False) -> ResolvedConfig:
     from nxdt_core.cli.config import require_set, vocabulary_notes
     from nxdt_core.config import load
-    from nxdt_core.config.migration import environment_notes
+    from nxdt_core.config.sources import environment_notes
 
     config = load(source, overrides)
     notes = [*config.notes]

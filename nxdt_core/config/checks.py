@@ -1,7 +1,9 @@
-"""Rules over values that are each right: what cannot work together, and what has no effect.
+"""Rules over values that are each right: what cannot work together, what components do not declare, what has no effect.
 
 What one engine asks of heads, stages or sequences is named by its record (:attr:`nxdt_core.api.EngineComponent.rules`).
-A setting without an effect gives a note, not an error: a file may run on fewer devices than it was written for.
+A component without a declared capability (:data:`nxdt_core.api.CAPABILITIES`) is not asked for it, so a setting that an
+engine would not read is an error here, before anything is launched. A setting without an effect gives a note, not an
+error: a file may run on fewer devices than it was written for.
 """
 
 from __future__ import annotations
@@ -9,16 +11,32 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
-from typing import Any, cast
+from typing import Any
 
-from nxdt_core.api import ModelComponent
+from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent
 from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
-from nxdt_core.config.schema import Composition, Selected
+from nxdt_core.config.schema import (
+    SLOTS,
+    Composition,
+    DistributedStrategyConfig,
+    EarlyStoppingParams,
+    EmaConfig,
+    ResolvedConfig,
+    Selected,
+    mode_of,
+)
 from nxdt_core.config.section import keys_of
-from nxdt_core.config.training_schema import DistributedStrategyConfig, EarlyStoppingParams, EmaConfig, mode_of
-from nxdt_core.config.tree import Origin, Place, Tree, join
-from nxdt_core.errors.configuration import ConfigProblem, ImpossibleCombination, Misfit, WrongValue
+from nxdt_core.config.tree import Origin, Place, Tree, dotted, join
+from nxdt_core.errors.configuration import (
+    CapabilityMissing,
+    ConfigError,
+    ConfigProblem,
+    ImpossibleCombination,
+    Misfit,
+    WrongValue,
+)
 from nxdt_core.errors.launch import WorldDoesNotDivide
+from nxdt_core.kernel.registry import Registry
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -33,8 +51,10 @@ __all__ = [
     "VPP",
     "WORLD",
     "Checked",
+    "check_capabilities",
     "find_impossible",
     "find_notes",
+    "find_undeclared",
 ]
 
 _STRATEGY, _SCHEDULE = "distributed_strategy", "model.optim.sched"
@@ -47,8 +67,10 @@ REPLICAS = f"{_STRATEGY}.dp_replicate"
 WORLD = ("trainer.devices", "trainer.num_nodes")
 BATCH, MICRO_BATCH = "data.global_batch_size", "data.micro_batch_size"
 
+_SP, _ZERO, _ZERO_STAGE = (f"{_STRATEGY}.{name}" for name in ("sequence_parallel", "zero1", "zero_stage"))
 _GRANULARITY, _RECOMPUTE = "model.activations_checkpoint_granularity", "model.activations_checkpoint_recompute"
 _WARMUP, _HORIZON = f"{_SCHEDULE}.warmup_steps", f"{_SCHEDULE}.max_steps"
+_LAST = "trainer.max_steps"
 _STRATEGY_KEYS = {name: f"{_STRATEGY}.{name}" for name in keys_of(DistributedStrategyConfig)}
 
 
@@ -112,17 +134,41 @@ def find_impossible(
     yield from _of_the_run(checked)
     yield from _of_the_layout(checked)
     yield from _of_the_step(checked)
-    if schedule is not None and schedule.config is not None:
-        yield from _overfull_schedule(checked, schedule.config)
-    if model is not None and isinstance(model.component.record, ModelComponent):
-        yield from _unknown_modules(checked, model.component.record)
-    for key in ("checkpoint.train_time_interval", "trainer.max_time"):
+    horizon = checked.numbers(_HORIZON)
+    if schedule is not None and schedule.config is not None and horizon is not None:
+        # A rate would jump, or fall from less than its peak, where steps at a constant rate or of decay begin before
+        # the warm-up is done. A warm-up alone may be longer: such a run is the beginning of a longer one.
+        cls: Any = type(schedule.config)
+        parts: dict[str, int] = {}
+        for name, key in keys_of(cls).items():
+            mark, count = key.mark(PartOf), checked.values.get(join(_SCHEDULE, name))
+            if mark is not None and mark.key == _HORIZON and count:
+                parts[join(_SCHEDULE, name)] = count
+        if parts and (warmup := checked.values.get(_WARMUP)):
+            parts = {_WARMUP: warmup, **parts}
+        if (total := sum(parts.values())) > horizon[0]:
+            counts = " and ".join(f"{path.rpartition('.')[2]} {count}" for path, count in parts.items())
+            reason = f"{counts} {'are' if len(parts) > 1 else 'is'} more than the {horizon[0]} steps of the schedule"
+            advice = f"Shorten them, or set {_HORIZON} to at least {total}: a run may end before its schedule does."
+            yield checked.impossible(*reversed(parts), _HORIZON, reason=reason, advice=advice)
+    record = model.component.record if model is not None else None
+    modules = record.recompute_names if isinstance(record, ModelComponent) else None
+    if record is not None and modules is not None and checked.values.get(_GRANULARITY) == "selective":
+        for name in checked.values.get(_RECOMPUTE) or ():
+            if name not in modules:
+                near = get_close_matches(name, modules, n=1)
+                yield WrongValue(
+                    **checked.place(_RECOMPUTE),
+                    found=f"{name!r}, which model {record.name!r} does not have",
+                    allowed=", ".join(modules),
+                    hint=f"Did you mean {near[0]!r}?" if near else "",
+                )
+    for time in ("checkpoint.train_time_interval", "trainer.max_time"):
         try:
-            if (value := checked.values.get(key)) is not None:
+            if (value := checked.values.get(time)) is not None:
                 seconds_of(value)
         except ValueError:
-            found = checked.tree.describe(key)
-            yield WrongValue(**checked.place(key), found=found, allowed=FORMS)
+            yield WrongValue(**checked.place(time), found=checked.tree.describe(time), allowed=FORMS)
 
 
 def _of_the_run(checked: Checked) -> Iterator[ImpossibleCombination]:
@@ -190,7 +236,7 @@ def _of_the_layout(checked: Checked) -> Iterator[ImpossibleCombination]:
 def _of_the_step(checked: Checked) -> Iterator[ImpossibleCombination]:
     """Sharding, weights, dtypes, what is recomputed, learning rates, sequences and files of metrics."""
     given = checked.values.get
-    zero, stage = f"{_STRATEGY}.zero1", f"{_STRATEGY}.zero_stage"
+    zero, stage = _ZERO, _ZERO_STAGE
     if given(stage) is not None and given(zero) is False:
         reason = f"zero_stage {given(stage)} shards, and zero1: false says not to"
         yield checked.impossible(stage, zero, reason=reason, advice="Leave zero1 out, or set zero_stage to null.")
@@ -243,52 +289,119 @@ def _of_the_step(checked: Checked) -> Iterator[ImpossibleCombination]:
         yield checked.impossible(metrics, reason=reason, advice="Name it so, such as nxdt.prom.")
 
 
-def _overfull_schedule(checked: Checked, section: Any) -> Iterator[ImpossibleCombination]:
-    """Steps at a constant rate or of decay that begin before the warm-up is done, or even before the first step.
+_SETTINGS = {
+    "model.activations_checkpoint_granularity": ("recompute", "Set it to null"),
+    "model.compile": ("compile", "Set it to false"),
+    "model.trainable": ("adapters", "Leave it out"),
+    "model.optim.param_groups": ("param_groups", "Leave it out"),
+}
+"""Setting → the capability of the engine that it needs, and what to write to do without."""
 
-    The rate would jump, or fall from less than its peak. A warm-up alone may be longer: such a run is the beginning
-    of a longer one, and a note says so.
+
+def find_undeclared(
+    checked: Checked, components: Mapping[str, Selected | None], registry: Registry
+) -> Iterator[CapabilityMissing]:
+    """Yield what the selected engine, model and optimizer do not declare and the configuration asks for, each once, at
+    the first setting that needs it.
+
+    Args:
+        checked: the values.
+        components: those that are selected, by kind; one that is unavailable is absent.
+        registry: knows who declares what.
     """
-    horizon = checked.numbers(_HORIZON)
-    if horizon is None:
-        return
-    cls, parts = cast(type, type(section)), dict[str, int]()
-    for name, key in keys_of(cls).items():
-        mark, count = key.mark(PartOf), checked.values.get(join(_SCHEDULE, name))
-        if mark is not None and mark.key == _HORIZON and count:
-            parts[join(_SCHEDULE, name)] = count
-    if parts and (warmup := checked.values.get(_WARMUP)):
-        parts = {_WARMUP: warmup, **parts}
-    total = sum(parts.values())
-    if total > horizon[0]:
-        said = " and ".join(f"{path.rpartition('.')[2]} {count}" for path, count in parts.items())
-        yield checked.impossible(
-            *reversed(parts),
-            _HORIZON,
-            reason=f"{said} {'are' if len(parts) > 1 else 'is'} more than the {horizon[0]} steps of the schedule",
-            advice=f"Shorten them, or set {_HORIZON} to at least {total}: a run may end before its schedule does.",
-        )
+    values = checked.values
+    # Keys of a setting, its value, what to write to do without, and the capability of each kind that it needs.
+    settings: list[tuple[tuple[str, ...], str, str, dict[str, str]]] = []
+    for key, name in ((TP, "tp"), (CP, "cp"), (EP, "ep"), (PP, "pp")):
+        size = checked.numbers(key)
+        if size is not None and size[0] > 1:
+            sharded = {"optimizer": "sharded"} if name in ("tp", "ep") else {}
+            settings.append(((key,), str(size[0]), "Set it to 1", {"engine": name, "model": name, **sharded}))
+            if name == "tp" and values.get(_SP):
+                settings.append(((_SP,), "true", "Set it to false", {"model": "sp"}))
+    sizes = checked.mesh_sizes()
+    if sizes is not None and sizes.dp > 1:
+        copies = sizes.world_size // sizes.dp
+        one_copy = f"Run it in {'1 process' if copies == 1 else f'{copies} processes'} ({WORLD[0]} x {WORLD[1]})"
+        settings.append((WORLD, f"{sizes.dp} data parallel ranks", one_copy, {"engine": "dp"}))
+    if sizes is not None and sizes.fsdp > 1 and sizes.zero_stage > 0:
+        key, off = _ZERO, f"Set {_ZERO} to false"
+        if values.get(_ZERO_STAGE) is not None:
+            key, off = _ZERO_STAGE, f"{off} and {_ZERO_STAGE} to null"
+        settings.append(((key,), f"ZeRO-{sizes.zero_stage} over {sizes.fsdp} ranks", off, {"optimizer": "sharded"}))
+    for key, (name, instead) in _SETTINGS.items():
+        if value := values.get(key):
+            words = {"model.trainable": "frozen parameters", "model.compile": "true"}
+            text = f"{len(value)} groups of parameters" if name == "param_groups" else words.get(key, str(value))
+            settings.append(((key,), text, instead, {"engine": name}))
+    for slot in SLOTS:
+        if (selected := components.get(slot.kind)) is None:
+            continue
+        record = selected.component.record
+        instead = "Leave the section out" if slot.kind == "adapter" else "Choose another"
+        needed = set(record.requires)
+        if isinstance(record, AdapterComponent):
+            needed.add("adapters")
+            models = sorted(record.requires_of_model)
+            settings += [((slot.key,), record.name, instead, {"model": name}) for name in models]
+        policy = checked.policy
+        if slot.kind == "precision" and policy is not None and policy != PrecisionPolicy(name=policy.name):
+            needed.add("precision")
+        settings += [((slot.key,), record.name, instead, {"engine": name}) for name in sorted(needed)]
 
-
-def _unknown_modules(checked: Checked, model: ModelComponent) -> Iterator[ConfigProblem]:
-    """Modules to recompute that the model lacks, where its record lists those that it has."""
-    known = model.recompute_names
-    if known is None or checked.values.get(_GRANULARITY) != "selective":
-        return
-    for name in checked.values.get(_RECOMPUTE) or ():
-        if name not in known:
-            near = get_close_matches(name, known, n=1)
-            yield WrongValue(
-                **checked.place(_RECOMPUTE),
-                found=f"{name!r}, which model {model.name!r} does not have",
-                allowed=", ".join(known),
-                hint=f"Did you mean {near[0]!r}?" if near else "",
+    selectors = {slot.kind: slot.key for slot in SLOTS}
+    for kind in ("engine", "model", "optimizer"):
+        if (selected := components.get(kind)) is None:
+            continue
+        component = selected.component
+        missing: set[str] = set()
+        for keys, text, instead, needs in settings:
+            capability = needs.get(kind)
+            if capability is None or capability in component.record.capabilities | missing:
+                continue
+            missing.add(capability)
+            if capability == "sp" and "tp" in missing:
+                continue  # one message suffices
+            yield CapabilityMissing(
+                **checked.place(*keys),
+                found=text,
+                instead=instead,
+                capability=capability,
+                meaning=CAPABILITIES[kind].get(capability, ""),
+                kind=kind,
+                name=component.record.name,
+                dist=component.dist,
+                selector=selectors[kind],
+                others=tuple(
+                    other.record.name for other in registry.all(kind) if capability in other.record.capabilities
+                ),
             )
 
 
+def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
+    """Check a run of ``world_size`` processes, which may not be those that the configuration speaks of: another
+    launcher starts as many as it likes.
+
+    Raises:
+        ConfigError: the engine, the model or the optimizer does not declare what this asks of them, or the engine's
+            rules refuse it.
+    """
+    trainer = config.run.trainer
+    if world_size == trainer.devices * trainer.num_nodes:
+        return  # that was checked as it was loaded
+    started = Origin(kind="override", where="the processes that were started")
+    tree = config.tree.copy()
+    for key, count in zip(WORLD, (world_size, 1), strict=True):
+        tree.set(key, count, started)
+    checked = Checked({dotted(path): value for path, value in tree.leaves()}, tree)
+    rules = config.selected("engine").component.load_rules()
+    problems = [] if rules is None else [*rules(checked)]
+    if problems := [*find_undeclared(checked, config.components, config.kernel.registry), *problems]:
+        raise ConfigError(source=config.source, problems=tuple(problems))
+
+
 _MANAGER = "exp_manager"
-_SP, _REGATHER = f"{_STRATEGY}.sequence_parallel", f"{_STRATEGY}.sequence_parallel_regather"
-_KV_REPLICATOR, _LAST = f"{_STRATEGY}.kv_replicator", "trainer.max_steps"
+_REGATHER, _KV_REPLICATOR = f"{_STRATEGY}.sequence_parallel_regather", f"{_STRATEGY}.kv_replicator"
 
 _READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
     TP: (_SP, _REGATHER, f"{_STRATEGY}.async_tensor_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
@@ -317,80 +430,57 @@ def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
             keys = keys_of(cls).items()
             changed = [path for name, key in keys if given(path := join(section, name), key.default) != key.default]
             yield from _idle(changed, f"{switch} is not set")
-    yield from _of_dimensions(checked)
-    yield from _of_sharding(checked)
-    if given(_RECOMPUTE) and given(_GRANULARITY, "") is None:
-        yield from _idle([_RECOMPUTE], f"{_GRANULARITY} is not set")
-    yield from _waiting_stages(checked)
-    ends = getattr(composition.classes.get(_SCHEDULE), "reads_max_steps", True)
-    yield from _of_the_schedule(checked, ends=ends)
-
-
-def _of_dimensions(checked: Checked) -> Iterator[str]:
-    given = checked.values.get
-    for size, keys in _READ_ABOVE_ONE.items():
+    for size, names in _READ_ABOVE_ONE.items():
         if given(size) == 1:
-            asked = [key for key in keys if (found := given(key)) is True or (found and found != 1)]
-            yield from _idle(asked, f"{size} is 1")
-    numbers = checked.numbers("model.num_kv_heads", TP, _KV_REPLICATOR)
-    if numbers is not None and numbers[1] > 1 and numbers[2] > (needed := max(1, numbers[1] // numbers[0])):
-        made = "no copies" if needed == 1 else f"{needed} copies"
-        yield f"{_KV_REPLICATOR}: {made} are made, since {TP} is {numbers[1]} and model.num_kv_heads {numbers[0]}"
+            settings = [key for key in names if (value := given(key)) is True or (value and value != 1)]
+            yield from _idle(settings, f"{size} is 1")
+    heads = checked.numbers("model.num_kv_heads", TP, _KV_REPLICATOR)
+    if heads is not None and heads[1] > 1 and heads[2] > (needed := max(1, heads[1] // heads[0])):
+        copies = "no copies" if needed == 1 else f"{needed} copies"
+        yield f"{_KV_REPLICATOR}: {copies} are made, since {TP} is {heads[1]} and model.num_kv_heads {heads[0]}"
     if given(_REGATHER) and given(TP) != 1 and not given(_SP):
         yield from _idle([_REGATHER], f"{_SP} is false")
     elif given(_REGATHER) and given(TP) != 1 and given(_GRANULARITY) == "full":
         yield from _idle([_REGATHER], f"{_GRANULARITY} is full, and layers that are recomputed gather again")
 
-
-def _of_sharding(checked: Checked) -> Iterator[str]:
-    """Yield notes on ZeRO without ranks to shard over, and on tokens exchanged for experts that are never full."""
-    sizes, zero = checked.mesh_sizes(), f"{_STRATEGY}.zero1"
-    keys = (zero, f"{_STRATEGY}.zero_stage")
-    asked = [key for key in keys if checked.origin(key).kind != "default" and checked.values.get(key)]
+    # ZeRO without ranks to shard over, and tokens exchanged for experts that are never full.
+    sizes = checked.mesh_sizes()
+    sharding = [key for key in (_ZERO, _ZERO_STAGE) if checked.origin(key).kind != "default" and given(key)]
     if checked.numbers(*WORLD) == (1, 1):
-        yield from _idle(asked, "one process has nothing to shard")
+        yield from _idle(sharding, "one process has nothing to shard")
     elif sizes is not None and sizes.fsdp == 1:
-        yield from _idle(asked, "the layout leaves no data parallel ranks to shard over")
+        yield from _idle(sharding, "the layout leaves no data parallel ranks to shard over")
     if sizes is not None and sizes.zero_stage == 0 and sizes.dp_replicate > 1:
-        yield from _idle([REPLICAS], f"{zero} is false and every data parallel rank holds a whole copy")
+        yield from _idle([REPLICAS], f"{_ZERO} is false and every data parallel rank holds a whole copy")
     shuffle, factor = f"{_STRATEGY}.token_shuffle_group_size", "model.moe.capacity_factor"
-    numbers = checked.numbers(shuffle, "model.moe.num_experts")
-    if numbers is not None and numbers[0] != 1 and (checked.values.get(factor) or 0) <= 0:
+    groups = checked.numbers(shuffle, "model.moe.num_experts")
+    if groups is not None and groups[0] != 1 and (given(factor) or 0) <= 0:
         yield f"{shuffle}: tokens travel for nothing, since {factor} bounds no expert"
+    if given(_RECOMPUTE) and given(_GRANULARITY, "") is None:
+        yield from _idle([_RECOMPUTE], f"{_GRANULARITY} is not set")
 
+    # Pipeline schedules that run with few micro-batches and then mostly wait; others are refused.
+    count = checked.micro_batches()
+    if sizes is not None and count is not None and sizes.pp > 1:
+        enough = 2 * sizes.pp - 1 if sizes.schedule == "zbv" else sizes.pp
+        if count < enough:
+            yield (
+                f"{BATCH}: the schedule {sizes.schedule} over {sizes.pp} pipeline ranks is idle for longer than it need"
+                f" be with {count} micro-batches per step; {enough} fill it"
+            )
 
-def _waiting_stages(checked: Checked) -> Iterator[str]:
-    """Schedules that run with few micro-batches and then mostly wait; others are refused."""
-    sizes, count = checked.mesh_sizes(), checked.micro_batches()
-    if sizes is None or count is None or sizes.pp == 1:
-        return
-    enough = 2 * sizes.pp - 1 if sizes.schedule == "zbv" else sizes.pp
-    if count < enough:
-        yield (
-            f"{BATCH}: the schedule {sizes.schedule} over {sizes.pp} pipeline ranks is idle for longer than it need be"
-            f" with {count} micro-batches per step; {enough} fill it"
-        )
-
-
-def _of_the_schedule(checked: Checked, *, ends: bool) -> Iterator[str]:
-    """A warm-up that is not over at the end, and a schedule that is longer or shorter than the run.
-
-    Args:
-        checked: the values.
-        ends: whether the schedule reads its ``max_steps``.
-    """
+    # A warm-up that is not over at the end, and a learning-rate schedule that is longer or shorter than the run.
     lengths = checked.numbers(_HORIZON, _LAST)
     if lengths is None:
         return
     horizon, last = lengths
+    ends = getattr(composition.classes.get(_SCHEDULE), "reads_max_steps", True)
     end, steps = (_HORIZON, horizon) if ends and horizon <= last else (_LAST, last)
-    warmup = checked.numbers(f"{_SCHEDULE}.warmup_steps")
+    warmup = checked.numbers(_WARMUP)
     if warmup is not None and 0 < steps <= warmup[0]:
-        yield (
-            f"{_SCHEDULE}.warmup_steps: the rate only rises, since {end} is {steps} and warm-up takes {warmup[0]} steps"
-        )
+        yield f"{_WARMUP}: the rate only rises, since {end} is {steps} and warm-up takes {warmup[0]} steps"
     if not ends and horizon != last:
-        yield from _idle([_HORIZON], f"the schedule {checked.values.get(f'{_SCHEDULE}.name')} does not read it")
+        yield from _idle([_HORIZON], f"the schedule {given(f'{_SCHEDULE}.name')} does not read it")
     elif horizon > last:
         yield f"{_HORIZON}: the schedule ends at step {horizon}, but the run ends earlier: {_LAST} is {last}"
     elif horizon < last:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import reduce
 from typing import Any
 
@@ -14,8 +14,7 @@ from pydantic import ValidationError
 from pydantic.errors import PydanticUserError
 
 from nxdt_core.config.huggingface import architectures_of, fill_recipe, merge_hf_values, read_hf_config
-from nxdt_core.config.interpolation import interpolate, interpolations
-from nxdt_core.config.read import Reading, fill, read_part
+from nxdt_core.config.read import Reading, fill, interpolate, interpolations, read_part
 from nxdt_core.config.schema import SLOTS, Composition, RunConfig, Selected, Slot, core_class
 from nxdt_core.config.secrets import mask_secrets
 from nxdt_core.config.section import Key, Section, composed, keys_of
@@ -35,7 +34,8 @@ from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.registry import reading_model
 
 __all__ = [
-    "Extensions",
+    "CALLBACKS",
+    "LOGGERS",
     "Replaced",
     "drop_replaced",
     "find_replaced",
@@ -43,6 +43,7 @@ __all__ = [
     "part_of",
     "run_model",
     "select",
+    "select_extensions",
     "selected",
     "usable_class",
 ]
@@ -165,30 +166,25 @@ def run_model(tree: Tree, composition: Composition) -> tuple[type, list[ConfigPr
 
 
 def selected(composition: Composition, reading: Reading) -> dict[str, Selected | None]:
-    """Return the selected components by kind, each with an instance of its own class."""
-    found: dict[str, Selected | None] = {}
+    """Return the selected components by kind, each with an instance of its own class; None where its keys are wrong."""
+    chosen: dict[str, Selected | None] = {}
     for slot in SLOTS:
-        if slot.kind in composition.components:
-            component, cls = composition.components[slot.kind], composition.classes.get(slot.section)
-            section = None if component is None or cls is None else _own_section(cls, slot.section, reading)
-            found[slot.kind] = None if component is None else Selected(component=component, config=section)
-    return found
-
-
-def _own_section(cls: Any, path: str, reading: Reading) -> Any:
-    """Return an instance of a component's class from the section that was read; None where its keys are wrong."""
-    names = path.split(".")
-    if reading.instance is not None:
-        return part_of(reduce(getattr, names, reading.instance), cls)
-    own = {(*names, name) for name in keys_of(cls)}
-    if any(at[:depth] in own for at in reading.wrong for depth in range(len(at) + 1)):
-        return None  # what the component says of its defaults instead would mislead
-    section = reduce(lambda around, name: around.get(name) or {}, names, reading.data)
-    values = {name: section[name] for name in keys_of(cls) if name in section}
-    try:
-        return cls.model_validate_json(json.dumps(values, default=str), strict=True)
-    except ValidationError:
-        return None
+        component, cls = composition.components.get(slot.kind), composition.classes.get(slot.section)
+        names, section = slot.section.split("."), None
+        if slot.kind not in composition.components:
+            continue
+        if component is not None and cls is not None and reading.instance is not None:
+            section = part_of(reduce(getattr, names, reading.instance), cls)
+        elif component is not None and cls is not None:
+            keys = {(*names, name) for name in keys_of(cls)}
+            # With a default in place of a wrong value, what the component says of it would mislead.
+            if not any(at[:depth] in keys for at in reading.wrong for depth in range(len(at) + 1)):
+                data = reduce(lambda around, name: around.get(name) or {}, names, reading.data)
+                values = {name: data[name] for name in keys_of(cls) if name in data}
+                with suppress(ValidationError):
+                    section = cls.model_validate_json(json.dumps(values, default=str), strict=True)  # type: ignore[attr-defined]
+        chosen[slot.kind] = None if component is None else Selected(component=component, config=section)
+    return chosen
 
 
 def part_of(section: Any, cls: Any) -> Any:
@@ -230,15 +226,8 @@ _IMPLIED = {"store": _FILE, "tokenizer": "huggingface"}
 """Kind → what is replaced where the source below names no component."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Replaced:
-    """A choice of a component that replaces one below it."""
-
-    slot: Slot
-    before: str
-    after: str
-    keys: tuple[str, ...]
-    """Keys of the section that only the sources below give a value."""
+Replaced = tuple[Slot, str, str, tuple[str, ...]]
+"""A choice of a component over one of a lower source: both names, and the keys that only lower sources give a value."""
 
 
 def find_replaced(low: Tree, high: Tree) -> list[Replaced]:
@@ -253,7 +242,7 @@ def find_replaced(low: Tree, high: Tree) -> list[Replaced]:
         given = {key for key, value in above.items() if value is not None} if isinstance(above, dict) else ()
         below = section if isinstance(section, dict) else ()
         keys = tuple(key for key in below if key != slot.selector and key not in given)
-        found.append(Replaced(slot=slot, before=before, after=after, keys=keys))
+        found.append((slot, before, after, keys))
     return found
 
 
@@ -266,17 +255,17 @@ def drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> l
         A note for each component whose keys were dropped.
     """
     notes = []
-    for each in replaced:
-        before, after = _declared(each.slot, each.before, kernel), _declared(each.slot, each.after, kernel)
-        if before is None or after is None:
+    for slot, before, after, keys in replaced:
+        old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
+        if old is None or new is None:
             continue
-        kept = {**after, **keys_of(core_class(each.slot.section) or Section)}
-        dropped = [key for key in each.keys if key in before and key not in kept]
+        staying = {**new, **keys_of(core_class(slot.section) or Section)}
+        dropped = [key for key in keys if key in old and key not in staying]
         for key in dropped:
-            tree.remove(join(each.slot.section, key))
+            tree.remove(join(slot.section, key))
         if dropped:
             names = ", ".join(dropped)
-            notes.append(f"{each.slot.key}: {each.after!r} replaces {each.before!r}, whose keys are left out: {names}")
+            notes.append(f"{slot.key}: {after!r} replaces {before!r}, whose keys are left out: {names}")
     return notes
 
 
@@ -309,7 +298,7 @@ def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None
         return None
 
 
-_LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
+LOGGERS, CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
 _FLAGS = {
     "tensorboard": "summary_writer_kwargs",
     "wandb": "wandb_logger_kwargs",
@@ -321,11 +310,11 @@ _FLAGS = {
 def mask_options(tree: Tree, kernel: Kernel) -> None:
     """Mask the secrets among the options of loggers and callbacks, selected or not."""
     places = [(f"exp_manager.{options}", logger) for logger, options in _FLAGS.items()]
-    for path in (_LOGGERS, _CALLBACKS):
+    for path in (LOGGERS, CALLBACKS):
         places += [(where, tree.get(f"{where}.name")) for where, _ in _entries(tree, path)]
     for where, name in places:
         if isinstance(tree.get(where), dict) and isinstance(name, str):
-            with suppress(NxdtError):  # of a component that cannot be had, which :class:`Extensions` reports
+            with suppress(NxdtError):  # of a component that cannot be had, which :func:`select_extensions` reports
                 cls = usable_class(kernel.registry.get("callback", name), tree.origin(where).at(""))
                 for key in keys_of(cls).values() if cls is not None else ():
                     mask_secrets(tree, key, (*parts_of(where), key.name))
@@ -337,69 +326,62 @@ def _entries(tree: Tree, path: str) -> list[tuple[str, Any]]:
     return [(f"{path}[{number}]", item) for number, item in enumerate(items if isinstance(items, list) else ())]
 
 
-class Extensions:
-    """Loggers and callbacks of a configuration: each entry is a name, or a mapping of ``name`` and options."""
+def select_extensions(
+    tree: Tree, kernel: Kernel
+) -> tuple[dict[str, tuple[Selected, ...]], list[ConfigProblem], list[str]]:
+    """Return the loggers and callbacks with their options, by key of their list; what is wrong with them; and notes.
 
-    def __init__(self, tree: Tree, kernel: Kernel) -> None:
-        """Select from the completed, interpolated tree."""
-        self._tree, self._kernel = tree, kernel
-        self.problems: list[ConfigProblem] = []
-        self.notes: list[str] = []
-        self.loggers = tuple(self._selected(self._loggers()))
-        self.callbacks = tuple(self._selected(self._listed(_CALLBACKS)))
-
-    def _listed(self, path: str) -> Iterator[tuple[str, str, str]]:
-        """Yield the name of each entry of a list, the key that holds it, and the path of its options."""
-        for where, item in _entries(self._tree, path):
+    An entry is a name, or a mapping of ``name`` and options. The tree is complete and interpolated.
+    """
+    problems, notes, extensions = list[ConfigProblem](), list[str](), dict[str, tuple[Selected, ...]]()
+    for path in (LOGGERS, CALLBACKS):
+        entries: list[tuple[str, str, str]] = []  # name, the key that holds it, the path of its options
+        for where, item in _entries(tree, path):
             key = f"{where}.name"
-            name, place = self._tree.get(key), self._tree.origin(key).at(key)
+            name, place = tree.get(key), tree.origin(key).at(key)
             if isinstance(item, str):
-                yield item, where, where
+                entries.append((item, where, where))
             elif isinstance(name, str):
-                yield name, key, where
+                entries.append((name, key, where))
             elif name is not None:  # `yes` is a boolean of YAML
-                found = self._tree.describe(key)
-                self.problems.append(WrongValue(**place, found=found, allowed="the component's name, a text"))
+                problems.append(WrongValue(**place, found=tree.describe(key), allowed="the component's name, a text"))
             elif isinstance(item, dict):
-                self.problems.append(MissingKey(**place, allowed="the component's name"))
-
-    def _loggers(self) -> Iterator[tuple[str, str, str]]:
-        listed = list(self._listed(_LOGGERS))
-        yield from listed
-        names = {name for name, _, _ in listed}
-        for logger, options_name in _FLAGS.items():
-            key, path = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
-            flag = self._tree.get(key)
-            if key not in self._tree or not isinstance(flag, (bool, type(None))):  # reported when it is read
+                problems.append(MissingKey(**place, allowed="the component's name"))
+        names = {name for name, _, _ in entries}
+        for logger, options_name in _FLAGS.items() if path == LOGGERS else ():
+            key, options = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
+            flag = tree.get(key)
+            if key not in tree or not isinstance(flag, (bool, type(None))):  # reported when it is read
                 continue
-            by_default = logger == "tensorboard" and self._tree.get(_LOGGERS) is None
+            by_default = logger == "tensorboard" and tree.get(LOGGERS) is None
             if (by_default if flag is None else flag) and logger not in names:
-                yield logger, key, path
-            elif flag is False and self._tree.origin(key).kind != "default" and logger in names:
-                place, reason = self._tree.origin(key).at(key), f"{key} is false, and {_LOGGERS} names {logger!r}"
-                self.problems.append(ImpossibleCombination(**place, reason=reason, advice="Keep one of the two."))
-            elif self._tree.get(path):
-                self.notes.append(f"{path}: no effect, since {key} does not select that logger")
-
-    def _selected(self, entries: Iterable[tuple[str, str, str]]) -> Iterator[Selected]:
-        """Yield the components with their options, without those that are not available."""
-        for name, key, path in entries:
-            place, instance = self._tree.origin(key).at(key), None
+                entries.append((logger, key, options))
+            elif flag is False and tree.origin(key).kind != "default" and logger in names:
+                reason = f"{key} is false, and {LOGGERS} names {logger!r}"
+                place = tree.origin(key).at(key)
+                problems.append(ImpossibleCombination(**place, reason=reason, advice="Keep one of the two."))
+            elif tree.get(options):
+                notes.append(f"{options}: no effect, since {key} does not select that logger")
+        components: list[Selected] = []
+        for name, key, options in entries:
+            place, instance = tree.origin(key).at(key), None
             try:
-                component = self._kernel.registry.get("callback", name)
+                component = kernel.registry.get("callback", name)
                 cls = usable_class(component, place)
             except NxdtError as error:
                 problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
-                self.problems.append(problem)
+                problems.append(problem)
                 continue
-            part = self._tree.copy(path)
+            part = tree.copy(options)
             if not isinstance(part.data, dict):
-                part = Tree({}, {(): self._tree.origin(key)})
-            if key == f"{path}.name":
+                part = Tree({}, {(): tree.origin(key)})
+            if key == f"{options}.name":
                 part.remove("name")
             if cls is not None:
-                instance, problems = read_part(cls, part, path)
-                self.problems += problems
+                instance, faults = read_part(cls, part, options)
+                problems += faults
             else:
-                self.problems += [UnknownKey(**part.origin(each).at(f"{path}.{each}")) for each in part.data]
-            yield Selected(component=component, config=instance)
+                problems += [UnknownKey(**part.origin(name).at(f"{options}.{name}")) for name in part.data]
+            components.append(Selected(component=component, config=instance))
+        extensions[path] = tuple(components)
+    return extensions, problems, notes

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.interpolation import has_interpolation, interpolate
+from nxdt_core.config.read import has_interpolation, interpolate
 from nxdt_core.config.schema import Composition, ModelConfig
 from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, file_problem, resolve_path
@@ -71,12 +71,12 @@ def weights_in(directory: Path) -> tuple[int, int] | None:
     """
     try:
         sizes = [path.stat().st_size for path in directory.glob("*.safetensors")]
-        single = directory / _WEIGHTS
-        names = (
-            _header(single)
-            if single.is_file()
-            else json.loads(read_text(directory / f"{_WEIGHTS}.index.json", follow=True))["weight_map"]
-        )
+        if (single := directory / _WEIGHTS).is_file():
+            with open(open_regular(single, follow=True), "rb") as stream:
+                header_bytes = int.from_bytes(stream.read(8), "little")
+                names = json.loads(stream.read(min(header_bytes, _MOST_HEADER_BYTES)))
+        else:
+            names = json.loads(read_text(directory / f"{_WEIGHTS}.index.json", follow=True))["weight_map"]
         return (len(names), sum(sizes)) if sizes else None
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
@@ -108,13 +108,6 @@ def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> s
             if value > limit:
                 return f"{key} is {value}, too large for its weights (tensors: {tensors}, bytes: {size_bytes})"
     return None
-
-
-def _header(path: Path) -> Mapping[str, Any]:
-    with open(open_regular(path, follow=True), "rb") as stream:
-        size = int.from_bytes(stream.read(8), "little")
-        header: dict[str, Any] = json.loads(stream.read(min(size, _MOST_HEADER_BYTES)))
-    return header
 
 
 def _scalars(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
@@ -254,35 +247,32 @@ def merge_hf_values(tree: Tree, composition: Composition, hf: HFConfig) -> list[
         return []
     keys = keys_of(cls)
     lacking = [name for name in keys if name not in tree.get("model")]
-    problems = _merge(tree, cls, lacking, hf) if lacking else []
-    if problems and _is_published(tree, _KEY) and all(keys[name].default is not REQUIRED for name in lacking):
-        tree.remove(_KEY)  # the configuration describes another model for these weights
-        return []
-    return problems
-
-
-def _merge(tree: Tree, cls: type, lacking: list[str], hf: HFConfig) -> list[ConfigProblem]:
-    place, model = _place(tree), f"model {tree.get('model.name')!r}"
-    if hf.problem is not None:
-        return [hf.problem]
-    if not issubclass(cls, ReadsHFConfig):
+    place, model, problem = _place(tree), f"model {tree.get('model.name')!r}", hf.problem
+    values: Mapping[str, Any] = {}
+    if problem is None and lacking and issubclass(cls, ReadsHFConfig):
+        try:
+            values = cls.from_hf(hf.values)
+        except NxdtError as error:
+            if isinstance(error, (HFFileDamaged, HFUnsupported)):
+                error.path = str(hf.path)  # a plugin only gets its content
+            problem = BadComponentChoice(**place, error=error)
+        except (ValueError, KeyError) as error:
+            reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
+            problem = ConfigUnreadable(**place, path=str(hf.path), reason=reason)
+        except (TypeError, AttributeError) as error:  # a value of a type that it does not expect, or its own mistake
+            message = f"{cls.__qualname__}.from_hf cannot read '{hf.path}': {type(error).__name__}: {error}."
+            advice = f"Correct that file. If it is right, correct from_hf: {model} offers the class."
+            problem = ComponentFinding(**place, message=message, advice=advice)
+    elif problem is None and lacking:
         message = f"{model} reads no Hugging Face configuration."
         advice = f"Give its keys in the section model, or add the class method from_hf(hf) to {cls.__qualname__}."
-        return [ComponentFinding(**place, message=message, advice=advice)]
-    try:
-        values = cls.from_hf(hf.values)
-    except NxdtError as error:
-        if isinstance(error, (HFFileDamaged, HFUnsupported)):
-            error.path = str(hf.path)  # a plugin only gets its content
-        return [BadComponentChoice(**place, error=error)]
-    except (ValueError, KeyError) as error:
-        reason = f"it lacks {error}" if isinstance(error, KeyError) else str(error)
-        return [ConfigUnreadable(**place, path=str(hf.path), reason=reason)]
-    except (TypeError, AttributeError) as error:  # a value of a type that it does not expect, or its own mistake
-        message = f"{cls.__qualname__}.from_hf cannot read '{hf.path}': {type(error).__name__}: {error}."
-        advice = f"Correct that file. If it is right, correct from_hf: {model} offers the class."
-        return [ComponentFinding(**place, message=message, advice=advice)]
-    names = cls.hf_names(hf.values) if issubclass(cls, NamesHFKeys) else {}
+        problem = ComponentFinding(**place, message=message, advice=advice)
+    if problem is not None and lacking:
+        if _is_published(tree, _KEY) and all(keys[name].default is not REQUIRED for name in lacking):
+            tree.remove(_KEY)  # the configuration describes another model for these weights
+            return []
+        return [problem]
+    names = cls.hf_names(hf.values) if values and issubclass(cls, NamesHFKeys) else {}
     for name, value in values.items():
         if name in lacking or ("." in name and f"model.{name}" not in tree):
             own = theirs if (theirs := names.get(name, "")) in hf.values else ""

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.capabilities import find_undeclared
-from nxdt_core.config.checks import Checked, find_impossible, find_notes
+from nxdt_core.config.checks import Checked, find_impossible, find_notes, find_undeclared
 from nxdt_core.config.components import (
-    Extensions,
+    CALLBACKS,
+    LOGGERS,
     Replaced,
     drop_replaced,
     find_replaced,
@@ -21,16 +21,24 @@ from nxdt_core.config.components import (
     part_of,
     run_model,
     select,
+    select_extensions,
     selected,
 )
 from nxdt_core.config.huggingface import with_published_model
-from nxdt_core.config.interpolation import MANDATORY, has_interpolation, interpolate
-from nxdt_core.config.migration import converted, explained
-from nxdt_core.config.read import fill, read, read_part
+from nxdt_core.config.read import MANDATORY, fill, has_interpolation, interpolate, read, read_part
 from nxdt_core.config.schema import SLOTS, PluginsConfig, ResolvedConfig, RunConfig, Selected
 from nxdt_core.config.secrets import hide_credentials, hide_secrets, mask_secrets, notes_on_secrets
 from nxdt_core.config.section import ChecksItself, section_paths
-from nxdt_core.config.sources import BASE, COMMAND_LINE, Source, find_base, read_overrides, read_source
+from nxdt_core.config.sources import (
+    BASE,
+    COMMAND_LINE,
+    Source,
+    converted,
+    explained,
+    find_base,
+    read_overrides,
+    read_source,
+)
 from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Place, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
@@ -141,8 +149,18 @@ class _Load:
                 self.problems.append(ComponentFinding(**place, message=message, advice=advice))
         self.notes += drop_replaced(tree, self.replaced, kernel)
         tree, published = with_published_model(tree)
-        tree, problems = _with_plugin_defaults(tree, source.label, kernel)
-        self.problems += problems
+        try:  # what the hook gives is below the rest; of several plugins the first wins
+            defaults_context = ConfigDefaultsContext(config=plain(tree.data), source=source.label)
+            for plugin, defaults in list(kernel.call("nxdt_config_defaults", context=defaults_context)):
+                origin = Origin(kind="plugin", where=plugin.name)
+                if isinstance(defaults, Mapping):
+                    tree = _overridden(Tree.of(defaults, origin), [tree])
+                    continue
+                reason = f"nxdt_config_defaults gave a {type(defaults).__name__}, not a mapping"
+                fault = BadComponentConfig(**origin.at(""), component=plugin.name, dist=plugin.dist, reason=reason)
+                self.problems.append(fault)
+        except NxdtError as error:
+            self.problems.append(BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error))
         composition, problems = select(tree, kernel, source.label, published=published)
         model, faults = run_model(tree, composition)
         self.problems += [*problems, *faults]
@@ -167,8 +185,8 @@ class _Load:
         for path, origin in mandatory.items():
             if path in tree and tree.origin(path).kind == "default":
                 self.problems.append(MissingKey(**origin.at(dotted(path)), allowed=f"a value in place of {MANDATORY}"))
-        extensions = Extensions(tree, kernel)
-        self.problems += extensions.problems
+        extensions, problems, extension_notes = select_extensions(tree, kernel)
+        self.problems += problems
         components = selected(composition, reading)
         checked = Checked(reading.values, tree)
         self.problems += find_problems(checked, components, kernel, asks_plugins=not self.problems)
@@ -180,7 +198,7 @@ class _Load:
             *composition.notes,
             *notes_on_secrets(tree),
             *find_notes(checked, composition),
-            *extensions.notes,
+            *extension_notes,
             *plugin_notes(kernel.plugins),
             *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
         )
@@ -189,8 +207,8 @@ class _Load:
             run=run,
             kernel=kernel,
             components=components,
-            loggers=extensions.loggers,
-            callbacks=extensions.callbacks,
+            loggers=extensions[LOGGERS],
+            callbacks=extensions[CALLBACKS],
             source=source.label,
             overrides=self.overrides,
             run_dir=run_dir,
@@ -237,10 +255,10 @@ class _Load:
         except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
             del self.problems[found:]
             return source
-        result = converted(source, self.set, kernel)
-        self.set, self.unread = result.overrides, {**self.unread, **result.unread}
-        self.notes += result.notes
-        return result.source
+        source, self.set, unread, notes = converted(source, self.set, kernel)
+        self.unread = {**self.unread, **unread}
+        self.notes += notes
+        return source
 
     def _collect(self, source: Source) -> tuple[Tree, dict[KeyPath, Origin]]:
         """Return what was written, overrides included, and where the keys are that said ``???``."""
@@ -311,7 +329,12 @@ class _Load:
         distinct: dict[tuple[str, str, str], ConfigProblem] = {}
         for problem in self.problems:
             if isinstance(problem, ImpossibleCombination) and problem.cause and len(misfits[problem.cause.of]) > 1:
-                problem = _merged(misfits[problem.cause.of])
+                group = misfits[problem.cause.of]  # one problem of values that one other value does not divide
+                fitting = math.gcd(*(misfit.number for misfit in group))
+                values = ", ".join(f"{name} {number}" for name, number in {m.name: m.number for m in group}.items())
+                own = f"Set it to {fitting} or a divisor of it" if fitting > 1 else "Set it to 1"
+                reason, advice = f"{group[0].divisor} fits none of {values}", f"{own}, or change those values."
+                problem = ImpossibleCombination(**group[0].place, reason=reason, advice=advice)
             if (followers or {}).get(problem.key) not in keys:
                 distinct.setdefault((problem.place, problem.key, problem.row()), problem)
         if not distinct:
@@ -326,40 +349,6 @@ def _overridden(tree: Tree, above: Iterable[Tree]) -> Tree:
     for each in above:
         found.merge(each)
     return found
-
-
-def _with_plugin_defaults(tree: Tree, label: str, kernel: Kernel) -> tuple[Tree, list[ConfigProblem]]:
-    """Return the tree with what the hook ``nxdt_config_defaults`` gives below it; of several plugins the first wins."""
-    try:
-        context = ConfigDefaultsContext(config=plain(tree.data), source=label)
-        results = list(kernel.call("nxdt_config_defaults", context=context))
-    except NxdtError as error:
-        return tree, [BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error)]
-    problems: list[ConfigProblem] = []
-    for plugin, defaults in results:
-        origin = Origin(kind="plugin", where=plugin.name)
-        if isinstance(defaults, Mapping):
-            tree = _overridden(Tree.of(defaults, origin), [tree])
-        else:
-            reason = f"nxdt_config_defaults gave a {type(defaults).__name__}, not a mapping"
-            fault = BadComponentConfig(**origin.at(""), component=plugin.name, dist=plugin.dist, reason=reason)
-            problems.append(fault)
-    return tree, problems
-
-
-def _merged(misfits: Sequence[Misfit]) -> ImpossibleCombination:
-    """Return one problem of values that one other value does not divide."""
-    first = misfits[0]
-    numbers = {each.name: each.number for each in misfits}
-    fitting = math.gcd(*numbers.values())
-    values = ", ".join(f"{name} {number}" for name, number in numbers.items())
-    return ImpossibleCombination(
-        **first.place,
-        reason=f"{first.divisor} fits none of {values}",
-        advice=f"Set it to {fitting} or a divisor of it, or change those values."
-        if fitting > 1
-        else "Set it to 1, or change those values.",
-    )
 
 
 def find_problems(
@@ -389,8 +378,9 @@ def find_problems(
         if selected is not None and isinstance(selected.config, ChecksItself):
             with _guarded(selected.component, checked.place(slot.section), "check", problems):
                 for key, message in selected.config.check():
+                    end = "" if message.endswith((".", "!", "?")) else "."
                     place = checked.place(join(slot.section, key))
-                    problems.append(ComponentFinding(**place, message=_sentence(message)))
+                    problems.append(ComponentFinding(**place, message=f"{message}{end}"))
     if not asks_plugins:
         return problems
     names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
@@ -398,7 +388,7 @@ def find_problems(
     try:
         for plugin, findings in kernel.call("nxdt_validate_config", context=context):
             for finding in findings:
-                message = _sentence(f"{finding.message} (plugin {plugin.name!r})")
+                message = f"{finding.message} (plugin {plugin.name!r})."
                 place = checked.place(finding.key)
                 problems.append(ComponentFinding(**place, message=message, advice=finding.remedy))
     except NxdtError as error:
@@ -417,7 +407,3 @@ def _guarded(component: RegisteredComponent, place: Place, what: str, problems: 
         reason = f"its {what} raised {type(error).__name__}: {error}"
         name, dist = component.qualified_name, component.dist
         problems.append(BadComponentConfig(**place, component=name, dist=dist, reason=reason))
-
-
-def _sentence(message: str) -> str:
-    return message if message.endswith((".", "!", "?")) else f"{message}."

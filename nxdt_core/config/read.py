@@ -1,4 +1,7 @@
-"""From a tree to a section: defaults, one validation by pydantic, and a problem for each of its errors.
+"""From a tree to a section: defaults, ``${…}``, one validation by pydantic, and a problem for each of its errors.
+
+OmegaConf resolves each ``${…}`` alone, so that each failure is a separate problem. It is imported only where one is
+more than the path of a key with a plain value: that costs 45 ms.
 
 Values are read in pydantic's strict JSON mode, which has YAML's types: a list gives a tuple and a text a path, but no
 text gives a number. Paths are made absolute: in a file they start at that file's directory, elsewhere at the working
@@ -9,17 +12,19 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+import re
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from itertools import accumulate
 from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
 from nxdt_core.config.annotations import DefaultsTo, StartsAtFile
-from nxdt_core.config.interpolation import UNRESOLVED, has_interpolation
-from nxdt_core.config.secrets import mask_secrets
-from nxdt_core.config.section import REQUIRED, Key, keys_of, members, nearest_keys
+from nxdt_core.config.secrets import hide_secrets, mask_secrets
+from nxdt_core.config.section import REQUIRED, Key, keys_of, marked, members, nearest_keys
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.config.tree import (
     DEFAULT,
@@ -34,10 +39,27 @@ from nxdt_core.config.tree import (
     plain,
     walk,
 )
-from nxdt_core.errors.configuration import ComponentFinding, ConfigProblem, MissingKey, UnknownKey, WrongValue
+from nxdt_core.errors.configuration import (
+    BadInterpolation,
+    ComponentFinding,
+    ConfigProblem,
+    MissingKey,
+    UnknownKey,
+    WrongValue,
+)
 from nxdt_core.protocols.batch import LARGEST
 
-__all__ = ["Keys", "fill", "read", "read_part"]
+__all__ = [
+    "MANDATORY",
+    "UNRESOLVED",
+    "Keys",
+    "fill",
+    "has_interpolation",
+    "interpolate",
+    "interpolations",
+    "read",
+    "read_part",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,33 +123,165 @@ def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys) -> None:
     given |= ordered | unknown
 
 
-def _located(text: str, shown: str | None, origin: Origin) -> tuple[str, str | None]:
-    """Return a path, and what is shown in its place, from where the file that sets it is."""
-    if not text or text.startswith("/") or "://" in text:
-        return text, shown
-    if shown not in (None, MASK) and not text.startswith("~"):
-        shown = f"{resolve_path('.', origin.directory)}/{shown}"
-    return str(resolve_path(text, origin.directory)), shown
+_VARIABLES: ContextVar[list[str]] = ContextVar("variables of the environment that OmegaConf has read")
+_REFERENCE = re.compile(r"\$\{(\w[\w.\[\]]*)\}")
+"""An interpolation that is nothing but the absolute path of a key."""
+
+UNRESOLVED: Any = object()
+"""Value in place of an interpolation that failed: already reported and never read."""
+MANDATORY = "???"
+"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
+
+_MOST_LEVELS = 50
+"""Levels of brackets in an interpolation. The parser and the resolvers recurse: beyond a few hundred, whether they
+still succeed depends on how deep the stack is already."""
+_MISSING = re.compile(r"Interpolation key '([^']*)' not found")
+_RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
+
+
+def has_interpolation(value: object) -> bool:
+    """Return whether a scalar holds ``${…}``."""
+    return isinstance(value, str) and "${" in value
+
+
+def interpolations(data: Any) -> Iterator[tuple[KeyPath, str]]:
+    """Yield the path and text of every scalar of plain data that holds ``${…}``."""
+    for path, value in walk(data):
+        if has_interpolation(value):
+            yield path, value
+
+
+def interpolate(tree: Tree, known: Sequence[str] = (), *, wanted: Sequence[str] = ("",)) -> list[ConfigProblem]:
+    """Replace interpolations in the tree, and return the problems of those that cannot be replaced.
+
+    Args:
+        tree: Has every key that an interpolation may name.
+        known: Key paths for suggestions.
+        wanted: Key paths whose values are needed, with all below them; others may keep their interpolations. (A
+            tree costs OmegaConf 15 ms, so it is made only where it is needed.)
+    """
+    pending: dict[KeyPath, str] = {}
+    for path, text in list(interpolations(tree.data)):
+        at = dotted(path)
+        if not any(not key or at == key or at.startswith(f"{key}.") or key.startswith(f"{at}.") for key in wanted):
+            continue
+        target = reference[1] if (reference := _REFERENCE.fullmatch(text)) else None
+        value = UNRESOLVED if target is None else tree.get(target, UNRESOLVED)
+        literal = value is None or (isinstance(value, (bool, int, float, str)) and not has_interpolation(value))
+        if literal and value != MANDATORY and tree.shown_at(str(target)) is None:
+            tree.set(path, value, _from_there(tree, path, text))
+        else:
+            pending[path] = text
+    if not pending:
+        return []
+
+    from omegaconf import OmegaConf
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+
+    if not OmegaConf.has_resolver("multiply"):  # a program that uses NeMo has it already
+        OmegaConf.register_resolver("multiply", _multiply)
+    OmegaConf.register_resolver("oc.env", _read_variable, replace=True, annotation_validation="off")
+    readable = tree.copy()
+    for path, value in list(walk(tree.data)):
+        if not isinstance(value, (dict, list)):
+            shown = tree.shown.get(path, MASK)  # the reference again, so that who refers to it is known to read it
+            scalar = isinstance(value, (bool, int, float, str))  # not an object in a mapping that a program passes
+            readable.set(path, shown if shown != MASK else value if scalar else None, tree.origins[path])
+    malformed: dict[KeyPath, str] = {}
+    for path, text in interpolations(readable.data):
+        # Text in quotes is counted like any other.
+        levels = (1 if letter in "{[(" else -1 if letter in "}])" else 0 for letter in text)
+        try:
+            if max(accumulate(levels), default=0) > _MOST_LEVELS:
+                malformed[path] = f"it is nested too deep (at most {_MOST_LEVELS} levels)"
+            else:
+                OmegaConf.create({"value": text})
+        except GrammarParseError:
+            malformed[path] = "it is malformed"
+    for path in malformed:
+        readable.set(path, None, tree.origins[path])
+    config = OmegaConf.create(readable.data)
+    problems: list[ConfigProblem] = []
+    for path, text in pending.items():
+        origin, variables = tree.origins[path], list[str]()
+        if path in malformed:
+            advice = "Write ${key.path}, ${.neighbour} or ${multiply:a,b}."
+            place = origin.at(dotted(path))
+            problems.append(BadInterpolation(**place, text=text, reason=malformed[path], advice=advice))
+            tree.set(path, UNRESOLVED, origin)
+            continue
+        _VARIABLES.set(variables)
+        try:
+            value = OmegaConf.select(config, "".join(f"[{part}]" for part in path), throw_on_resolution_failure=True)
+            value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
+        except (OmegaConfBaseException, RecursionError) as error:
+            hide_secrets.learn_variables(variables)  # the reason may quote what was read
+            problems.append(_unresolved(path, text, tree, error, known))
+            tree.set(path, UNRESOLVED, origin)
+            continue
+        tree.set(path, value, _from_there(tree, path, text))
+        target = reference[1] if (reference := _REFERENCE.fullmatch(text)) else None
+        for below, _ in walk(value, path) if variables else ():
+            # What is below a mapping or list is shown as a reference to the same place, where the text is a key's path.
+            steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in below[len(path) :])
+            named = target and re.fullmatch(r"[.\[\]\w]*", steps)
+            tree.shown[below] = text if not steps else f"${{{target}{steps}}}" if named else MASK
+        if hide_secrets.learn_variables(variables):
+            hide_secrets.learn(tree, path)
+    return problems
+
+
+def _read_variable(*arguments: Any) -> Any:
+    """Return what OmegaConf's ``oc.env`` does, and note the variable, however deep it is in an interpolation."""
+    from omegaconf.resolvers import oc
+
+    if (names := _VARIABLES.get(None)) is not None:
+        names.append(str(arguments[0]))
+    return oc.env(*arguments)
+
+
+def _multiply(left: Any, right: Any) -> Any:
+    """``${multiply:a,b}``, the resolver that NeMo's configurations use."""
+    if not all(isinstance(value, (int, float)) for value in (left, right)):
+        raise TypeError(f"multiply needs two numbers, not {left!r} and {right!r}")
+    return left * right
+
+
+def _from_there(tree: Tree, path: KeyPath, text: str) -> Origin:
+    """Return the origin of an interpolation at ``path``. A relative path that begins with the value of another key
+    starts where that key was set."""
+    directory = tree.origins[path].directory
+    while (target := _REFERENCE.match(text)) and target[1] in tree:
+        directory, text = tree.origin(target[1]).directory, str(tree.get(target[1]))
+    return replace(tree.origins[path], directory=directory)
+
+
+def _unresolved(path: KeyPath, text: str, tree: Tree, error: Exception, known: Sequence[str]) -> ConfigProblem:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    missing = _MISSING.search(lines[0])
+    reason = _RAISED.sub("", lines[0]).strip("\"'.")
+    advice = ""
+    if missing:
+        reason, advice = f"there is no key '{missing[1]}'", "Name an existing key by its whole path."
+    elif _RAISED.match(lines[0]) and "maximum recursion depth" in lines[0]:
+        reason, advice = "the text that it decodes is nested too deep", "Write fewer levels."
+    elif lines[0].startswith("GrammarParseError raised"):  # its text quotes parts of what was read
+        reason, advice = "the text that it decodes is malformed", "Correct the text, or leave out ${oc.decode:…}."
+    elif isinstance(error, RecursionError) or "Recursive" in lines[0]:
+        reason, advice = "it refers to itself", "Give one of the keys a value."
+    elif "oc.env" in text:
+        advice = "Set the variable, or give a default: ${oc.env:NAME,default}."
+    return BadInterpolation(
+        **tree.origins[path].at(dotted(path)),
+        text=text,
+        reason=reason,
+        advice=advice,
+        candidates=nearest_keys(missing[1].lstrip("."), known) if missing else (),
+    )
 
 
 _NAME_BYTES = 255
 """Longest name within a path that Linux accepts."""
-
-
-def _usable(text: str) -> str:
-    """Return a path with ``package://`` made real.
-
-    Raises:
-        ValueError: the package is not installed, or the operating system does not accept the path: it raises an error
-            even at the question whether others exist. The text describes the value.
-    """
-    names = text.encode(errors="replace").split(b"/")
-    if not text or "\0" in text or any(len(name) > _NAME_BYTES for name in names):
-        raise ValueError(describe_value(text))
-    try:
-        return str(resolve_path(text)) if text.startswith(PACKAGE_SCHEME) else text
-    except PackageNotFound as error:
-        raise ValueError(f"{text!r}, but {error}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +308,7 @@ def read(
     open_sections: Collection[str] = (),
     unfilled: Mapping[str, type] | None = None,
 ) -> Reading:
-    """Read a section from a tree that was filled and interpolated; its paths become absolute, its secrets masked.
+    """Read a section from a tree that was filled and interpolated; its paths become absolute.
 
     Args:
         tree: The values.
@@ -168,14 +322,24 @@ def read(
     values = Tree(plain(tree.data), {})
     located: dict[KeyPath, tuple[str, str | None]] = {}
     for at, key in keys.leaves.items():
-        mask_secrets(tree, key, at)
-        for below in key.marked(StartsAtFile, tree.get(at), at) if StartsAtFile in key.marks_inside else ():
-            if isinstance(text := tree.get(below), str):
-                located[below] = absolute, _ = _located(text, tree.shown.get(below), tree.origins[below])
-                try:
-                    values.get(below[:-1])[below[-1]] = _usable(absolute)
-                except ValueError as error:
-                    problems.setdefault(at, _wrong_value(tree, at, key, prefix, str(error)))
+        for below in marked(StartsAtFile, key.annotation, tree.get(at), at) if StartsAtFile in key.marks_inside else ():
+            if not isinstance(text := tree.get(below), str):
+                continue
+            shown, directory, unusable = tree.shown.get(below), tree.origins[below].directory, ""
+            if text and not text.startswith("/") and "://" not in text:
+                if shown not in (None, MASK) and not text.startswith("~"):
+                    shown = f"{resolve_path('.', directory)}/{shown}"
+                text = str(resolve_path(text, directory))
+            located[below] = text, shown
+            names = text.encode(errors="replace").split(b"/")
+            if not text or "\0" in text or any(len(name) > _NAME_BYTES for name in names):
+                unusable = describe_value(text)  # the operating system raises an error even when asked if it exists
+            try:
+                values.get(below[:-1])[below[-1]] = str(resolve_path(text)) if text.startswith(PACKAGE_SCHEME) else text
+            except PackageNotFound as error:
+                unusable = unusable or f"{text!r}, but {error}"
+            if unusable:
+                problems.setdefault(at, _wrong_value(tree, at, key, prefix, unusable))
     for path, value in walk(tree.data):
         unusable = ""
         if type(value) is int and not -LARGEST_INTEGER - 1 <= value <= LARGEST_INTEGER:
@@ -196,34 +360,25 @@ def read(
     try:
         instance = cls.model_validate_json(json.dumps(values.data, default=str), strict=True)  # type: ignore[attr-defined]
     except ValidationError as error:
-        faults: dict[KeyPath, list[_Fault]] = {}
-        for details in error.errors(include_url=False):
-            fault = _fault_of(details, tree, cls)
-            faults.setdefault(fault.at, []).append(fault)
-        for at, group in faults.items():
-            if at not in problems:
-                problems[at] = _problem_of(group, tree, keys, prefix, open_sections, unfilled or {})
+        for at, problem in _problems_of(error, tree, cls, keys, prefix, open_sections, unfilled or {}):
+            problems.setdefault(at, problem)
             if at and at not in keys.names:
                 values.remove(at)  # so that a component's section can be read without the unknown key
     for below, (text, shown) in located.items():
         tree.set(below, text, tree.origins[below], shown)
     wrong = {at for at in problems if at in keys.names or not at}
     flat = {keys.names[at]: values.get(at) for at in keys.leaves if at in tree and at not in wrong}
+    # In the order of the schema; an unknown key comes after those of its section.
+    order = {at: number for number, at in enumerate(keys.names)}
+    last = {at[:depth]: order[at] for at in keys.leaves for depth in range(len(at)) if problems}
+    ordered = sorted(problems, key=lambda at: order.get(at, last.get(at[:-1], 0)))
     return Reading(
         None if problems else instance,
-        _in_order(problems, keys) if problems else [],
+        [problem for at in ordered if (problem := problems[at]) is not None],
         wrong,
         values.data,
         {name: tuple(value) if isinstance(value, list) else value for name, value in flat.items()},
     )
-
-
-def _in_order(problems: Mapping[KeyPath, ConfigProblem | None], keys: Keys) -> list[ConfigProblem]:
-    """Return the problems in the order of the schema; an unknown key comes after those of its section."""
-    order = {at: number for number, at in enumerate(keys.names)}
-    last = {at[:depth]: order[at] for at in keys.leaves for depth in range(len(at))}
-    found = [(order.get(at, last.get(at[:-1], 0)), problem) for at, problem in problems.items() if problem]
-    return [problem for _, problem in sorted(found, key=lambda each: each[0])]
 
 
 def read_part(cls: type, part: Tree | Mapping[str, Any], path: str = "") -> tuple[Any, list[ConfigProblem]]:
@@ -235,81 +390,72 @@ def read_part(cls: type, part: Tree | Mapping[str, Any], path: str = "") -> tupl
         path: Path of the section, for messages.
     """
     tree = part.copy() if isinstance(part, Tree) else Tree.of(part, DEFAULT)
-    reading = read(tree, cls, fill(tree, cls), path)
+    keys = fill(tree, cls)
+    for at, key in keys.leaves.items():
+        mask_secrets(tree, key, at)
+    reading = read(tree, cls, keys, path)
     return reading.instance, reading.problems
 
 
-@dataclass(frozen=True, slots=True)
-class _Fault:
-    """One thing that pydantic finds wrong with a key."""
-
-    at: KeyPath
-    """Path of the key."""
-    section: type
-    """Section that the key is in."""
-    type: str
-    """Error type of pydantic."""
-    found: str
-    """Description of the value that is wrong: the key's, or one inside it."""
-    depth: int
-    """Lists and mappings around that value: pydantic reports each member of a union, and the innermost counts."""
-    raised: str
-    """Message of a validator; empty where none raised."""
-
-
-def _fault_of(details: Any, tree: Tree, cls: type) -> _Fault:
-    inner: type | None = cls
-    section: type = cls
-    at: KeyPath = ()
-    rest, kind = list(details["loc"]), details["type"]
-    while inner is not None and rest:
-        section, at = inner, (*at, str(rest.pop(0)))
-        key = keys_of(section).get(str(at[-1]))
-        inner = key.section if key is not None and isinstance(tree.get(at), dict) else None
-    value = tree.get(at)
-    found, depth = describe_value(value), int(bool(rest) and kind == "missing")
-    if isinstance(value, list) and kind in ("missing", "too_long", "too_short"):
-        found, depth, rest = f"a list of {len(value)}", 1, []
-    for part in rest:  # members of a union are passed over
-        if isinstance(value, list) and isinstance(part, int):
-            value, depth = value[part], depth + 1
-            found = f"{describe_value(value)} as item {part + 1} of the list"
-        elif isinstance(value, dict) and part in value:
-            value, depth = value[part], depth + 1
-            found = f"{describe_value(value)} under {part!r}"
-    return _Fault(at, section, kind, found, depth, str(details.get("ctx", {}).get("error", "")))
-
-
-def _problem_of(
-    faults: Sequence[_Fault],
+def _problems_of(
+    error: ValidationError,
     tree: Tree,
+    cls: type,
     keys: Keys,
     prefix: str,
     open_sections: Collection[str],
     unfilled: Mapping[str, type],
-) -> ConfigProblem | None:
-    """Return the problem behind what pydantic finds wrong with one key; None where it is reported elsewhere."""
-    fault = max(faults, key=lambda each: each.depth)
-    at, section = fault.at, dotted(fault.at[:-1])
-    where, key = join(prefix, dotted(at)) if at else prefix, keys.leaves.get(at)
-    if fault.type == "extra_forbidden" and not fault.depth:
-        if section in open_sections:
-            return None
-        near = nearest_keys(where, [join(prefix, name) for name in keys.known])
-        return UnknownKey(**tree.origin(at).at(where), candidates=near, known=tuple(keys_of(fault.section)))
-    if fault.type == "missing" and not fault.depth:
-        key = keys_of(fault.section)[str(at[-1])]
-        if key.mark(DefaultsTo) is not None or unfilled.get(section) is key.owner:
-            return None
-        around = [tree.origin(at[:depth]) for depth in range(len(at) - 1, -1, -1)]
-        written = (origin for origin in around if origin.kind != "default")  # of the innermost section first
-        return MissingKey(**next(written, around[-1]).at(where), allowed=key.describe())
-    if key is None:
-        return ComponentFinding(**tree.origin(at).at(where), message=f"{fault.raised}.")
-    found = tree.describe(at) if tree.hides(at) else fault.found
-    hint = _hint(tree, at, key, {each.type for each in faults}, where)
-    reason = f"{fault.raised[0].upper()}{fault.raised[1:]}." if fault.raised else ""
-    return _wrong_value(tree, at, key, prefix, found, hint or reason)
+) -> Iterator[tuple[KeyPath, ConfigProblem | None]]:
+    """Yield each key that pydantic finds wrong, and the problem behind it; None where that is reported elsewhere."""
+    types: dict[KeyPath, set[str]] = {}
+    # Pydantic reports each member of a union. The error of the value inside most lists and mappings counts.
+    innermost: dict[KeyPath, tuple[int, str, str, str, type]] = {}
+    for details in error.errors(include_url=False):
+        inner: type | None = cls
+        section: type = cls
+        at: KeyPath = ()
+        rest, kind = list(details["loc"]), details["type"]
+        while inner is not None and rest:
+            section, at = inner, (*at, str(rest.pop(0)))
+            key = keys_of(section).get(str(at[-1]))
+            inner = key.section if key is not None and isinstance(tree.get(at), dict) else None
+        value = tree.get(at)
+        found, depth = describe_value(value), int(bool(rest) and kind == "missing")
+        if isinstance(value, list) and kind in ("missing", "too_long", "too_short"):
+            found, depth, rest = f"a list of {len(value)}", 1, []
+        for part in rest:  # members of a union are passed over
+            if isinstance(value, list) and isinstance(part, int):
+                value, depth = value[part], depth + 1
+                found = f"{describe_value(value)} as item {part + 1} of the list"
+            elif isinstance(value, dict) and part in value:
+                value, depth = value[part], depth + 1
+                found = f"{describe_value(value)} under {part!r}"
+        types.setdefault(at, set()).add(kind)
+        if at not in innermost or depth > innermost[at][0]:
+            innermost[at] = depth, kind, found, str(details.get("ctx", {}).get("error", "")), section
+
+    for at, (depth, kind, found, raised, section) in innermost.items():
+        where, around, leaf = join(prefix, dotted(at)) if at else prefix, dotted(at[:-1]), keys.leaves.get(at)
+        if kind == "extra_forbidden" and not depth:
+            if around in open_sections:
+                yield at, None
+                continue
+            near = nearest_keys(where, [join(prefix, name) for name in keys.known])
+            yield at, UnknownKey(**tree.origin(at).at(where), candidates=near, known=tuple(keys_of(section)))
+        elif kind == "missing" and not depth:
+            key = keys_of(section)[str(at[-1])]
+            if key.mark(DefaultsTo) is not None or unfilled.get(around) is key.owner:
+                yield at, None
+                continue
+            above = [tree.origin(at[:depth]) for depth in range(len(at) - 1, -1, -1)]
+            written = (origin for origin in above if origin.kind != "default")  # of the innermost section first
+            yield at, MissingKey(**next(written, above[-1]).at(where), allowed=key.describe())
+        elif leaf is None:
+            yield at, ComponentFinding(**tree.origin(at).at(where), message=f"{raised}.")
+        else:
+            found = tree.describe(at) if tree.hides(at) else found
+            reason = f"{raised[0].upper()}{raised[1:]}." if raised else ""
+            yield at, _wrong_value(tree, at, leaf, prefix, found, _hint(tree, at, leaf, types[at], where) or reason)
 
 
 def _wrong_value(tree: Tree, at: KeyPath, key: Key, prefix: str, found: str, hint: str = "") -> ConfigProblem:

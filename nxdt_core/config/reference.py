@@ -40,21 +40,19 @@ def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
     """Class → field → text, for a module whose source can be had."""
     module = sys.modules.get(name)
     try:
-        tree = ast.parse(inspect.getsource(module)) if module is not None else None
+        tree = ast.parse(inspect.getsource(module)) if module is not None else ast.Module([], [])
     except (OSError, TypeError, SyntaxError):
         return {}
-    classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)] if tree is not None else []
-    return {node.name: _docs_of_class(node) for node in classes}
-
-
-def _docs_of_class(node: ast.ClassDef) -> dict[str, str]:
-    found: dict[str, str] = {}
-    for field, below in zip(node.body, node.body[1:], strict=False):
-        if not (isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)):
-            continue
-        if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant) and isinstance(below.value.value, str):
-            found[field.target.id] = below.value.value
-    return found
+    docs: dict[str, dict[str, str]] = {}
+    for node in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        docs[node.name] = {
+            field.target.id: below.value.value
+            for field, below in zip(node.body, node.body[1:], strict=False)
+            if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+            if isinstance(below, ast.Expr) and isinstance(below.value, ast.Constant)
+            if isinstance(below.value.value, str)
+        }
+    return docs
 
 
 _INTERPOLATION = {"$ref": "#/$defs/interpolation"}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.config.annotations import Secret
-from nxdt_core.config.section import Key
+from nxdt_core.config.section import Key, marked
 from nxdt_core.config.tree import MASK, KeyPath, Tree, dotted, walk
 from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept
 
@@ -30,7 +30,7 @@ __all__ = [
 
 def mask_secrets(tree: Tree, key: Key, path: KeyPath) -> None:
     """Show a mask in place of each literal value in a key's value that its annotation says is secret."""
-    for below in key.marked(Secret, tree.get(path), path) if Secret in key.marks_inside else ():
+    for below in marked(Secret, key.annotation, tree.get(path), path) if Secret in key.marks_inside else ():
         written = tree.get(below) not in (None, "") and tree.origins[below].kind != "default"
         if written and below not in tree.shown:
             tree.shown[below] = MASK

@@ -40,6 +40,7 @@ __all__ = [
     "composed",
     "is_model",
     "keys_of",
+    "marked",
     "members",
     "nearest_keys",
     "section_paths",
@@ -139,10 +140,6 @@ class Key:
         """Return the mark of a class, or None."""
         return next((mark for mark in self.marks if isinstance(mark, kind)), None)
 
-    def marked(self, mark: type, value: Any, path: KeyPath) -> Iterator[KeyPath]:
-        """Yield where scalars of the key's value are that have a mark, such as :class:`Secret`, or are inside one."""
-        return _marked(mark, self.annotation, value, path)
-
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema of its values, without documentation and default."""
         schema = _schema_of(self.owner)
@@ -157,8 +154,29 @@ class Key:
 @cache
 def keys_of(cls: type) -> dict[str, Key]:
     """Return the keys that a section declares, in order."""
-    fields: Mapping[str, Any] = cls.__pydantic_fields__  # type: ignore[attr-defined]
-    return {info.alias or name: _key(cls, name, info) for name, info in fields.items()}
+    keys: dict[str, Key] = {}
+    for attribute, info in cls.__pydantic_fields__.items():  # type: ignore[attr-defined]
+        annotation: Any = info.annotation
+        for mark in info.metadata:
+            annotation = Annotated[annotation, mark]
+        one = [member for member in members(annotation) if member is not type(None)]
+        section = one[0] if len(one) == 1 and is_model(one[0]) else None
+        inside = () if section is not None else tuple(_parts(annotation))
+        # A section's default is not made: pydantic would build a validator for each, and its keys have their own.
+        default = None if section is not None else info.get_default(call_default_factory=True)
+        bases = getattr(cls, "composed_of", ())
+        keys[info.alias or attribute] = Key(
+            name=info.alias or attribute,
+            annotation=annotation,
+            default=REQUIRED if info.is_required() else default,
+            marks=tuple(mark for mark in info.metadata if not isinstance(mark, Range)),
+            section=section,
+            optional=len(one) < len(members(annotation)) or annotation is Any,
+            marks_inside=frozenset(StartsAtFile if part is Path else type(part) for part in inside),
+            owner=next((base for base in bases if attribute in base.__pydantic_fields__), cls),
+            attribute=attribute,
+        )
+    return keys
 
 
 @cache
@@ -212,29 +230,6 @@ def members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _key(cls: type, attribute: str, info: Any) -> Key:
-    annotation: Any = info.annotation
-    for mark in info.metadata:
-        annotation = Annotated[annotation, mark]
-    one = [member for member in members(annotation) if member is not type(None)]
-    section = one[0] if len(one) == 1 and is_model(one[0]) else None
-    inside = () if section is not None else tuple(_parts(annotation))
-    # A section's default is not made here: pydantic would build a validator for each, and its keys have their own.
-    default = None if section is not None else info.get_default(call_default_factory=True)
-    bases = getattr(cls, "composed_of", ())
-    return Key(
-        name=info.alias or attribute,
-        annotation=annotation,
-        default=REQUIRED if info.is_required() else default,
-        marks=tuple(mark for mark in info.metadata if not isinstance(mark, Range)),
-        section=section,
-        optional=len(one) < len(members(annotation)) or annotation is Any,
-        marks_inside=frozenset(StartsAtFile if part is Path else type(part) for part in inside),
-        owner=next((base for base in bases if attribute in base.__pydantic_fields__), cls),
-        attribute=attribute,
-    )
-
-
 def _parts(annotation: Any) -> Iterator[Any]:
     """Yield an annotation and everything inside it, keys of other sections included; not the words of a ``Literal``."""
     yield annotation
@@ -249,28 +244,29 @@ def _parts(annotation: Any) -> Iterator[Any]:
             yield from _parts(inner)
 
 
-def _marked(mark: type, annotation: Any, value: Any, path: KeyPath) -> Iterator[KeyPath]:
+def marked(mark: type, annotation: Any, value: Any, path: KeyPath) -> Iterator[KeyPath]:
+    """Yield where scalars of a value are whose annotation has a mark, such as :class:`Secret`, or is inside one."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     marks = annotation.__metadata__ if origin is Annotated else ()
     if any(isinstance(each, mark) for each in marks) or (mark is StartsAtFile and annotation is Path):
-        yield from (below for below, each in walk(value, path) if not isinstance(each, (dict, list)))
+        yield from (below for below, scalar in walk(value, path) if not isinstance(scalar, (dict, list)))
     elif origin is Annotated:
-        yield from _marked(mark, annotation.__origin__, value, path)
+        yield from marked(mark, annotation.__origin__, value, path)
     elif origin in (Union, types.UnionType):
         for member in arguments:
-            yield from _marked(mark, member, value, path)
+            yield from marked(mark, member, value, path)
     elif is_model(annotation) and isinstance(value, dict):
         for name, key in keys_of(annotation).items():
             if name in value:
-                yield from _marked(mark, key.annotation, value[name], (*path, name))
+                yield from marked(mark, key.annotation, value[name], (*path, name))
     elif origin in TABLES and len(arguments) == 2 and isinstance(value, dict):
         for name, each in value.items():
-            yield from _marked(mark, arguments[1], each, (*path, name))
+            yield from marked(mark, arguments[1], each, (*path, name))
     elif origin in LISTS and isinstance(value, list) and arguments:
         fixed = origin is tuple and arguments[-1] is not Ellipsis
         kinds = arguments if fixed else arguments[:1] * len(value)
         for number, (kind, each) in enumerate(zip(kinds, value, strict=False)):
-            yield from _marked(mark, kind, each, (*path, number))
+            yield from marked(mark, kind, each, (*path, number))
 
 
 _ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}

@@ -336,22 +336,19 @@ class _Document:
             data = self._value(root, (), self._origin(root.start_mark))
             return Tree(data, self.origins), self.problems
         except yaml.YAMLError as error:
-            return nothing, [self._syntax(error)]
+            mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+            parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+            reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
+            if parts[0] == "while scanning an alias":
+                reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
+            place = self._origin(mark).at("") if mark is not None else Place(place=self.source, line=0, key="")
+            if "maximum nesting depth" in reason:  # libyaml 0.2.6 reads ahead, and is the first to notice
+                return nothing, [YamlTooLarge(**place, reason=_TOO_DEEP)]
+            return nothing, [YamlSyntax(**place, reason=reason)]
         except YamlTooLarge as problem:
             return nothing, [problem]
         finally:
             loader.dispose()
-
-    def _syntax(self, error: yaml.YAMLError) -> YamlSyntax | YamlTooLarge:
-        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-        parts = [getattr(error, "context", None), getattr(error, "problem", None)]
-        reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
-        if parts[0] == "while scanning an alias":
-            reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
-        place = self._origin(mark).at("") if mark is not None else Place(place=self.source, line=0, key="")
-        if "maximum nesting depth" in reason:  # libyaml 0.2.6 reads ahead, and is the first to notice
-            return YamlTooLarge(**place, reason=_TOO_DEEP)
-        return YamlSyntax(**place, reason=reason)
 
     def _origin(self, mark: Any) -> Origin:
         line = 1 if mark is None else mark.line + 1

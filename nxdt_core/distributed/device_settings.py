@@ -8,8 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.schema import DataConfig, RunConfig
-from nxdt_core.config.training_schema import TrainerConfig
+from nxdt_core.config.schema import DataConfig, RunConfig, TrainerConfig
 from nxdt_core.distributed.devices import DeviceProfile, register_profile
 from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
 from nxdt_core.kernel.plugin import BUILTIN

@@ -73,9 +73,9 @@ class NxdtError(Exception):
 
     def __reduce__(self) -> Any:
         if self._names is None:
-            return _rebuild, (type(self), NxdtError._view(self))
-        texts = {name: _literal(getattr(self, name)()) for name in ("what", "do")}
-        row = {"code": self.code, "exit_status": self.exit_status, "happened": texts["what"], "remedy": texts["do"]}
+            return _restored, (type(self), NxdtError._view(self))
+        what, do = (text.replace("{", "{{").replace("}", "}}") for text in (self.what(), self.do()))
+        row = {"code": self.code, "exit_status": self.exit_status, "happened": what, "remedy": do}
         values = {name: getattr(self, name) for name in self._names}
         return _restored, (type(self), {**values, **row, "_names": self._names})
 
@@ -152,18 +152,10 @@ class _Listed(tuple[Any, ...]):
         return one_of(self) if spec == "or" else spec.join(map(str, self)) if spec else str(tuple(self))
 
 
-def _rebuild(cls: type[NxdtError], data: dict[str, Any]) -> NxdtError:
-    return cls(**data)
-
-
 def _restored(cls: type[NxdtError], state: dict[str, Any]) -> NxdtError:
     error = cls.__new__(cls)
     vars(error).update(state)
     return error
-
-
-def _literal(text: str) -> str:
-    return text.replace("{", "{{").replace("}", "}}")
 
 
 def either(words: Sequence[str]) -> str:

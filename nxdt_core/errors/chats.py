@@ -121,19 +121,17 @@ class TemplateRefuses(NxdtError):
     reason: str
 
 
-def _template_needs_token(error: Any) -> dict[str, Any]:
-    named = error.name.endswith("_token")
-    way = "Name it under data.tokenizer ({})" if named else "Add {} to the tokenizer and the model's vocabulary"
-    return {"way": way.format(error.name)}
-
-
 TemplateNeedsToken = NxdtError.define(
     "NXDT-D317",
     "A template that writes a token which the tokenizer does not have, so that no turn would end.",
     "The chat template ({origin}) writes {name}, and the tokenizer has no such token.",
     "{way}, or set data.chat_template to one that does not write it.",
     usual_remedy="Set data.chat_template to one whose tokens the tokenizer has, or add them to the tokenizer.",
-    also=_template_needs_token,
+    also=lambda error: {
+        "way": f"Name it under data.tokenizer ({error.name})"
+        if error.name.endswith("_token")
+        else f"Add {error.name} to the tokenizer and the model's vocabulary"
+    },
 )
 
 EndOfTurnUntrained = NxdtError.define(

@@ -186,11 +186,6 @@ WrongValue = ConfigProblem.define(
 )
 
 
-def _bad_interpolation(error: Any) -> dict[str, Any]:
-    meant = [f"${{{name}}}" for name in error.candidates]
-    return {"near": f"Did you mean {either(meant)}?" if meant else error.advice}
-
-
 BadInterpolation = ConfigProblem.define(
     "NXDT-C013",
     "A ``${…}`` that cannot be resolved.",
@@ -198,7 +193,11 @@ BadInterpolation = ConfigProblem.define(
     "{near}",
     usual_remedy="Correct the name between the braces; it is a dotted key path or a resolver such as oc.env.",
     defaults={"advice": "", "candidates": ()},
-    also=_bad_interpolation,
+    also=lambda error: {
+        "near": f"Did you mean {either([f'${{{name}}}' for name in error.candidates])}?"
+        if error.candidates
+        else error.advice
+    },
     example={
         "place": "command line",
         "key": "trainer.max_steps",
@@ -394,21 +393,16 @@ MigrationUnknown = NxdtError.define(
 )
 
 
-def _values_not_set(error: Any) -> dict[str, Any]:
-    one = len(error.keys) == 1
-    return {
-        "count": "1 value" if one else f"{len(error.keys)} values",
-        "examples": " ".join(f"{key}=..." for key in error.keys),
-        "them": "it" if one else "them",
-    }
-
-
 ValuesNotSet = NxdtError.define(
     "NXDT-C040",
     "A recipe whose placeholders, such as the paths of your data, are not replaced.",
     "{source}: {count} to set: {keys:, }.",
     "Add {examples} to the command, or set {them} in a file that starts with 'base: {source}'.",
-    also=_values_not_set,
+    also=lambda error: {
+        "count": "1 value" if len(error.keys) == 1 else f"{len(error.keys)} values",
+        "examples": " ".join(f"{key}=..." for key in error.keys),
+        "them": "it" if len(error.keys) == 1 else "them",
+    },
     example={
         "source": "recipe:llama2-7b-sft",
         "keys": ("data.tokenizer.model", "data.train_files", "checkpoint.resume_from"),

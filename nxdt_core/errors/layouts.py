@@ -78,12 +78,6 @@ TooManyGraphs = NxdtError.define(
 )
 
 
-def _context_sequence_does_not_divide(error: Any) -> dict[str, Any]:
-    chunks = 2 * error.ranks
-    next_length = max(1, -(-error.length // chunks)) * chunks
-    return {"chunks": chunks, "next_length": next_length}
-
-
 ContextSequenceDoesNotDivide = NxdtError.define(
     "NXDT-P060",
     "A sequence that does not fall into two equal chunks for each context parallel rank.",
@@ -91,7 +85,10 @@ ContextSequenceDoesNotDivide = NxdtError.define(
     "parallel ranks.",
     "Make data.seq_length a multiple of {chunks} ({next_length}, say), or change "
     "distributed_strategy.context_parallel_size.",
-    also=_context_sequence_does_not_divide,
+    also=lambda error: {
+        "chunks": 2 * error.ranks,
+        "next_length": max(1, -(-error.length // (2 * error.ranks))) * 2 * error.ranks,
+    },
 )
 
 

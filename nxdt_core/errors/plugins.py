@@ -50,10 +50,6 @@ class UnknownComponent(NxdtError):
     """Distribution that is known to offer it and is not installed."""
 
     def _view(self) -> dict[str, Any]:
-        kind = self.kind.replace("_", " ")
-        return {**super()._view(), "kind": kind, "bad": _unusable(self.unusable), "advice": self._advice()}
-
-    def _advice(self) -> str:
         ways = []
         if self.install:
             ways.append(f"Install it: pip install {self.install}.")
@@ -64,7 +60,8 @@ class UnknownComponent(NxdtError):
             ways.append(f"Available: {listing(self.available)}.")
         elif not self.unusable:
             ways.append("No plugin offers any.")
-        return " ".join(ways)
+        kind = self.kind.replace("_", " ")
+        return {**super()._view(), "kind": kind, "bad": _unusable(self.unusable), "advice": " ".join(ways)}
 
 
 AmbiguousComponent = NxdtError.define(
@@ -236,17 +233,16 @@ UnknownPlugin = NxdtError.define(
 )
 
 
-def _unknown_error_code(error: Any) -> dict[str, Any]:
-    close = get_close_matches(error.wanted, error.known, n=3, cutoff=0.8)
-    return {"near": f"Did you mean {one_of(close)}? " if close else ""}
-
-
 UnknownErrorCode = NxdtError.define(
     "NXDT-K040",
     "``nxdt explain`` was asked for a code that neither the core nor an installed plugin has.",
     "No error has the code '{wanted}'.",
     "{near}Copy the code from the message; codes of a plugin are known where it is installed.",
-    also=_unknown_error_code,
+    also=lambda error: {
+        "near": f"Did you mean {one_of(close)}? "
+        if (close := get_close_matches(error.wanted, error.known, n=3, cutoff=0.8))
+        else ""
+    },
 )
 
 BadPluginName = NxdtError.define(

@@ -18,7 +18,7 @@ import torch
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, HFSource
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.errors.base import listing
-from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
+from nxdt_core.errors.checkpoints import GgufLibraryMissing, GgufUnsupported
 from nxdt_core.hf.directory import HFPlan, HFShard
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_core.models.rotary import frequencies

@@ -18,7 +18,7 @@ from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
 from nxdt_core.config.huggingface import architectures_of, unusable, weights_in
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.errors.exchange import ArchitectureUnread, WeightsPickled
+from nxdt_core.errors.checkpoints import ArchitectureUnread, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged, HFFileMissing, WeightsDoNotFit, WeightsUnusable
 from nxdt_core.hf.key_map import Source, sources
 from nxdt_core.kernel import Kernel

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from nxdt_core.config.training_schema import CausalLMConfig
+from nxdt_core.config.schema import CausalLMConfig
 from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import is_dtensor

@@ -12,8 +12,7 @@ from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.sources import expand_home
-from nxdt_core.errors.checkpoints import BaseDtypeChanged
-from nxdt_core.errors.exchange import ForeignHasWeightsOnly
+from nxdt_core.errors.checkpoints import BaseDtypeChanged, ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
     LengthUnknown,
     NoCheckpointToResume,

@@ -15,7 +15,7 @@ from torch import nn
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.capabilities import check_capabilities
+from nxdt_core.config.checks import check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.distributed.device_settings import register_profile_of

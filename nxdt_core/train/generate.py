@@ -22,7 +22,7 @@ from nxdt_core.data.files.paths import decode, read_bytes
 from nxdt_core.data.files.records import Place, UnusedFields, read_records, unread
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.chats import UnknownRecord
-from nxdt_core.errors.evaluation import NoAnswerToJudge, NothingToJudge, PromptMissing, QuestionTooLong
+from nxdt_core.errors.data import NoAnswerToJudge, NothingToJudge, PromptMissing, QuestionTooLong
 from nxdt_core.errors.models import SequenceTooLongForModel
 from nxdt_core.errors.training import CannotGenerate
 from nxdt_core.kernel import Kernel

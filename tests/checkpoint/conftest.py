@@ -12,7 +12,7 @@ import torch
 
 from nxdt_core.checkpoint import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.config.training_schema import LocalStorageConfig
+from nxdt_core.config.schema import LocalStorageConfig
 from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.poison import builder, little_memory, marker
 from tests.checkpoint.saving import save_checkpoint

@@ -35,8 +35,7 @@ from nxdt_core.checkpoint.format.tensor_index import TensorEntry, TensorPart
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli.checkpoint.diff import Side, compare_checkpoints
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound
-from nxdt_core.errors.exchange import WeightsPickled
+from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, WeightsPickled
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.hf.reader import INDEX
 from nxdt_core.protocols.model import ModelBuilder

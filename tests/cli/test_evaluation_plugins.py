@@ -19,7 +19,7 @@ def nxdt_tasks():
     return [Component(name="exams", target="acme_exams:Exams")]
 """
     exams = """
-from nxdt_core.errors.evaluation import NothingToJudge
+from nxdt_core.errors.data import NothingToJudge
 from nxdt_core.protocols.evaluation import TaskSuite
 
 class Exams(TaskSuite):

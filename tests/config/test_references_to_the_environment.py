@@ -10,7 +10,7 @@ import yaml
 
 from nxdt_core import config
 from nxdt_core.config import Origin
-from nxdt_core.config.interpolation import interpolate
+from nxdt_core.config.read import interpolate
 from nxdt_core.config.tree import MASK, Tree
 
 CANARY = "canary-4711-value"

@@ -5,7 +5,7 @@ import os
 
 import pytest
 
-from nxdt_core.config.training_schema import TrainerConfig
+from nxdt_core.config.schema import TrainerConfig
 from nxdt_core.distributed.device_settings import configure_allocator
 from nxdt_core.distributed.devices import CUDA
 from tests.launch.launching import finish, start, words

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.objective_contract import ObjectiveContract
 
-from nxdt_core.config.training_schema import CausalLMConfig
+from nxdt_core.config.schema import CausalLMConfig
 from nxdt_core.models.loss import CausalLM
 from tests.sampling import takes_all
 

@@ -16,7 +16,7 @@ from nxdt_core.checkpoint.format.file_names import manifest_key, step_name, step
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest
 from nxdt_core.checkpoint.read.status import CheckpointStatus, list_checkpoints, newest_first, verify
 from nxdt_core.checkpoint.storage import explained_os_errors
-from nxdt_core.config.training_schema import mode_of
+from nxdt_core.config.schema import mode_of
 from nxdt_core.errors.checkpoints import NoBestCheckpoint
 from nxdt_core.protocols.store import CheckpointStore
 

@@ -20,8 +20,7 @@ from nxdt_core.errors.chats import (
     TemplateRefuses,
     TemplateUnreadable,
 )
-from nxdt_core.errors.data import DataLibraryMissing
-from nxdt_core.errors.evaluation import ChatTemplateMissing
+from nxdt_core.errors.data import ChatTemplateMissing, DataLibraryMissing
 from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = [

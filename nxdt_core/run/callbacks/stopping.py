@@ -11,7 +11,7 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any, Protocol, final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.config.training_schema import EarlyStoppingParams, mode_of
+from nxdt_core.config.schema import EarlyStoppingParams, mode_of
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.training import MetricNotLogged, StepNotFinite

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn
 
-from nxdt_core.config.training_schema import EmaConfig
+from nxdt_core.config.schema import EmaConfig
 from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.placement import local_of, piece_of
 from nxdt_core.errors.checkpoints import CheckpointHasNoAverage

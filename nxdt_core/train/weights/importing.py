@@ -21,7 +21,7 @@ from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.save import Planner, SavePlan, encode_state
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.errors.base import listing as enumeration
-from nxdt_core.errors.exchange import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
+from nxdt_core.errors.checkpoints import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.piece import Listing, TensorKey

@@ -21,8 +21,7 @@ from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT, step_name, ste
 from nxdt_core.checkpoint.format.manifest import digest
 from nxdt_core.config import Origin, ResolvedConfig, load
 from nxdt_core.config.huggingface import unusable
-from nxdt_core.config.interpolation import interpolations
-from nxdt_core.config.read import read_part
+from nxdt_core.config.read import interpolations, read_part
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.tree import Tree, dotted, walk
 from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
@@ -31,8 +30,8 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import sharded_over
 from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.errors.base import NxdtError
+from nxdt_core.errors.checkpoints import SavedConfigUnusable
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
-from nxdt_core.errors.exchange import SavedConfigUnusable
 from nxdt_core.errors.optimizers import OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerChanged
 from nxdt_core.kernel import Kernel

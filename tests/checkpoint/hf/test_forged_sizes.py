@@ -19,7 +19,7 @@ from nxdt_core.checkpoint.format.manifest import encode_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config.huggingface import unusable, weights_in
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.exchange import SavedConfigUnusable
+from nxdt_core.errors.checkpoints import SavedConfigUnusable
 from nxdt_core.errors.models import HFFileDamaged
 from nxdt_core.train.weights.importing import import_checkpoint
 from nxdt_core.train.weights.saved_config import saved_run

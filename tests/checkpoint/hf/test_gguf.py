@@ -10,7 +10,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.cli import main
-from nxdt_core.errors.exchange import GgufLibraryMissing, GgufUnsupported
+from nxdt_core.errors.checkpoints import GgufLibraryMissing, GgufUnsupported
 from nxdt_core.hf.directory import load_hf
 from nxdt_core.train import build
 from nxdt_core.train.weights.export import export_gguf, export_hf

@@ -11,7 +11,7 @@ import torch
 from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
-from nxdt_core.errors.exchange import GgufUnsupported
+from nxdt_core.errors.checkpoints import GgufUnsupported
 from nxdt_core.hf.gguf import write_gguf
 from nxdt_core.hf.key_map import sources
 from nxdt_core.train import build

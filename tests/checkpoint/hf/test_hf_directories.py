@@ -16,7 +16,7 @@ from nxdt_testing.errors import raises
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from nxdt_core.errors.exchange import WeightsPickled
+from nxdt_core.errors.checkpoints import WeightsPickled
 from nxdt_core.errors.models import (
     HFExchangeUnsupported,
     HFFileDamaged,

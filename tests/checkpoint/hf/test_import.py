@@ -16,15 +16,15 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.checkpoints import StorageFull
-from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.errors.exchange import (
+from nxdt_core.errors.checkpoints import (
     ArchitectureUnread,
     ForeignFormatUnknown,
     ForeignHasWeightsOnly,
     ImportPlaceTaken,
+    StorageFull,
     WeightsPickled,
 )
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.models import HFFileDamaged, WeightsDoNotFit
 from nxdt_core.errors.plugins import UnknownComponent
 from nxdt_core.hf import reader as hf_reader

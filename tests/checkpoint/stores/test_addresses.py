@@ -13,7 +13,7 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.checkpoint import locate, open_storage
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.config.training_schema import LocalStorageConfig
+from nxdt_core.config.schema import LocalStorageConfig
 from nxdt_core.errors.plugins import UnknownScheme
 from nxdt_core.kernel import Kernel, PluginPolicy
 

@@ -9,7 +9,7 @@ import pytest
 from nxdt_testing.store_contract import StoreContract
 
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.config.training_schema import LocalStorageConfig
+from nxdt_core.config.schema import LocalStorageConfig
 from tests.checkpoint.memory import MemoryStorage
 
 

@@ -26,7 +26,7 @@ from nxdt_core.checkpoint import (
     verify,
 )
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.config.training_schema import LocalStorageConfig
+from nxdt_core.config.schema import LocalStorageConfig
 from nxdt_core.errors.checkpoints import (
     BadStorageUri,
     CheckpointDamaged,

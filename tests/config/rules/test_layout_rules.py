@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from nxdt_core.config.checks import Checked, find_impossible
+from nxdt_core.config.schema import DistributedStrategyConfig
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.sources import COMMAND_LINE
-from nxdt_core.config.training_schema import DistributedStrategyConfig
 from nxdt_core.config.tree import Tree
 from nxdt_core.engine.layout_rules import find_impossible_layouts
 

@@ -15,7 +15,7 @@ from nxdt_testing.errors import raises
 from nxdt_core import checkpoint
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.errors.exchange import SavedConfigUnusable
+from nxdt_core.errors.checkpoints import SavedConfigUnusable
 from nxdt_core.run import train
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import named_config, saved_run

@@ -8,7 +8,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
-from nxdt_core.config.training_schema import EarlyStoppingParams, mode_of
+from nxdt_core.config.schema import EarlyStoppingParams, mode_of
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MetricNotLogged
 from nxdt_core.run import train

@@ -8,7 +8,7 @@ from itertools import islice
 import pytest
 
 from nxdt_core import config
-from nxdt_core.config.migration import migrate
+from nxdt_core.config.sources import migrate
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.kernel import Kernel
 from nxdt_core.train import build

@@ -10,7 +10,7 @@ import yaml
 from nxdt_plugin_migrate.config.migrate import migrate as migrate_file
 
 from nxdt_core import config
-from nxdt_core.config.migration import migrate
+from nxdt_core.config.sources import migrate
 from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import ConfigError
 from tests.sampling import slow_except

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from nxdt_core.config.interpolation import UNRESOLVED, interpolate
+from nxdt_core.config.read import UNRESOLVED, interpolate
 from nxdt_core.config.tree import Tree, dotted, join, walk
 from nxdt_core.protocols.migration import MigratedKey, Verdict
 
