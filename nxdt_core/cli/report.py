@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from itertools import product
 from os.path import isfile, realpath
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -53,8 +54,8 @@ class Run:
     """Layout and fingerprint of the same checkpoint."""
     events: tuple[tuple[str, str, str], ...] = ()
     """Time, level and text."""
-    generations: tuple[tuple[int, str, str], ...] = field(default=())
-    """Step, prompt and text of the newest samples."""
+    generations: tuple[tuple[int, str, str, str], ...] = field(default=())
+    """Step, prompt, text and scores of the newest samples."""
 
 
 def read_run(directory: Path) -> Run:
@@ -120,9 +121,17 @@ def read_run(directory: Path) -> Run:
         facts=facts,
         events=tuple(events),
         generations=tuple(
-            (row["step"], str(row.get("prompt", "")), str(row.get("text", ""))) for row in deque(samples, maxlen=12)
+            (row["step"], str(row.get("prompt", "")), str(row.get("text", "")), _scores(row))
+            for row in deque(samples, maxlen=12)
         ),
     )
+
+
+def _scores(row: Mapping[str, Any]) -> str:
+    """Return the rewards and the advantage of a sample as text; empty for one that was not scored."""
+    rewards = row.get("rewards")
+    scores = {**(rewards if isinstance(rewards, dict) else {}), "advantage": row.get("advantage")}
+    return ", ".join(f"{name} {score:.4g}" for name, score in scores.items() if isinstance(score, int | float))
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -390,8 +399,9 @@ def _samples(runs: Sequence[Run]) -> Iterator[Markup]:
     if any(run.generations for run in runs):
         yield element("h2", "Samples")
     for run in runs:
-        for step, prompt, text in run.generations:
-            yield from (element("h3", f"{run.name}, step {step}"), element("pre", element("b", prompt), text))
+        for step, prompt, text, scores in run.generations:
+            title = f"{run.name}, step {step}{scores and f': {scores}'}"
+            yield from (element("h3", title), element("pre", element("b", prompt), text))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Content]], *, differs: bool = False) -> Markup:

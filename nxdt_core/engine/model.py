@@ -48,7 +48,7 @@ from nxdt_core.models.random.dropout import step_numbers
 from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
-from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel, StepLoss
+from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel, StepLoss, TokenMeasure
 from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -237,17 +237,19 @@ def objective_output(objective: Objective, logits: torch.Tensor, batch: Batch, s
     return output
 
 
-class LabelLogProbs(Objective):
-    """An objective without a loss, which keeps the log-probabilities of the labels as micro-batches pass by."""
+class TokenValues(Objective):
+    """An objective without a loss, which keeps a value of each token as micro-batches pass by."""
 
-    def __init__(self) -> None:
-        self.log_probs: list[torch.Tensor] = []
-        """Log-probabilities of each micro-batch that passed by, float [rows, seq / cp]; 0 where there is no label."""
+    def __init__(self, measure: TokenMeasure | None = None) -> None:
+        """``measure``: as of :meth:`nxdt_core.protocols.parallel_model.ParallelModel.log_probs`."""
+        self._measure = measure or log_probs
+        self.values: list[torch.Tensor] = []
+        """Values of each micro-batch that passed by, float [rows, seq / cp]."""
 
-    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext | None = None) -> ObjectiveOutput:
-        """Keep the log-probability of each label [micro_batch, seq] from ``logits`` [micro_batch, seq, vocab]."""
-        self.log_probs.append(log_probs(logits, batch.labels, step).detach())
-        return ObjectiveOutput(loss_sum=self.log_probs[-1].new_zeros(()), weight=self.weight(batch))
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+        """Keep what ``logits`` [micro_batch, seq, vocab] are measured to be."""
+        self.values.append(self._measure(logits, batch.labels, step).detach())
+        return ObjectiveOutput(loss_sum=self.values[-1].new_zeros(()), weight=self.weight(batch))
 
 
 class TorchModel(ParallelModel):
@@ -480,15 +482,15 @@ class TorchModel(ParallelModel):
         )
         return self._pipeline.broadcast_from_last(outputs[0] if outputs else None)
 
-    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+    def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probabilities of the labels; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
-        labels = LabelLogProbs()
-        self.run_eval(micro_batches, labels)
-        log_probs = labels.log_probs
+        passing = TokenValues(measure)
+        self.run_eval(micro_batches, passing)
+        values = passing.values
         if self._pipeline is not None:
-            of_last = iter(log_probs)
-            log_probs = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
-        return [unshard_sequence(values, self._mesh) for values in log_probs]
+            of_last = iter(values)
+            values = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
+        return [unshard_sequence(each, self._mesh) for each in values]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under their global names; a tied one under its owner's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from operator import attrgetter
@@ -27,6 +28,7 @@ __all__ = [
     "architecture_to_hf",
     "bias_key",
     "read_floats",
+    "score_head_from_hf",
     "spell_floats",
     "weight_keys",
 ]
@@ -139,7 +141,21 @@ def architecture_to_hf(causal_lm: str, *, scores: bool) -> dict[str, Any]:
     if not scores:
         return {"architectures": [causal_lm]}
     labels = {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
-    return {"architectures": [causal_lm.replace("ForCausalLM", _CLASSIFIER)], **labels}
+    return {"architectures": [re.sub("ForCausalLM$|LMHeadModel$", _CLASSIFIER, causal_lm)], **labels}
+
+
+def score_head_from_hf(hf_config: Mapping[str, Any], *, model: str) -> dict[str, bool]:
+    """Return the key ``score_head`` where a ``config.json`` is that of a sequence classifier.
+
+    Raises:
+        HFUnsupported: it has several labels.
+    """
+    if not any(name.endswith(_CLASSIFIER) for name in architectures_of(hf_config)):
+        return {}
+    labels = hf_config.get("id2label") or {"0": "", "1": ""}  # transformers writes them unless there are two
+    if len(labels) != 1:
+        raise HFUnsupported(model=model, key="id2label", found=f"{len(labels)} labels", supported="one label")
+    return {"score_head": True}
 
 
 def weight_keys(modules: Mapping[str, str]) -> tuple[KeyMap, ...]:
@@ -193,13 +209,7 @@ class HFFamily:
         longest = ours["max_position_embeddings"]
         ours |= scaling_from_hf(rope, model=self.values.model, max_position_embeddings=longest)
         ours |= {**dict.fromkeys(self.always, True), "use_scaled_init_method": False}
-        if any(name.endswith(_CLASSIFIER) for name in architectures_of(hf_config)):
-            labels = hf_config.get("id2label") or {"0": "", "1": ""}  # transformers writes them unless there are two
-            if len(labels) != 1:
-                described = f"{len(labels)} labels"
-                raise HFUnsupported(model=self.values.model, key="id2label", found=described, supported="one label")
-            ours["score_head"] = True
-        return ours
+        return ours | score_head_from_hf(hf_config, model=self.values.model)
 
 
 _TAG = "__float__"

@@ -243,8 +243,14 @@ def cross_entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContex
     return (step_of(step).vocabulary_loss or whole_vocabulary_cross_entropies)(logits, labels)
 
 
-def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
-    """Return the log-probability of each label, 0 where it is −100; otherwise as :func:`cross_entropies`."""
+def log_probs(
+    logits: torch.Tensor, labels: torch.Tensor, step: StepContext | None = None, *, temperature: float = 1.0
+) -> torch.Tensor:
+    """Return the log-probability of each label, 0 where it is −100; otherwise as :func:`cross_entropies`.
+
+    ``temperature`` divides the logits.
+    """
+    logits = logits if temperature == 1 else logits / temperature
     return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
 
 

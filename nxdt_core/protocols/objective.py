@@ -56,6 +56,8 @@ class ObjectiveTraits:
     reference: Literal["before", "step"] | None = None
     """Time at which log-probabilities of the labels under another model are computed: ``before`` the first step, under
     the initial weights; or at each ``step``, under the frozen base of an adapter. None: never."""
+    temperature: float = 1.0
+    """Divisor of the logits of log-probabilities that are computed at each ``step``."""
     head: Literal["vocabulary", "score"] = "vocabulary"
     """Input of its call: logits [rows, seq, vocab], or scores [rows, seq, 1] of a model whose section has
     ``score_head``."""
@@ -80,6 +82,8 @@ class Objective(ABC):
     """Address of a second model, which does not train, as of :func:`~nxdt_core.train.weights.loading.find_weights`. The
     record of an objective that has one requires the capability ``frozen_model`` of the engine. The objective runs the
     teacher in :meth:`prepare` or, without a pipeline, in its call."""
+    teacher_key: str = "objective.teacher"
+    """Key that names it, for errors."""
     teacher_config: str | None = None
     """YAML file or ``recipe:NAME`` that decides in place of the configuration at that address; None: nothing."""
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Protocol
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.step_context import StepContext
 
 if TYPE_CHECKING:
     import torch
@@ -35,6 +36,10 @@ class StepLoss:
     weight: torch.Tensor
     """Loss weight (mostly loss tokens) of the whole global batch."""
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+
+TokenMeasure = Callable[["torch.Tensor", "torch.Tensor", StepContext], "torch.Tensor"]
+"""From logits, labels and the context of a micro-batch, as an objective gets them, to a value of each token."""
 
 
 class Replicas(Protocol):
@@ -134,9 +139,14 @@ class ParallelModel(ABC):
         """Forward only, in evaluation mode, without gradients."""
 
     @abstractmethod
-    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+    def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each label of these micro-batches, [rows, seq], 0 where there is none; in
-        evaluation mode, without gradients. Collective; equal on all ranks that read the same samples."""
+        evaluation mode, without gradients. Collective; equal on all ranks that read the same samples.
+
+        Args:
+            micro_batches: this rank's.
+            measure: computes another value of each token from the output of the model.
+        """
 
     @abstractmethod
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:

@@ -401,7 +401,7 @@ class TrainSession:
         """Return the objective and the micro-batches of a pass; where the objective needs them at each step, with
         log-probabilities of the base."""
         if self._traits.reference == "step":
-            micro_batches = with_base(micro_batches, self.model)
+            micro_batches = with_base(micro_batches, self.model, temperature=self._traits.temperature)
         return self.objective.prepare(micro_batches, self.model)
 
     # Checkpoints.

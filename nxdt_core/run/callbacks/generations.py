@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import final
+from typing import Any, final
 
 from nxdt_core.callback import Callback, Run
 from nxdt_core.data.chat.rendering import prompt_ids
@@ -24,15 +25,33 @@ _log = logging.getLogger(__name__)
 _FILE = "generations.jsonl"
 
 
-@final
-class Generations(Callback):
-    """Texts to every logger that takes some, such as TensorBoard, and to ``generations.jsonl`` of the run."""
+class TextLog(Callback):
+    """Base of callbacks that give texts to loggers, such as TensorBoard, and to ``generations.jsonl`` of the run."""
 
-    def __init__(self, config: GenerationsConfig, run_dir: Path) -> None:
+    def __init__(self, config: Any, run_dir: Path) -> None:
         self._config = config
         self._run_dir = run_dir
         self._failed = False
         """True once a text could not be written."""
+
+    def _log(self, run: Run, name: str, rows: Iterable[Mapping[str, Any]], text: str) -> None:
+        """Write rows with ``prompt`` and ``text`` to the file, and give loggers one text under ``name``."""
+        try:
+            with open(self._run_dir / _FILE, "a", encoding="utf-8", opener=regular_opener) as file:
+                file.writelines(json.dumps({"step": run.step, **row}) + "\n" for row in rows)
+        except OSError as error:
+            if not self._failed:
+                _log.warning("%s/%s is incomplete: %s", self._run_dir, _FILE, error.strerror or error)
+            self._failed = True
+        # As code: of other Markdown, TensorBoard would load a picture that it names.
+        run.log_text(name, "\n".join(f"    {line}" for line in visible(text).splitlines()))
+
+
+@final
+class Generations(TextLog):
+    """Continuations of the configured prompts, each its own text."""
+
+    _config: GenerationsConfig
 
     def on_fit_start(self, run: Run) -> None:
         """Say what would fail at the first validation.
@@ -58,24 +77,13 @@ class Generations(Callback):
         prompts = [self._ids(prompt, tokenizer, keys) for prompt in config.prompts]
         for number, (prompt, (text,)) in enumerate(zip(config.prompts, writer.texts(prompts, sampling), strict=True)):
             if run.rank == 0:
-                self._log(run, number, prompt, text)
+                self._log(run, f"generations/{number}", [{"prompt": prompt, "text": text}], prompt + text)
 
     def _ids(self, prompt: str, tokenizer: Tokenizer, keys: ChatKeys) -> list[int]:
         if self._config.chat:
             messages = [{"role": "user", "content": prompt}]
             return prompt_ids(messages, tokenizer, keys, place="trainer.callbacks: generations")
         return text_ids(prompt, tokenizer, add_bos=keys.add_bos)
-
-    def _log(self, run: Run, number: int, prompt: str, text: str) -> None:
-        try:
-            with open(self._run_dir / _FILE, "a", encoding="utf-8", opener=regular_opener) as file:
-                file.write(json.dumps({"step": run.step, "prompt": prompt, "text": text}) + "\n")
-        except OSError as error:
-            if not self._failed:
-                _log.warning("%s/%s is incomplete: %s", self._run_dir, _FILE, error.strerror or error)
-            self._failed = True
-        lines = visible(prompt + text).splitlines()  # as code: TensorBoard would load a picture that Markdown names
-        run.log_text(f"generations/{number}", "\n".join(f"    {line}" for line in lines))
 
 
 def _tokenizer_of(run: Run) -> Tokenizer:

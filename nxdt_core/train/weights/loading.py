@@ -40,6 +40,7 @@ from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import locate, named_config, one_process_run, saved_run
 
@@ -54,7 +55,9 @@ __all__ = [
     "base_weights",
     "digest_of",
     "find_weights",
+    "known_tokenizer",
     "load_weights",
+    "same_tokens",
     "samples_of",
     "teacher_of",
     "teacher_run",
@@ -63,6 +66,11 @@ __all__ = [
 ]
 
 _log = logging.getLogger(__name__)
+
+_COMPARED = 4096
+"""Ids of two tokenizers that are compared, at most."""
+_SPECIAL = 0.01
+"""Share of ids that may differ."""
 
 Sample = tuple[str, int, int]
 """Parameter, number of the sample, and the element's bits in bfloat16, which all dtypes of one model agree on."""
@@ -357,9 +365,27 @@ def teacher_of(objective: Objective, config: ResolvedConfig, engine: ParallelEng
             )
             teacher.load(engine, model)
         except NxdtError as error:  # say that it is not of the model that trains
-            error.happened = f"objective.teacher: {error.happened}"
+            error.happened = f"{objective.teacher_key}: {error.happened}"
             raise
     return model
+
+
+def known_tokenizer(config: ResolvedConfig) -> Tokenizer | None:
+    """Return the run's tokenizer; None where it names none that can be read here."""
+    try:
+        return build.tokenizer(config)
+    except NxdtError:  # such as one whose file is on another machine
+        return None
+
+
+def same_tokens(one: Tokenizer | None, other: Tokenizer | None) -> bool:
+    """Return whether ids mean the same tokens, as far as is known. Digests of one tokenizer differ by the program that
+    wrote its files; and a few tokens may be special in one of two."""
+    if one is None or other is None or one.fingerprint() == other.fingerprint():
+        return True
+    size = min(one.vocab_size, other.vocab_size)
+    ids = range(0, size, -(-size // _COMPARED))
+    return sum(one.decode([each]) != other.decode([each]) for each in ids) <= _SPECIAL * len(ids)
 
 
 def teacher_run(objective: Objective, config: ResolvedConfig) -> ResolvedConfig:

@@ -9,6 +9,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from tokenize import TokenError
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.data.cache import digest
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.training import ReferenceLost, ReferenceNeedsAdapter
+from nxdt_core.models.loss import log_probs
 from nxdt_core.models.updates import updates_off
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import MapDataset
@@ -188,11 +190,11 @@ def check_base_frozen(model: ParallelModel, objective: str) -> None:
         raise ReferenceNeedsAdapter(objective=objective, trained=sorted(trained - model.added))
 
 
-def with_base(micro_batches: Sequence[Batch], model: ParallelModel) -> list[Batch]:
-    """Return the batches with the log-probabilities of their labels under the model without its adapters.
-    Collective."""
+def with_base(micro_batches: Sequence[Batch], model: ParallelModel, *, temperature: float = 1.0) -> list[Batch]:
+    """Return the batches with the log-probabilities of their labels under the model without its adapters, whose logits
+    ``temperature`` divides. Collective."""
     with updates_off(model.local_modules()):
-        found = model.log_probs(micro_batches)
+        found = model.log_probs(micro_batches, partial(log_probs, temperature=temperature))
     return [
         replace(batch, reference_log_probs=values.to(batch.labels.device))
         for batch, values in zip(micro_batches, found, strict=True)

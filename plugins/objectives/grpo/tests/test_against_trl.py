@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from nxdt_plugin_grpo import rewards
+from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.config import load
 from nxdt_core.config.sources import resolve_path
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.train import TrainSession
+from tests.sampling import slow
 
 trl = pytest.importorskip("trl", reason="trl is not installed; it is pinned in constraints.txt")
 datasets = pytest.importorskip("datasets")
@@ -24,6 +27,7 @@ PROMPTS = [
     {"prompt": "Only vowels:", "characters": "aeiou "},
     {"prompt": "Where is my order?", "characters": "etan "},
     {"prompt": "Capitals", "characters": "ABCDEFGHIKLMNOPQRSTW"},
+    {"prompt": "Digits, and nothing else", "characters": "0123456789"},
 ]
 
 
@@ -54,58 +58,57 @@ def models(tmp_path_factory):
     return found
 
 
-@pytest.fixture(autouse=True)
-def many_tokens_end_answers(monkeypatch):
-    """So that fresh models write answers of several lengths."""
-    monkeypatch.setattr(TrainSession, "stop_ids", frozenset(ENDS))
+def session_of(weights, directory, objective, overrides=()):
+    """A session with these weights, and the prompts as its data."""
+    file = directory / "prompts.jsonl"
+    file.write_text("\n".join(map(json.dumps, PROMPTS)))
+    config = load(
+        {
+            "name": "against-trl",
+            "trainer": {"max_steps": 5, "accelerator": "cpu", "gradient_clip_val": 0},
+            "exp_manager": {"exp_dir": str(directory)},
+            "data": {
+                "name": "prompts",
+                "train_files": [str(file)],
+                "shuffle": False,
+                "seq_length": SEQ,
+                "micro_batch_size": len(PROMPTS),
+                "global_batch_size": len(PROMPTS),
+                "tokenizer": {"library": "huggingface", "model": TOKENIZER},
+            },
+            "model": {
+                "name": "llama",
+                "model_config": str(weights / "config.json"),
+                "optim": {"lr": 1e-3, "weight_decay": 0, "betas": [0.9, 0.95], "sched": {"name": "constant"}},
+            },
+            "objective": {
+                "name": "grpo",
+                "rewards": ["characters"],
+                "num_generations": ANSWERS,
+                "max_completion_length": LONGEST,
+                "num_iterations": 2,
+                **objective,
+            },
+        },
+        overrides,
+    )
+    made = TrainSession(config, weights=weights)
+    made.stop_ids = frozenset(ENDS)  # so that fresh models write answers of several lengths
+    made.engine.start()
+    made.data.prepare()
+    made.build_model()
+    made.build_optimizer()
+    return made
 
 
 @pytest.fixture
 def session(models, tmp_path):
-    """``session(**objective)``: with the weights of ``old``, and the prompts as its data."""
-    import json
-
+    """``session(**objective)``: with the weights of ``old``."""
     opened = []
 
     def make(**objective):
-        file = tmp_path / "prompts.jsonl"
-        file.write_text("\n".join(map(json.dumps, PROMPTS)))
-        config = load(
-            {
-                "name": "against-trl",
-                "trainer": {"max_steps": 2, "accelerator": "cpu"},
-                "exp_manager": {"exp_dir": str(tmp_path)},
-                "data": {
-                    "name": "prompts",
-                    "train_files": [str(file)],
-                    "shuffle": False,
-                    "seq_length": SEQ,
-                    "micro_batch_size": len(PROMPTS),
-                    "global_batch_size": len(PROMPTS),
-                    "tokenizer": {"library": "huggingface", "model": TOKENIZER},
-                },
-                "model": {
-                    "name": "llama",
-                    "model_config": str(models["old"] / "config.json"),
-                    "optim": {"lr": 1e-3, "sched": {"name": "constant"}},
-                },
-                "objective": {
-                    "name": "grpo",
-                    "rewards": ["characters"],
-                    "num_generations": ANSWERS,
-                    "max_completion_length": LONGEST,
-                    "num_iterations": 2,
-                    **objective,
-                },
-            }
-        )
-        made = TrainSession(config, weights=models["old"])
-        made.engine.start()
-        made.data.prepare()
-        opened.append(made)
-        made.build_model()
-        made.build_optimizer()
-        return made
+        opened.append(session_of(models["old"], tmp_path, objective))
+        return opened[-1]
 
     yield make
     for made in opened:
@@ -119,8 +122,8 @@ def drawn(session):
     return batch, held
 
 
-def their_trainer(models, held, tmp_path, **more):
-    """TRL's trainer with the weights of ``now``, which is given our answers."""
+def their_trainer(weights, held, tmp_path, **more):
+    """TRL's trainer with these weights, which is given our answers."""
 
     def score(completions, **_):  # the text of the token that ends an answer is in theirs
         return [each for place in range(len(PROMPTS)) for each in held[str(place)]["rewards"]["characters"]]
@@ -135,18 +138,17 @@ def their_trainer(models, held, tmp_path, **more):
         per_device_train_batch_size=len(PROMPTS) * ANSWERS,
         num_generations=ANSWERS,
         max_completion_length=LONGEST,
-        num_iterations=2,
         report_to=[],
         use_cpu=True,
         bf16=False,
-        **more,
+        **{"num_iterations": 2, **more},
     )
     trainer = trl.GRPOTrainer(
-        model=transformers.AutoModelForCausalLM.from_pretrained(models["now"]),
+        model=transformers.AutoModelForCausalLM.from_pretrained(weights),
         reward_funcs=score,
         args=arguments,
         train_dataset=datasets.Dataset.from_list(PROMPTS),
-        processing_class=transformers.AutoTokenizer.from_pretrained(models["now"]),
+        processing_class=transformers.AutoTokenizer.from_pretrained(weights),
         rollout_func=answers,
     )
     trainer.eos_token_ids = list(ENDS)
@@ -156,7 +158,7 @@ def their_trainer(models, held, tmp_path, **more):
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_and_metrics_of_answers_are_those_of_trl(session, models, tmp_path, scale):
     batch, held = drawn(session(scale_rewards=scale))
-    trainer = their_trainer(models, held, tmp_path, scale_rewards=scale)
+    trainer = their_trainer(models["now"], held, tmp_path, scale_rewards=scale)
     trainer.model.train()
     found = trainer._generate_and_score_completions([each for each in PROMPTS for _ in range(ANSWERS)])
     ours = torch.stack(
@@ -177,9 +179,9 @@ UNSCORED = {
     "one of a group": {0, 5},
     "all but one": {1, 2, 3},
     "a whole group": {4, 5, 6, 7},
-    "all": set(range(12)),
+    "all": set(range(16)),
 }
-"""Answers, of three groups of four, for which the reward returns None."""
+"""Answers, of four groups of four, for which the reward returns None."""
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
@@ -194,7 +196,7 @@ def test_answers_without_a_score_are_left_out_as_by_trl(session, models, tmp_pat
     assert sum(each is None for group in held.values() for each in group["rewards"]["characters"]) == len(
         UNSCORED[missing]
     )
-    trainer = their_trainer(models, held, tmp_path, scale_rewards=scale)
+    trainer = their_trainer(models["now"], held, tmp_path, scale_rewards=scale)
     trainer.model.train()
     found = trainer._generate_and_score_completions([each for each in PROMPTS for _ in range(ANSWERS)])
     advantages = torch.stack(
@@ -228,7 +230,7 @@ def test_losses_gradients_and_metrics_are_those_of_trl(session, models, tmp_path
     ours = session(**more)
     ours.objective._config = ours.objective._config.changed(beta=beta)  # the reference is given here
     batch, held = drawn(ours)
-    trainer = their_trainer(models, held, tmp_path, beta=beta, **more)
+    trainer = their_trainer(models["now"], held, tmp_path, beta=beta, **more)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     inputs = trainer._generate_and_score_completions([each for each in PROMPTS for _ in range(ANSWERS)])
@@ -261,3 +263,64 @@ def test_losses_gradients_and_metrics_are_those_of_trl(session, models, tmp_path
         theirs = dict(trainer.model.named_parameters())[parameter].grad
         (mine,) = (value for key, value in gradients.items() if key.endswith(name))
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=3e-6)
+
+
+HIGH_ENTROPY = {
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0, "top_entropy_quantile": 0.2, "temperature": 1.3},
+    "dapo": {"top_entropy_quantile": 0.3, "mask_truncated_completions": True},
+}
+HALVES, STRATEGY = ("trainer.devices=2", "data.micro_batch_size=2"), "distributed_strategy."
+LAYOUTS = {
+    "tp2": (*HALVES, f"{STRATEGY}tensor_model_parallel_size=2"),
+    "pp2": (*HALVES, f"{STRATEGY}pipeline_model_parallel_size=2"),
+    "zero3": (*HALVES, f"{STRATEGY}zero_stage=3"),
+}
+
+
+def five_steps(weights, directory, objective, overrides=()):
+    """The losses of five steps, and for each step the answers of this process, in order."""
+    session = session_of(weights, directory, objective, overrides)
+    losses, answers = [], []
+    for batch in session.batches():
+        losses.append(float(session.step(batch).loss.loss))
+        answers.append([asdict(group) for group, _ in session.objective.samples])
+    session.close()
+    return losses, answers
+
+
+def five_steps_of_rank(*arguments):
+    with process_group(timeout_s=60):
+        return five_steps(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("form", "layout"), [("cispo", "pp2"), slow("cispo", "tp2"), slow("dapo", "tp2"), slow("dapo", "zero3")]
+)
+def test_five_steps_on_the_tokens_of_greatest_entropy_are_those_of_trl(models, tmp_path, form, layout):
+    """Alone and in a layout: TRL takes the quantile over the tokens of all processes."""
+    objective = {"num_iterations": 1, **HIGH_ENTROPY[form]}
+    losses, answers = five_steps(models["old"], tmp_path, objective)
+    of_ranks = RankPool(2).run(five_steps_of_rank, models["old"], tmp_path, objective, LAYOUTS[layout], timeout_s=120)
+    held, expected = {}, []
+    trainer = their_trainer(models["old"], held, tmp_path, beta=0.0, **objective)
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
+    for groups in answers:
+        held.update({str(place): group for place, group in enumerate(groups)})
+        inputs = trainer._generate_and_score_completions([each for each in PROMPTS for _ in range(ANSWERS)])
+        loss = trainer._compute_loss(trainer.model, inputs)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        expected.append(loss.item())
+    assert max(map(abs, expected)) > 1e-3
+    for found in (losses, *(losses for losses, _ in of_ranks)):
+        assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_log_probabilities_that_are_compared_have_the_temperature_of_the_answers(session):
+    """The first step on answers has ratios of 1, and a fresh adapter no divergence from its base."""
+    ours = session(temperature=1.3, epsilon=0.0)
+    result = ours.step(next(iter(ours.train_loader())))
+    assert float(result.loss.metrics["clip_ratio"]) == 0

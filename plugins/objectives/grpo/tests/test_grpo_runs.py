@@ -15,8 +15,10 @@ from nxdt_plugin_grpo.errors import NoPrompts, PromptMissing, PromptTooLong, Rew
 from nxdt_plugin_grpo.rewards import Characters, Match
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nxdt_core import checkpoint
+from nxdt_core.cli import main
 from nxdt_core.cli.plan import print_report
 from nxdt_core.config import check, load
 from nxdt_core.distributed.device_operations import HostOperations
@@ -234,6 +236,40 @@ def test_answers_of_one_reward_teach_nothing_whatever_their_mean_is_rounded_to(s
     train(config)
     (row,) = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
     assert (row["frac_reward_zero_std"], row["grad_norm"]) == (1.0, 0.0)
+
+
+def test_answers_of_some_steps_are_listed_with_rewards_and_advantages(small, tmp_path):
+    config = small(
+        "trainer.callbacks=[{name: samples, every_n_steps: 2, prompts: 3}]",
+        *("trainer.val_check_interval=null", "exp_manager.create_tensorboard_logger=true"),
+    )
+    train(config)
+    written = [json.loads(line) for line in (config.run_dir / "generations.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in written] == [2] * 12 + [4] * 12
+    for first in range(0, 24, 4):
+        group = written[first : first + 4]
+        rewards = torch.tensor([row["rewards"]["characters"] for row in group])
+        wanted = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+        torch.testing.assert_close(torch.tensor([row["advantage"] for row in group]), wanted, rtol=1e-4, atol=1e-4)
+        assert {row["prompt"] for row in group} == {group[0]["prompt"]}
+    events = EventAccumulator(str(config.run_dir))
+    events.Reload()
+    (text, last) = events.Tensors("samples/text_summary")
+    assert (text.step, last.step) == (2, 4)
+    assert json.dumps(written[-1]["text"]) in last.tensor_proto.string_val[0].decode()
+    assert main(["report", str(config.run_dir), "-o", str(tmp_path / "report.html")]) == 0
+    page = (tmp_path / "report.html").read_text()
+    row = written[-1]
+    assert f"step 4: characters {row['rewards']['characters']:.4g}, advantage {row['advantage']:.4g}" in page
+
+
+def test_the_reference_has_the_temperature_of_the_answers(small):
+    """A fresh adapter changes nothing, so that there is no divergence from its base."""
+    more = ("adapter.name=lora", "objective.beta=0.1", "objective.temperature=1.3")
+    config = small(*more, "trainer.max_steps=1", "trainer.val_check_interval=null")
+    train(config)
+    (row,) = [json.loads(line) for line in (config.run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert row["kl"] == 0
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
 from nxdt_plugin_preference.config import RewardConfig
 from nxdt_plugin_preference.reward import Reward
+from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.cli.app import main
 from nxdt_core.config import load
@@ -17,6 +19,7 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.run.training import train
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.generate import load_model
+from tests.sampling import slow
 
 SMALL = (
     *("trainer.accelerator=cpu", "trainer.max_steps=3", "trainer.val_check_interval=null"),
@@ -26,9 +29,13 @@ SMALL = (
 
 @pytest.fixture
 def small(tmp_path):
-    def made(*overrides, recipe="reward", name="run"):
+    def made(*overrides, recipe="reward", name="run", model=None):
         where = (f"exp_manager.exp_dir={tmp_path}", f"name={name}")
-        return load(f"recipe:llama-tiny-{recipe}", [*SMALL, *where, *overrides])
+        config = load(f"recipe:llama-tiny-{recipe}", [*SMALL, *where, *overrides])
+        if model is None:
+            return config
+        section = {"score_head": True, "optim": config.to_dict()["model"]["optim"], **model}
+        return load({**config.to_dict(), "model": section})
 
     return made
 
@@ -46,22 +53,40 @@ def scores(directory, batch):
     return found[:, 0]
 
 
+SIZES = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 260, "init_method_std": 0.1}
+WRAPPED = {
+    **{"model_type": "gemma2", "num_hidden_layers": 2, "num_key_value_heads": 2, "head_dim": 8, "pad_token_id": None},
+    **{"intermediate_size": 48, "num_attention_heads": 4, "max_position_embeddings": 512, "initializer_range": 0.1},
+}
+MODELS = {
+    "gpt2": {"name": "gpt", **SIZES, "max_position_embeddings": 512, "activation": "gelu_tanh"},
+    "gpt_neox": {"name": "gpt", **SIZES, "position_embedding_type": "rope", "transformer_block_type": "gpt_j"},
+    "hf": {"name": "hf", "hidden_size": 32, "vocab_size": 260, "hf_config": WRAPPED},
+}
+"""Sections in place of that of the recipe."""
+CLASSES = {"gpt2": "GPT2", "gpt_neox": "GPTNeoX", "hf": "Gemma2"}
+
+
 @pytest.mark.parametrize(
     ("packing", "model"),
-    [("false", "llama"), ("true", "llama"), ("false", "qwen2"), ("true", "qwen3")],
-    ids=["padded", "packed", "qwen2", "qwen3"],
+    [
+        *(("false", "llama"), ("true", "llama"), ("false", "qwen2"), ("true", "qwen3")),
+        *(("false", "gpt2"), ("true", "gpt_neox"), ("true", "hf")),
+    ],
+    ids=["padded", "packed", "qwen2", "qwen3", "gpt2", "gpt_neox", "hf"],
 )
 def test_transformers_gives_the_same_scores_as_the_run(small, tmp_path, packing, model):
-    config = small("trainer.max_steps=8", f"model.name={model}")
+    overrides = () if model in MODELS else (f"model.name={model}",)
+    config = small("trainer.max_steps=8", *overrides, model=MODELS.get(model))
     train(config)
     assert main(["checkpoint", "export", config.checkpoint_uri, str(tmp_path / "hf")]) == 0
     assert json.loads((tmp_path / "hf" / "config.json").read_text())["architectures"] == [
-        f"{model.title()}ForSequenceClassification"
+        f"{CLASSES.get(model, model.title())}ForSequenceClassification"
     ]
     padded = build.dataset(config, build.tokenizer(config)).split("train")
     theirs = scores(tmp_path / "hf", collate([padded[index] for index in range(48)])).view(-1, 2)
     again = ("trainer.max_steps=8", f"data.packing={packing}", "checkpoint.resume_if_exists=true")
-    config = small(*again, f"model.name={model}")
+    config = small(*again, *overrides, model=MODELS.get(model))
     with TrainSession(config) as session:
         session.resume()
         own = build.dataset(config, build.tokenizer(config)).split("train")
@@ -75,6 +100,26 @@ def test_transformers_gives_the_same_scores_as_the_run(small, tmp_path, packing,
     }
     for name, figure in wanted.items():
         assert float(found.metrics[name]) == pytest.approx(float(figure), abs=1e-5)
+
+
+def losses_of_rank(values, overrides=()):
+    """Losses of three steps in this process, which may be one of several."""
+    with process_group(timeout_s=60) if overrides else nullcontext(), TrainSession(load(values, overrides)) as session:
+        return [float(session.step(batch).loss.loss) for batch in session.batches()]
+
+
+STRATEGY = "distributed_strategy."
+TP2 = (f"{STRATEGY}tensor_model_parallel_size=2", f"{STRATEGY}sequence_parallel=true")
+PP2 = (f"{STRATEGY}pipeline_model_parallel_size=2",)
+
+
+@pytest.mark.parametrize(("model", "layout"), [("gpt2", TP2), ("hf", TP2), slow("gpt2", PP2), slow("hf", PP2)], ids=str)
+def test_scores_of_all_models_do_not_depend_on_the_layout(small, model, layout):
+    values = small("data.micro_batch_size=2", model=MODELS[model]).to_dict()
+    alone, pool = losses_of_rank(values), RankPool(2)
+    for found in pool.run(losses_of_rank, values, ("trainer.devices=2", *layout), timeout_s=120):
+        assert found == pytest.approx(alone, abs=1e-5)
+    assert alone[0] != alone[-1]
 
 
 def test_a_run_begins_with_a_language_model_where_it_may_lack_the_head(small, tmp_path, caplog):

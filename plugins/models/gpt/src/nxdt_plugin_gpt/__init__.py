@@ -17,7 +17,10 @@ def nxdt_models() -> list[ModelComponent]:
             aliases=("megatron_gpt",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "lora"}),
             tried_before_launch=False,
-            hf_architectures=("GPT2LMHeadModel", "GPTNeoXForCausalLM"),
+            hf_architectures=(
+                *("GPT2LMHeadModel", "GPT2ForSequenceClassification"),
+                *("GPTNeoXForCausalLM", "GPTNeoXForSequenceClassification"),
+            ),
             recompute_names=("CoreAttention", "MLP", "ActivationMultiplyMLP", "Norm", "DecoderLayer"),
         )
     ]

@@ -62,6 +62,9 @@ class GPTArchitecture(Section):
     """Biases in the projections; those of layer norms are always there."""
     share_embeddings_and_output_weights: bool = True
     """One matrix for embedding and head."""
+    score_head: bool = False
+    """One score per token in place of logits, for the objective ``reward``: transformers'
+    ``AutoModelForSequenceClassification`` with one label."""
     hidden_dropout: Fraction = 0.0
     """Dropout probability of the embedding and of what each block adds to the residual stream."""
     attention_dropout: Fraction = 0.0
@@ -109,6 +112,16 @@ class GPTArchitecture(Section):
         """True if queries, keys and values come from one matrix, head by head, as in Megatron. It is so if no key head
         is shared."""
         return self.kv_heads == self.num_attention_heads
+
+    @property
+    def tied(self) -> bool:
+        """True if the head is the embedding's matrix."""
+        return self.share_embeddings_and_output_weights and not self.score_head
+
+    @property
+    def head_name(self) -> str:
+        """Name of the head's module."""
+        return "score" if self.score_head else "lm_head"
 
     @property
     def vocab_rows(self) -> int:

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_builder import decoder_flops_per_token, residual_init_rules
+from nxdt_core.models.huggingface import SCORE
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_plugin_gpt import hf
@@ -20,6 +21,7 @@ class GPTBuilder(ModelBuilder):
     """Builds Megatron's GPT, and its counterparts at Hugging Face."""
 
     hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf.FAMILIES)
+    hf_may_lack: ClassVar[tuple[str, ...]] = SCORE.hf_names
     hf_ignored: ClassVar[tuple[str, ...]] = hf.IGNORED
 
     def __init__(self, config: GPTConfig) -> None:
@@ -60,7 +62,8 @@ class GPTBuilder(ModelBuilder):
         """Return the operations of :func:`nxdt_core.models.decoder_builder.decoder_flops_per_token` for this model."""
         c = self.config
         block = (3 if c.gated else 2) * c.hidden_size * c.ffn_size
-        return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=c.vocab_rows)
+        rows = 1 if c.score_head else c.vocab_rows
+        return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=rows)
 
     def config_to_hf(self) -> dict[str, Any]:
         """Return :func:`nxdt_plugin_gpt.hf.config_to_hf` of the configuration."""
@@ -92,9 +95,13 @@ def plan_of(config: GPTConfig) -> ParallelPlan:
             **{f"{_ATTENTION}.{name}": "column" for name in (query, *key_value)},
             f"{_ATTENTION}.o_proj": "row",
             **({} if whole_mlp else mlp_styles),
-            "lm_head": "vocab_head",
+            config.head_name: "score_head" if config.score_head else "vocab_head",
         },
-        tensor_blocks=(_ATTENTION, "lm_head") if whole_mlp else (_ATTENTION, _MLP, "lm_head"),
+        tensor_blocks=(
+            _ATTENTION,
+            *(() if whole_mlp else (_MLP,)),
+            *(() if config.score_head else (config.head_name,)),
+        ),
         sequence_norms=norms,
         heads=AttentionHeads(
             query_heads=config.num_attention_heads,
@@ -107,7 +114,7 @@ def plan_of(config: GPTConfig) -> ParallelPlan:
             hidden_size=config.hidden_size,
             first=("embedding",),
             layers="layers",
-            last=("lm_head",) if config.transformer_block_type == "post_ln" else ("norm", "lm_head"),
+            last=(*(() if config.transformer_block_type == "post_ln" else ("norm",)), config.head_name),
         ),
         attention_cores=(f"{_ATTENTION}.core",),
         recompute={
@@ -121,7 +128,7 @@ def plan_of(config: GPTConfig) -> ParallelPlan:
         recompute_layer=_LAYER,
         norms=tuple(f"{norm}.weight" for norm in norms),
         no_weight_decay=("*.bias",),
-        tied=(("embedding.tokens.weight", "lm_head.weight"),) if config.share_embeddings_and_output_weights else (),
+        tied=(("embedding.tokens.weight", "lm_head.weight"),) if config.tied else (),
         refused=config.rope_scaling.refused(config.max_position_embeddings) if config.rope_scaling else {},
     )
 

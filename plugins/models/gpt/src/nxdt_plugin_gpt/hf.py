@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nxdt_core.errors.models import HFUnsupported
-from nxdt_core.models.huggingface import HFValues, weight_keys
+from nxdt_core.models.huggingface import SCORE, HFValues, architecture_to_hf, score_head_from_hf, weight_keys
 from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf, scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
@@ -296,7 +296,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
         raise HFUnsupported(model="gpt", key="model_type", found=kind, supported=known)
     ours = family.values.read(hf_config)
     ours |= {"make_vocab_size_divisible_by": 1, "use_scaled_init_method": False}
-    return ours | dict(family.from_hf(hf_config))
+    return ours | dict(family.from_hf(hf_config)) | score_head_from_hf(hf_config, model="gpt")
 
 
 def names_in_hf(hf_config: Mapping[str, Any]) -> dict[str, str]:
@@ -314,7 +314,7 @@ def config_to_hf(config: GPTArchitecture) -> dict[str, Any]:
     """
     family = _family_of(config)
     return {
-        "architectures": [family.architecture],
+        **architecture_to_hf(family.architecture, scores=config.score_head),
         "model_type": family.model_type,
         **family.values.write(config),
         **family.to_hf(config),
@@ -327,12 +327,10 @@ def key_map(config: GPTArchitecture) -> tuple[KeyMap, ...]:
     Raises:
         NoHuggingFaceForm: no family has these parameters.
     """
-    tied = config.share_embeddings_and_output_weights
-    entries = (
-        entry
-        for entry in _family_of(config).key_map(config.num_attention_heads)
-        if not (tied and entry.name == "lm_head.weight")
-    )
+    entries = [SCORE] if config.score_head else []
+    for entry in _family_of(config).key_map(config.num_attention_heads):
+        if entry.name != "lm_head.weight" or not (config.tied or config.score_head):
+            entries.append(entry)
     if config.vocab_rows == config.vocab_size:
         return tuple(entries)
     return tuple(

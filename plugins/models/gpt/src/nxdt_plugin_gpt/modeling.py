@@ -47,9 +47,11 @@ class GPT(nn.Module):
         self.layers = nn.ModuleDict({str(n): GPTLayer(config, masks) for n in range(config.num_layers)})
         # The last layer of a post-LN model already ends with a norm.
         self.norm = None if config.transformer_block_type == "post_ln" else norm_of(config, config.hidden_size)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_rows, bias=False)
-        if config.share_embeddings_and_output_weights:
-            self.lm_head.weight = self.embedding.tokens.weight
+        self.head_name = config.head_name
+        head = nn.Linear(config.hidden_size, 1 if config.score_head else config.vocab_rows, bias=False)
+        self.add_module(self.head_name, head)
+        if config.tied:
+            head.weight = self.embedding.tokens.weight
 
     def forward(
         self,
@@ -58,7 +60,7 @@ class GPT(nn.Module):
         document_ids: torch.Tensor | None = None,
         step: StepContext | None = None,
     ) -> torch.Tensor:
-        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab], or scores [batch, seq, 1], of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens, or the hidden states [batch, seq, hidden] of the stage before.
@@ -72,7 +74,7 @@ class GPT(nn.Module):
         hidden = input_ids if input_ids.is_floating_point() else self.embedding(input_ids, position_ids, step)
         for layer in self.layers.values():
             hidden = layer(hidden, rotary, document_ids, step=step)
-        return head_output(self.lm_head, hidden if self.norm is None else self.norm(hidden), step)
+        return head_output(getattr(self, self.head_name), hidden if self.norm is None else self.norm(hidden), step)
 
 
 class GPTLayer(nn.Module):

@@ -16,7 +16,7 @@ def nxdt_models() -> list[ModelComponent]:
             summary="any causal language model of transformers, by its config.json or directory",
             aliases=("transformers",),
             capabilities=frozenset({"tp", "sp", "pp", "cp", "ep", "lora"}),
-            hf_architectures=("*ForCausalLM", "*LMHeadModel"),
+            hf_architectures=("*ForCausalLM", "*LMHeadModel", "*ForSequenceClassification"),
             tried_before_launch=True,
         )
     ]

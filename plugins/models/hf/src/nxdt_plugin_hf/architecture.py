@@ -25,6 +25,7 @@ from nxdt_plugin_hf.errors import (
     NotACausalLM,
     OwnCodeRefused,
     PackageMissing,
+    UnsupportedArchitecture,
 )
 
 if TYPE_CHECKING:
@@ -165,7 +166,9 @@ class Architecture:
     config: PreTrainedConfig
     """Configuration of the model, which must not be changed."""
     model_class: type[PreTrainedModel]
-    """The model's ``…ForCausalLM``."""
+    """The model's ``…ForCausalLM``; its ``…ForSequenceClassification`` where it has scores."""
+    scores: bool = False
+    """True if it has a score per token in place of logits."""
 
     @property
     def name(self) -> str:
@@ -189,8 +192,9 @@ class Architecture:
         return model
 
 
-def read_architecture(values: Mapping[str, Any]) -> Architecture:
-    """Return the configuration and the class that ``values`` of a ``config.json`` describe.
+def read_architecture(values: Mapping[str, Any], *, scores: bool = False) -> Architecture:
+    """Return the configuration and the class that ``values`` of a ``config.json`` describe; with ``scores`` those of
+    its sequence classifier with one label.
 
     Raises:
         PackageMissing: transformers, or what the model's code imports, is not installed.
@@ -198,6 +202,7 @@ def read_architecture(values: Mapping[str, Any]) -> Architecture:
         ArchitectureUnknown: the installed transformers has no such model.
         ConfigurationRefused: it does not accept the values.
         NotACausalLM: it has, and the model does not predict next tokens.
+        UnsupportedArchitecture: it has no sequence classifier of the type.
     """
     try:
         import transformers
@@ -216,7 +221,8 @@ def read_architecture(values: Mapping[str, Any]) -> Architecture:
     quantized = values.get("quantization_config")
     if quantized and not (isinstance(quantized, Mapping) and quantized.get("quant_method") == "mxfp4"):
         raise HFUnsupported(model=model_type, key="quantization_config", found=quantized, supported="None or MXFP4")
-    plain = read_floats({key: value for key, value in values.items() if key not in _NOT_OF_THE_MODEL})
+    labels = {"id2label": None, "label2id": None, "num_labels": 1} if scores else {}
+    plain = read_floats({key: value for key, value in {**values, **labels}.items() if key not in _NOT_OF_THE_MODEL})
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(plain)
     except ImportError as error:
@@ -234,16 +240,21 @@ def read_architecture(values: Mapping[str, Any]) -> Architecture:
     if causal is None:
         raise NotACausalLM(model=model, reason="transformers has no causal language model of this type")
     causal = (causal,) if isinstance(causal, str) else causal
-    if named and not set(named) & set(causal):
+    if named and not set(named) & set(causal) and not scores:
         raise NotACausalLM(model=model, reason=f"the causal model of its type is {causal[0]}")
     if config.get_text_config() is not config or not hasattr(config, "vocab_size"):
         raise NotACausalLM(model=model, reason="it has more than a text model, whose own config.json is needed")
+    mapping = transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
     try:
-        model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        if scores and type(config) not in mapping:
+            raise UnsupportedArchitecture(
+                model=model_type, reason="transformers has no sequence classifier of this type for model.score_head"
+            )
+        model_class = (mapping if scores else transformers.MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     except ImportError as error:
         wanted = f"transformers' {model_type}"
         raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
-    return Architecture(config=config, model_class=model_class)
+    return Architecture(config=config, model_class=model_class, scores=scores)
 
 
 def as_frozen_parameters(model: nn.Module) -> None:

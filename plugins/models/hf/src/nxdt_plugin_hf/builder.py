@@ -17,6 +17,7 @@ import torch
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import BadModelConfig
+from nxdt_core.models.huggingface import SCORE
 from nxdt_core.models.patterns import matches
 from nxdt_core.models.rope_scaling import older_rope
 from nxdt_core.protocols.engine import ParallelEngine
@@ -45,7 +46,8 @@ class HFBuilder(ModelBuilder):
     (:class:`nxdt_plugin_hf.mixtures.RoutedExperts`).
     """
 
-    hf_architectures: ClassVar[tuple[str, ...]] = ("*ForCausalLM", "*LMHeadModel")
+    hf_architectures: ClassVar[tuple[str, ...]] = ("*ForCausalLM", "*LMHeadModel", "*ForSequenceClassification")
+    hf_may_lack: ClassVar[tuple[str, ...]] = SCORE.hf_names
     hf_ignored: ClassVar[tuple[str, ...]] = ("*.rotary_emb.inv_freq", "lm_head.weight")
 
     def __init__(self, config: HFModelConfig) -> None:
@@ -59,7 +61,7 @@ class HFBuilder(ModelBuilder):
         if problems:
             raise BadModelConfig(model="hf", problems=problems)
         self.config = config
-        self.architecture: Architecture = read_architecture(config.values)
+        self.architecture: Architecture = read_architecture(config.values, scores=config.score_head)
         self.vocab_size: int = self.architecture.config.vocab_size
         self.max_sequence_length: int | None = getattr(self.architecture.config, "max_position_embeddings", None)
 

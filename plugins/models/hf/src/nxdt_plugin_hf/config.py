@@ -7,6 +7,7 @@ from typing import Any
 
 from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.config.section import Section
+from nxdt_core.models.huggingface import score_head_from_hf
 
 
 class HFModelConfig(Section):
@@ -25,10 +26,14 @@ class HFModelConfig(Section):
     vocab_size: PositiveInt | None = None
     """``vocab_size`` of ``hf_config``; ``null``: as there."""
 
+    score_head: bool = False
+    """One score per token in place of logits, for the objective ``reward``: transformers'
+    ``AutoModelForSequenceClassification`` with one label."""
+
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:
         """Return the keys of this section from a ``config.json``, each unchanged."""
-        return {f"hf_config.{key}": value for key, value in hf.items()}
+        return {f"hf_config.{key}": value for key, value in hf.items()} | score_head_from_hf(hf, model="hf")
 
     @property
     def values(self) -> dict[str, Any]:

@@ -70,7 +70,8 @@ def trace_model(architecture: Architecture) -> Trace:
     calls, draws = note_calls(model), _Draws()
     try:
         with torch.no_grad(), draws.tracker, draws:
-            model(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
+            called = model.base_model if architecture.scores else model  # a classifier looks at its tokens' values
+            called(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
     except Exception as error:  # a model's own code may raise anything
         reason = f"its forward cannot be followed: {_words(error)}"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
@@ -183,6 +184,8 @@ class CausalLM(nn.Module):
     head_path: str
     embedding_scale: float | None = None
     """Factor of embeddings."""
+    scores: bool = False
+    """True if the head gives a score per token."""
 
     def forward(
         self,
@@ -190,7 +193,7 @@ class CausalLM(nn.Module):
         position_ids: torch.Tensor | None = None,
         document_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return the logits [batch, seq, vocab] of ``input_ids`` int64 [batch, seq].
+        """Return the logits [batch, seq, vocab], or scores [batch, seq, 1], of ``input_ids`` int64 [batch, seq].
 
         Args:
             input_ids: tokens.
@@ -201,8 +204,9 @@ class CausalLM(nn.Module):
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
         hidden = CausalLM._embedded(self, input_ids)  # [batch, seq, hidden]
         given = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
-        if isinstance(self.get_submodule(self.head_path), nn.Identity):  # without a head, the result is hidden states
-            return cast(torch.Tensor, cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0])
+        head = self.get_submodule(self.head_path)
+        if self.scores or isinstance(head, nn.Identity):  # without a head, the result is hidden states
+            return cast(torch.Tensor, head(cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0]))
         theirs: Any = type(self)
         return cast(torch.Tensor, theirs.forward(self, **given, use_cache=False).logits)
 
@@ -303,7 +307,9 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
         model.embedding_scale = float(scale)
     else:
         model.embedding_scale = None
-    model.head_path = _path_of(model, model.get_output_embeddings(), "head")
+    model.scores = architecture.scores
+    head = getattr(model, "score", None) if model.scores else model.get_output_embeddings()
+    model.head_path = _path_of(model, head, "head")
     for _, block in mixtures(model, layers):
         end_with_sum(block)
     balance = router_balance(architecture, model)

@@ -109,7 +109,7 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
                 break
     styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are sharded in the same way
     if model.head_path:
-        styles |= {model.head_path: "vocab_head"}
+        styles |= {model.head_path: "score_head" if model.scores else "vocab_head"}
 
     # Feed-forward blocks that it leaves whole: experts for all tokens in the blocks around others, and what is in the
     # place of such a block in other layers.
@@ -153,7 +153,7 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     outer = [block for block in blocks if not any(block.startswith(f"{end}.") for end in ends)]
     return TensorPlan(
         styles=styles,
-        blocks=tuple(dict.fromkeys((*outer, *ends, model.head_path))),
+        blocks=tuple(dict.fromkeys((*outer, *ends, *(() if model.scores else (model.head_path,))))),
         heads=heads,
         refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, around, styles),
     )

@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.errors import NxdtError
 from nxdt_core.models.loss import TokenLosses, cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
+from nxdt_core.train.weights.loading import known_tokenizer, same_tokens
 from nxdt_plugin_distill.config import DistillConfig
 from nxdt_plugin_distill.divergence import Measure, Teacher, TopTokens, divergences, shared_like
 from nxdt_plugin_distill.errors import (
@@ -37,11 +36,6 @@ from nxdt_plugin_distill.on_policy import answered, is_drawn
 if TYPE_CHECKING:
     from nxdt_core.engine.loss import ChunkedHead
     from nxdt_core.train import TrainSession
-
-_COMPARED = 4096
-"""Ids of two tokenizers at most."""
-_SPECIAL = 0.01
-"""Share of ids that may differ."""
 
 
 class Distill(Objective):
@@ -133,8 +127,8 @@ class Distill(Objective):
         own, name = self._config, self._config.teacher
         if getattr(run.selected("model").config, "score_head", False):
             raise TeacherGivesScores(teacher=name)
-        data, teacher = _tokenizer(config), _tokenizer(run) if own.check_tokenizer else None
-        if own.check_tokenizer and not _read_alike(data, teacher):
+        data, teacher = known_tokenizer(config), known_tokenizer(run) if own.check_tokenizer else None
+        if own.check_tokenizer and not same_tokens(data, teacher):
             raise TeacherTokenizerDiffers(teacher=name)
         (tokens, self._rows), (known, rows) = _vocabulary(config), _vocabulary(run)
         if tokens != known:
@@ -224,21 +218,3 @@ def _vocabulary(config: ResolvedConfig) -> tuple[int, int]:
     """Return the tokens that the run's model knows, and the rows of its logits, which may be filled up."""
     rows = build.model_builder(config).vocab_size
     return getattr(config.selected("model").config, "vocab_size", None) or rows, rows
-
-
-def _tokenizer(config: ResolvedConfig) -> Tokenizer | None:
-    """Return the run's tokenizer; None where it names none that can be read here."""
-    try:
-        return build.tokenizer(config)
-    except NxdtError:  # such as one whose file is on another machine
-        return None
-
-
-def _read_alike(own: Tokenizer | None, theirs: Tokenizer | None) -> bool:
-    """Return whether ids mean the same tokens, as far as is known. Digests of one tokenizer differ by the program that
-    wrote its files; and a few tokens may be special in one of two."""
-    if own is None or theirs is None or own.fingerprint() == theirs.fingerprint():
-        return True
-    size = min(own.vocab_size, theirs.vocab_size)
-    ids = range(0, size, -(-size // _COMPARED))
-    return sum(own.decode([each]) != theirs.decode([each]) for each in ids) <= _SPECIAL * len(ids)

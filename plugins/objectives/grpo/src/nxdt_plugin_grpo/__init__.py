@@ -38,6 +38,19 @@ def nxdt_datasets() -> list[Component]:
 
 
 @hookimpl
+def nxdt_callbacks() -> list[Component]:
+    """Declare the table of answers."""
+    return [
+        Component(
+            name="samples",
+            target="nxdt_plugin_grpo.samples:Samples",
+            config="nxdt_plugin_grpo.config:SamplesConfig",
+            summary="answers of some steps of GRPO with their rewards and advantages",
+        )
+    ]
+
+
+@hookimpl
 def nxdt_kinds() -> list[Kind]:
     """Add the kind of functions that score answers."""
     return [
@@ -61,6 +74,7 @@ def nxdt_components() -> Mapping[str, Iterable[Component]]:
         "format": "1 where the whole answer matches a pattern, else 0",
         "length": "0 up to a number of tokens, and less for longer answers",
         "overlong": "from 0 to -1 as an answer comes near to its greatest length (DAPO)",
+        "model": "score of a reward model",
         "repetition": "a penalty of token sequences that occur again",
     }
     return {
@@ -87,9 +101,15 @@ def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFindi
             f"the dataset {dataset.record.name!r} has no prompts, and the objective 'grpo' generates answers to them"
         )
         yield ConfigFinding(key="data.name", message=message, remedy="Set data.name to prompts.")
+    rewards = context.config["objective"]["rewards"]
+    engine = context.kernel.registry.get("engine", context.components["engine"]).record
+    named = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in rewards]
+    if "model" in named and "frozen_model" not in engine.capabilities:
+        message = f"the reward 'model' is a second model, and the engine {engine.name!r} runs none"
+        yield ConfigFinding(key=f"objective.rewards[{named.index('model')}]", message=message)
     from nxdt_plugin_grpo.rewards import reward_problems
 
-    yield from reward_problems(context.config["objective"]["rewards"], context.kernel)
+    yield from reward_problems(rewards, context.kernel)
 
 
 @hookimpl

@@ -57,6 +57,10 @@ class GrpoConfig(Section):
     the advantage and the ratio, which has no gradient and is at most ``epsilon_high``."""
     importance_sampling_level: Literal["token", "sequence"] = "token"
     """Take ratios of a token's probabilities, or for all tokens of an answer the geometric mean of theirs (GSPO)."""
+    top_entropy_quantile: Annotated[float, Range(0.0, 1.0)] = 1.0
+    """Take the loss of this share of the answers' tokens, those whose distributions have the greatest entropies in the
+    global batch (Wang et al. 2025, arXiv:2506.01939, which has 0.2). The divergence is of all tokens. It takes another
+    forward pass at each step."""
     mask_truncated_completions: bool = False
     """Leave the tokens of answers that were cut off out of the loss (DAPO)."""
 
@@ -64,6 +68,14 @@ class GrpoConfig(Section):
     def reward_names(self) -> tuple[str, ...]:
         """Return the names of the rewards, in order."""
         return tuple(each if isinstance(each, str) else str(each.get("name")) for each in self.rewards)
+
+    @property
+    def reward_model(self) -> tuple[str, str] | None:
+        """Return the key and the address of the reward model; None without one."""
+        for number, (name, entry) in enumerate(zip(self.reward_names, self.rewards, strict=True)):
+            if name in ("model", "grpo:model") and isinstance(entry, Mapping):
+                return f"objective.rewards[{number}].path", str(entry.get("path"))
+        return None
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what cannot work, as (key, message)."""
@@ -80,6 +92,15 @@ class GrpoConfig(Section):
             yield "epsilon_high", "loss_type cispo needs it: the greatest ratio, such as 5.0"
         if not all(self.stop):
             yield "stop", "has an empty text"
+
+
+class SamplesConfig(Section):
+    """``name: samples`` in ``trainer.callbacks``."""
+
+    every_n_steps: PositiveInt = 10
+    """Steps between two tables."""
+    prompts: PositiveInt = 2
+    """Prompts of the first rank whose answers a table has."""
 
 
 class PromptsConfig(ChatKeys):
@@ -113,6 +134,14 @@ def _pattern_problems(pattern: str) -> Iterator[tuple[str, str]]:
         re.compile(pattern)
     except re.error as error:
         yield "pattern", f"{pattern!r} is not a regular expression: {error}"
+
+
+class ModelConfig(Section):
+    """``{name: model}``."""
+
+    path: str
+    """Address of a reward model: a Hugging Face directory of a sequence classifier with one label, the directory of a
+    run of the objective ``reward``, or the address of its checkpoints or of one of them. It has the run's tokenizer."""
 
 
 class FormatConfig(Section):

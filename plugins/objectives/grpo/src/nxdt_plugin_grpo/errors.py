@@ -33,6 +33,13 @@ PromptTooLong = NxdtError.define(
     "Raise data.seq_length, or take the record out.",
 )
 
+RewardModelUnfit = NxdtError.define(
+    "NXDT-R006",
+    "A reward model that cannot score the answers.",
+    "The reward model {path} {reason}.",
+    "Name a sequence classifier with one label, or a run of the objective 'reward'; it has the tokenizer of the data.",
+)
+
 NoPrompts = NxdtError.define(
     "NXDT-R005",
     "GRPO received samples that are not prompts.",

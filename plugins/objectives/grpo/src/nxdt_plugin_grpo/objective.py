@@ -5,31 +5,39 @@ Group relative policy optimisation (Shao et al. 2024, arXiv:2402.03300, equation
 the mean of its group, divided by a standard deviation.
 
 Rows of a batch are answers, those to one prompt together. ``labels`` are the tokens of answers alone, with the one that
-ends an answer; ``loss_weights`` are what each adds to the mean. ``values`` has ``advantages`` of each token, and
-``old_log_probs`` where answers are used again. What is said of a whole answer is the value of its first token.
+ends an answer; ``loss_weights`` are what each adds to the mean. ``values`` has ``advantages`` of each token,
+``old_log_probs`` where answers are used again, and ``high_entropy`` where other tokens are left out. What is said of a
+whole answer is the value of its first token.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch.nn import functional
 
+from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.models.loss import cross_entropies
+from nxdt_core.distributed.placement import is_dtensor
+from nxdt_core.models.loss import log_partition, log_probs, row_chunks
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_core.train.sampling import Sampling, Writer
+from nxdt_core.train import build
+from nxdt_core.train.sampling import Sampling, Writer, completion
+from nxdt_core.train.weights.loading import known_tokenizer, same_tokens
 from nxdt_plugin_grpo.config import GrpoConfig
-from nxdt_plugin_grpo.errors import NoPrompts, PromptTooLong
+from nxdt_plugin_grpo.errors import NoPrompts, PromptTooLong, RewardModelUnfit
 from nxdt_plugin_grpo.prompts import Prompt
-from nxdt_plugin_grpo.rewards import Weighted, rewards_of, score
-from nxdt_plugin_grpo.rollout import Group, places
+from nxdt_plugin_grpo.rewards import Answer, Model, Weighted, rewards_of, row_length, score
 
 if TYPE_CHECKING:
     from nxdt_core.train import TrainSession
@@ -44,6 +52,21 @@ _COUNT = f"{_OF_ANSWER}count"
 
 _BLANK = Prompt(place="", ids=(0,), record={})
 """Prompt of a blank sample, at the end of a validation: other ranks wait for its passes."""
+
+
+@dataclass(kw_only=True)
+class Group:
+    """The answers to a prompt; of a blank sample there are none. All fields are JSON-able."""
+
+    prompt: list[int] = field(default_factory=list)
+    answers: list[list[int]] = field(default_factory=list)
+    """Tokens of each, with the one that ends it."""
+    ended: list[bool] = field(default_factory=list)
+    """True for each answer that ends by itself, and was not cut off."""
+    rewards: dict[str, list[float | None]] = field(default_factory=dict)
+    """Scores by name, of each answer, before they are weighted; None: it has no score."""
+    old_log_probs: list[list[float]] = field(default_factory=list)
+    """Log-probabilities of the answers' tokens before the first step on them; empty where there is one step."""
 
 
 class Grpo(Objective):
@@ -61,6 +84,11 @@ class Grpo(Objective):
     def __init__(self, config: GrpoConfig) -> None:
         self._config = config
         self._rewards: list[Weighted] | None = None
+        self._reward_model: ParallelModel
+        if config.reward_model is not None:
+            self.teacher_key, self.teacher = config.reward_model
+        self.samples: list[tuple[Group, list[float]]] = []
+        """The groups of this rank in the newest step of training, and the advantages of their answers."""
         high = config.epsilon if config.epsilon_high is None else config.epsilon_high
         self._bounds = 1 - config.epsilon, 1 + high
         of_rewards = [f"rewards/{name}" for name in config.reward_names]
@@ -82,7 +110,27 @@ class Grpo(Objective):
             values=("advantages", *(_OF_ANSWER + name for name in self._figures)),
             unit="tokens of answers" if self._of_tokens else "answers",
             reference="step" if config.beta else None,
+            temperature=config.temperature,
         )
+
+    def check_teacher(self, run: ResolvedConfig, config: ResolvedConfig) -> None:
+        """Check that the model of ``run`` scores what that of ``config`` writes.
+
+        Raises:
+            RewardModelUnfit: it gives no scores, or knows other tokens.
+        """
+        data, rows = known_tokenizer(config), build.model_builder(run).vocab_size
+        if not getattr(run.selected("model").config, "score_head", False):
+            raise RewardModelUnfit(path=self.teacher, reason="gives logits, and no scores")
+        if not same_tokens(data, known_tokenizer(run)):
+            raise RewardModelUnfit(path=self.teacher, reason="has another tokenizer than the data")
+        if data is not None and data.vocab_size > rows:
+            reason = f"has {rows} rows, and the tokenizer of the data {data.vocab_size} ids"
+            raise RewardModelUnfit(path=self.teacher, reason=reason)
+
+    def take_teacher(self, teacher: ParallelModel, *, pipelined: bool) -> None:
+        """Take the reward model; see :class:`~nxdt_core.protocols.objective.Objective`."""
+        self._reward_model = teacher
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Return what the loss is a mean over, and what the metrics are: the numbers of answers, of those with a
@@ -99,10 +147,8 @@ class Grpo(Objective):
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` [answers, seq, vocab]."""
         config, trained = self._config, (batch.labels != IGNORE_INDEX).float()
-        if config.temperature != 1:
-            logits = logits / config.temperature
-        log_probs = -cross_entropies(logits, batch.labels, step)
-        log_ratio = log_probs - batch.values.get("old_log_probs", log_probs.detach())
+        now = log_probs(logits, batch.labels, step, temperature=config.temperature)
+        log_ratio = now - batch.values.get("old_log_probs", now.detach())
         if config.importance_sampling_level == "sequence":
             of_row = torch.stack([(log_ratio * trained).sum(1), trained.sum(1)])
             total, tokens = step.sequences.total(of_row)
@@ -111,14 +157,16 @@ class Grpo(Objective):
         advantages = batch.values["advantages"]
         if config.loss_type == "cispo":
             held = ratio.detach().clamp(max=config.epsilon_high)
-            losses = -held * advantages * log_probs
+            losses = -held * advantages * now
             figures = {"clip_ratio": ((held < ratio) & (advantages > 0)).float()}
         else:
             free, held = ratio * advantages, ratio.clamp(*self._bounds) * advantages
             losses = -torch.minimum(free, held)
             figures = {"clip_ratio": (held < free).float()}
+        if "high_entropy" in batch.values:
+            losses = losses * batch.values["high_entropy"]
         if config.beta and batch.reference_log_probs is not None:
-            apart = batch.reference_log_probs - log_probs
+            apart = batch.reference_log_probs - now
             divergence = ratio * (torch.exp(apart) - apart - 1)
             losses = losses + config.beta * divergence
             figures["kl"] = divergence.detach()
@@ -148,32 +196,36 @@ class Grpo(Objective):
             PromptTooLong: a prompt leaves no room for an answer.
             RewardFailed: of a reward.
         """
+        config, steps, step = self._config, self._config.num_iterations, session.state.step
         if self._rewards is None:
-            self._rewards = rewards_of(self._config.rewards, session.config.kernel)
-        steps, step = self._config.num_iterations, session.state.step
+            self._rewards = rewards_of(config.rewards, session.config.kernel)
+            for reward in self._rewards:
+                if isinstance(reward.function, Model):
+                    reward.function.model, reward.function.session = self._reward_model, session
         held = session.state.data.get("generated", {}) if train and step % steps else {}
         groups = {int(place): Group(**group) for place, group in held.items()}
-        if draws := not self._fit(session, micro_batches, groups):
-            groups = self._drawn(session, micro_batches, step if train else -1)
-        batches = self._batches(session, micro_batches, groups)
-        if not train or steps == 1:
-            return batches, None
-        if draws:
-            self._remember(session, micro_batches, groups, batches)
-            batches = self._batches(session, micro_batches, groups)
-        return batches, {str(place): asdict(group) for place, group in groups.items()}
-
-    def _fit(self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]) -> bool:
-        """Return whether ``groups`` are such as this run draws; the step before may be of a run with other keys."""
-        count, window = self._config.num_generations, session.config.run.data.seq_length
+        count, window = config.num_generations, session.config.run.data.seq_length
         samples = session.engine.rank_info.dp_size * sum(batch.samples for batch in micro_batches)
-        return len(groups) == samples and all(
+        # The step before may be of a run with other keys.
+        fit = len(groups) == samples and all(
             len(group.answers) == count
-            and {*group.rewards} == {*self._config.reward_names}
+            and {*group.rewards} == {*config.reward_names}
             and len(group.prompt) + max(map(len, group.answers)) <= window
             for group in groups.values()
             if group.answers  # a blank sample has none
         )
+        if not fit:
+            groups = self._drawn(session, micro_batches, step if train else -1)
+        batches, samples_of_rank = self._batches(session, micro_batches, groups)
+        if train and steps > 1 and not fit:
+            self._remember(session, micro_batches, groups, batches)
+            batches, _ = self._batches(session, micro_batches, groups)
+        if config.top_entropy_quantile < 1:
+            batches = self._with_high_entropies(session, batches)
+        if not train:
+            return batches, None
+        self.samples = samples_of_rank
+        return batches, {str(place): asdict(group) for place, group in groups.items()} if steps > 1 else None
 
     def _drawn(self, session: TrainSession, micro_batches: Sequence[Batch], step: int) -> dict[int, Group]:
         """Return the groups of the global batch by their place in it; each data-parallel rank draws its own."""
@@ -216,91 +268,122 @@ class Grpo(Objective):
                     answers, ended = zip(*drawn[number * sampling.samples :][: sampling.samples], strict=True)
                     own[place] = Group(prompt=list(prompt.ids), answers=[*answers], ended=[*ended])
                     asked[place] = prompt
-        if asked:
-            texts = [text for place in asked for text in own[place].texts(tokenizer, session.stop_ids, config.stop)]
+        rewards = [each for each in self._rewards or () if asked or isinstance(each.function, Model)]
+        if rewards:
+            texts = []
+            for place in asked:
+                for ids in own[place].answers:
+                    shown = ids[:-1] if ids and ids[-1] in session.stop_ids else ids
+                    text = completion(tokenizer, own[place].prompt, shown, config.stop)
+                    texts.append(Answer.of(text, ids, own[place].prompt))
             of_answers = [asked[place] for place in asked for _ in own[place].answers]
-            for name, scores in score(self._rewards or (), texts, of_answers).items():
+            for name, scores in score(rewards, texts, of_answers).items():
                 for number, place in enumerate(asked):
                     own[place].rewards[name] = scores[number * sampling.samples :][: sampling.samples]
         return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
 
     def _batches(
         self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]
-    ) -> list[Batch]:
-        """Return this rank's micro-batches of answers."""
-        totals = {place: self._totals(group) for place, group in groups.items()}
+    ) -> tuple[list[Batch], list[tuple[Group, list[float]]]]:
+        """Return this rank's micro-batches of answers, and its groups with the advantages of their answers."""
+        config, size = self._config, self._config.num_generations
+        totals = {}
+        """The reward of each answer, NaN of one that no function scores."""
+        for place, group in groups.items():
+            total = torch.full((len(group.answers),), math.nan, device=HOST, dtype=torch.float64)
+            for reward in self._rewards or () if group.answers else ():
+                given = [math.nan if score is None else score for score in group.rewards[reward.name]]
+                scores = torch.tensor(given, device=HOST, dtype=total.dtype)
+                total = torch.where(scores.isnan(), total, total.nan_to_num() + reward.weight * scores)
+            totals[place] = total
         every = torch.cat([totals[place] for place in sorted(groups)])
         every = every[~every.isnan()]
         spread = float(every.std()) if len(every) > 1 else 0.0
-        own, length = places(session, micro_batches), self._length(session, groups)
-        found = []
-        for batch in micro_batches:
-            here = [next(own) for _ in range(batch.samples)]
-            rows = Rows(len(here), self._config.num_generations, length, self._figures)
-            for number, place in enumerate(here):
-                self._fill(rows, number, groups[place], totals[place], spread)
-            found.append(rows.batch(mean=self._config.loss_type == "bnpo"))
-        return found
-
-    def _length(self, session: TrainSession, groups: Mapping[int, Group]) -> int:
-        """Return the tokens of a row: as many as the longest answer of the global batch needs, in steps of at least
-        64, so that compiled layers see few lengths, or the whole window."""
-        mesh, window = session.engine.rank_info.mesh, session.config.run.data.seq_length
         needed = max(len(group.prompt) + len(answer) for group in groups.values() for answer in group.answers)
-        step = math.lcm(64, 2 * mesh.get("cp", 1) * mesh.get("tp", 1))
-        return min(-(-needed // step) * step, window)
-
-    def _totals(self, group: Group) -> torch.Tensor:
-        """Return the reward of each answer, NaN of one that no function scores."""
-        total = torch.full((len(group.answers),), math.nan, device=HOST, dtype=torch.float64)
-        for each in self._rewards or () if group.answers else ():
-            given = [math.nan if score is None else score for score in group.rewards[each.name]]
-            scores = torch.tensor(given, device=HOST, dtype=total.dtype)
-            scored = ~scores.isnan()
-            total[scored] = total[scored].nan_to_num() + each.weight * scores[scored]
-        return total
-
-    def _fill(self, rows: Rows, number: int, group: Group, totals: torch.Tensor, spread: float) -> None:
-        """Write the answers of a group, the ``number``-th of a micro-batch."""
-        config, scored = self._config, totals[~totals.isnan()]
-        alike = bool((scored == scored[:1]).all())  # the mean of equal numbers is rounded, and they differ from it
-        mean, deviation = (scored[:1], 0.0) if alike else (scored.mean(), float(scored.std()))
-        scales = {"group": deviation + _STD_EPSILON, "batch": spread + _STD_EPSILON, "none": 1.0}
-        advantages = ((totals - mean) / scales[config.scale_rewards] if len(scored) else totals).nan_to_num(0.0)
-        for place, answer in enumerate(group.answers):
-            share = {"grpo": 1 / len(answer), "dr_grpo": 1 / config.max_completion_length}.get(config.loss_type, 1.0)
-            unscored, cut = bool(totals[place].isnan()), not group.ended[place]
-            scores = {name: values[place] for name, values in group.rewards.items()}
-            of_answer = {
-                "count": 1.0,
-                "scored": not unscored,
-                "unscored": unscored,
-                "reward": 0.0 if unscored else float(totals[place]),
-                "reward_std": spread,
-                "frac_reward_zero_std": alike,
-                "completions/mean_length": len(answer),
-                "completions/clipped_ratio": cut,
-                **{f"scored/{name}": score is not None for name, score in scores.items()},
-                **{f"rewards/{name}": score or 0.0 for name, score in scores.items()},
-            }
-            of_tokens: dict[str, float | list[float]] = {"advantages": float(advantages[place])}
-            if group.old_log_probs:
-                of_tokens["old_log_probs"] = group.old_log_probs[place]
-            rows.write(
-                number * config.num_generations + place,
-                group.prompt,
-                answer,
-                0.0 if cut and config.mask_truncated_completions else share,
-                of_tokens,
-                of_answer,
+        length = row_length(session, needed)
+        again = any(group.old_log_probs for group in groups.values())
+        own, batches, samples = places(session, micro_batches), [], []
+        for batch in micro_batches:
+            ids = torch.zeros((batch.samples * size, length), dtype=torch.int64, device=HOST)
+            labels, padding = torch.full_like(ids, IGNORE_INDEX), torch.ones_like(ids, dtype=torch.bool)
+            names = ("weights", *self.traits.values, *(["old_log_probs"] if again else []))
+            values = {name: torch.zeros(ids.shape, device=HOST) for name in names}
+            for number, place in zip(range(batch.samples), own, strict=False):
+                group, total = groups[place], totals[place]
+                scored = total[~total.isnan()]
+                alike = bool((scored == scored[:1]).all())  # the mean of equal numbers is rounded, and they differ
+                mean, deviation = (scored[:1], 0.0) if alike else (scored.mean(), float(scored.std()))
+                scales = {"group": deviation + _STD_EPSILON, "batch": spread + _STD_EPSILON, "none": 1.0}
+                advantages = (total - mean) / scales[config.scale_rewards] if len(scored) else total
+                samples.append((group, advantages.nan_to_num(0.0).tolist()))
+                for index, answer in enumerate(group.answers):
+                    row, first = number * size + index, len(group.prompt) - 1
+                    whole, at = torch.tensor([*group.prompt, *answer], device=HOST), slice(first, first + len(answer))
+                    ids[row, : len(whole)], padding[row, : len(whole)] = whole, False
+                    labels[row, at] = whole[first + 1 :]
+                    cut, unscored = not group.ended[index], bool(total[index].isnan())
+                    share = {"grpo": 1 / len(answer), "dr_grpo": 1 / config.max_completion_length}
+                    if not (cut and config.mask_truncated_completions):
+                        values["weights"][row, at] = share.get(config.loss_type, 1.0)
+                    values["advantages"][row, at] = samples[-1][1][index]
+                    if group.old_log_probs:
+                        values["old_log_probs"][row, at] = torch.tensor(group.old_log_probs[index], device=HOST)
+                    figures = {
+                        "count": 1.0,
+                        "scored": not unscored,
+                        "unscored": unscored,
+                        "reward": 0.0 if unscored else float(total[index]),
+                        "reward_std": spread,
+                        "frac_reward_zero_std": alike,
+                        "completions/mean_length": len(answer),
+                        "completions/clipped_ratio": cut,
+                        **{f"scored/{name}": scores[index] is not None for name, scores in group.rewards.items()},
+                        **{f"rewards/{name}": scores[index] or 0.0 for name, scores in group.rewards.items()},
+                    }
+                    for name, figure in figures.items():
+                        values[_OF_ANSWER + name][row, first] = figure
+            weights = values.pop("weights")
+            if config.loss_type == "bnpo":  # the tokens of a micro-batch weigh as much as there are answers
+                weights = weights * (values[_COUNT].sum() / weights.sum().clamp(min=1))
+            batches.append(
+                Batch(
+                    input_ids=ids,
+                    labels=labels,
+                    loss_weights=weights,
+                    padding=padding,
+                    values=values,
+                    rows_per_sample=size,
+                )
             )
+        return batches, samples
+
+    def _with_high_entropies(self, session: TrainSession, batches: Sequence[Batch]) -> list[Batch]:
+        """Return the batches with the value ``high_entropy``, 1 at tokens of answers whose distributions have the
+        greatest entropies of all in the global batch. Collective."""
+        measure = partial(_entropies, temperature=self._config.temperature)
+        entropies = [values.float().to(HOST) for values in session.model.log_probs(batches, measure)]
+        mine = torch.cat(
+            [
+                values[(batch.labels != IGNORE_INDEX) & (batch.loss_weights > 0)]  # type: ignore[operator]
+                for values, batch in zip(entropies, batches, strict=True)
+            ]
+        )
+        # Ranks that share samples have the same tokens.
+        of_ranks = dict(session.engine.ranks.all_gather_object((session.engine.rank_info.dp_rank, mine.numpy())))
+        every = np.concatenate([*of_ranks.values()])
+        least = float(np.quantile(every, 1 - self._config.top_entropy_quantile)) if len(every) else 0.0
+        return [
+            replace(batch, values={**batch.values, "high_entropy": (values >= least).float()})
+            for values, batch in zip(entropies, batches, strict=True)
+        ]
 
     def _remember(
         self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group], batches: list[Batch]
     ) -> None:
         """Give each group the log-probabilities that its answers have before the first step on them. Collective."""
         own, mine = {}, places(session, micro_batches)
-        for batch, found in zip(batches, session.model.log_probs(batches), strict=True):
+        measure = partial(log_probs, temperature=self._config.temperature)
+        for batch, found in zip(batches, session.model.log_probs(batches, measure), strict=True):
             answered = [
                 values[labels != IGNORE_INDEX].tolist()
                 for values, labels in zip(found.float().to(HOST), batch.labels, strict=True)
@@ -313,49 +396,21 @@ class Grpo(Objective):
                 groups[place].old_log_probs = values[: len(groups[place].answers)]
 
 
-class Rows:
-    """A micro-batch of answers that is being written, on the host."""
+def places(session: TrainSession, micro_batches: Sequence[Batch]) -> Iterator[int]:
+    """Return the place in the global batch of each sample of this rank's micro-batches; ranks have equally many."""
+    samples = sum(batch.samples for batch in micro_batches)
+    first = session.engine.rank_info.dp_rank * samples
+    return iter(range(first, first + samples))
 
-    def __init__(self, groups: int, size: int, length: int, figures: Sequence[str]) -> None:
-        self._size, self._shape = size, (groups * size, length)
-        self._ids = torch.zeros(self._shape, dtype=torch.int64, device=HOST)
-        self._labels = torch.full(self._shape, IGNORE_INDEX, dtype=torch.int64, device=HOST)
-        self._padding = torch.ones(self._shape, dtype=torch.bool, device=HOST)
-        names = ("weights", "advantages", *(_OF_ANSWER + name for name in figures))
-        self._values = {name: torch.zeros(self._shape, device=HOST) for name in names}
 
-    def write(
-        self,
-        row: int,
-        prompt: Sequence[int],
-        answer: Sequence[int],
-        weight: float,
-        of_tokens: Mapping[str, float | Sequence[float]],
-        of_answer: Mapping[str, float],
-    ) -> None:
-        """Write an answer behind its prompt, the weight and values of its tokens, and those of the whole."""
-        first, whole = len(prompt) - 1, torch.tensor([*prompt, *answer], device=HOST)
-        at = slice(first, first + len(answer))
-        self._ids[row, : len(whole)] = whole
-        self._padding[row, : len(whole)] = False
-        self._labels[row, at] = whole[first + 1 :]
-        for name, value in {"weights": weight, **of_tokens}.items():
-            held = self._values.setdefault(name, torch.zeros(self._shape, device=HOST))
-            held[row, at] = torch.as_tensor(value, device=HOST)
-        for name, value in of_answer.items():
-            self._values[_OF_ANSWER + name][row, first] = value
-
-    def batch(self, *, mean: bool = False) -> Batch:
-        """Return what was written; with ``mean``, tokens together weigh as much as there are answers."""
-        values = dict(self._values)
-        weights = values.pop("weights")
-        if mean:
-            weights = weights * (values[_COUNT].sum() / weights.sum().clamp(min=1))
-        return Batch(
-            input_ids=self._ids,
-            labels=self._labels,
-            loss_weights=weights,
-            padding=self._padding,
-            values=values,
-            rows_per_sample=self._size,
-        )
+def _entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContext, *, temperature: float) -> torch.Tensor:
+    """Return the entropy of the distribution that each token was drawn from, [rows, seq], in every layout."""
+    logits = logits / temperature
+    sums = log_partition(logits, step).flatten()
+    local = (logits.to_local() if is_dtensor(logits) else logits).flatten(0, -2)
+    entropies = torch.empty_like(sums)
+    for part in row_chunks(local, 2):
+        of_tokens = local[part].to(sums.dtype) - sums[part, None]
+        entropies[part] = -(of_tokens.exp() * of_tokens).sum(1)
+    group = logits.device_mesh.get_group() if is_dtensor(logits) else None
+    return reduce_from_group(entropies, group).view(labels.shape)

@@ -32,7 +32,7 @@ from nxdt_core.config.read import read_part
 from nxdt_core.config.section import ChecksItself
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
-from nxdt_core.protocols.batch import LARGEST
+from nxdt_core.protocols.batch import IGNORE_INDEX, LARGEST, Batch
 from nxdt_plugin_grpo.config import (
     NUMBER,
     CharactersConfig,
@@ -47,7 +47,8 @@ from nxdt_plugin_grpo.prompts import Prompt
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
-
+    from nxdt_core.protocols.parallel_model import ParallelModel
+    from nxdt_core.train.session import TrainSession
 
 _log = logging.getLogger(__name__)
 
@@ -55,16 +56,18 @@ _log = logging.getLogger(__name__)
 class Answer(str):
     """The text of an answer, without what ends it."""
 
-    __slots__ = ("ids",)
+    __slots__ = ("ids", "prompt")
 
     ids: Sequence[int]
     """Tokens of the answer, with those that end it."""
+    prompt: Sequence[int]
+    """Tokens of its prompt."""
 
     @classmethod
-    def of(cls, text: str, ids: Sequence[int]) -> Answer:
-        """Return a text with its tokens."""
+    def of(cls, text: str, ids: Sequence[int], prompt: Sequence[int] = ()) -> Answer:
+        """Return a text with its tokens, and those of its prompt."""
         made = cls(text)
-        made.ids = ids
+        made.ids, made.prompt = ids, prompt
         return made
 
 
@@ -224,12 +227,56 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
     elif options:
         raise RewardMisnamed(number=number, reason=f"has keys that {name!r} does not take: {', '.join(options)}")
     function = component.load_class(Reward)(config)
+    if isinstance(function, Model) and (timeout is not None or on_error != "stop"):
+        raise RewardMisnamed(number=number, reason="has a timeout or on_error: all ranks score together")
     return Weighted(name=name, weight=float(weight), timeout=timeout, lenient=on_error == "none", function=function)
 
 
 def _own_problems(number: int, config: Any) -> list[NxdtError]:
     found = config.check() if isinstance(config, ChecksItself) else ()
     return [RewardMisnamed(number=number, reason=f"{key}: {message}") for key, message in found]
+
+
+class Model(Reward):
+    """Scores of a reward model, as drawn tokens give them: at the last token of an answer."""
+
+    model: ParallelModel
+    """The reward model in the layout of the run, which the objective sets."""
+    session: TrainSession
+    """The run, which the objective sets."""
+
+    def __call__(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> list[float]:
+        """Score each answer. Collective: all ranks take equally many passes, of rows of one length."""
+        import torch  # not where a configuration is checked
+
+        from nxdt_core.distributed.devices import HOST
+
+        rows, ranks = [[*answer.prompt, *answer.ids] for answer in answers], self.session.engine.ranks
+        of_ranks = ranks.all_gather_object((len(rows), max(map(len, rows), default=1)))
+        count, longest = (max(numbers) for numbers in zip(*of_ranks, strict=True))
+        size = self.session.config.run.data.micro_batch_size * self.session.objective.traits.rows_per_sample
+        shape = -(-count // size) * size, row_length(self.session, longest)
+        ids, padding = (
+            torch.zeros(shape, dtype=torch.int64, device=HOST),
+            torch.ones(shape, dtype=torch.bool, device=HOST),
+        )
+        for row, tokens in enumerate(rows):
+            ids[row, : len(tokens)], padding[row, : len(tokens)] = torch.tensor(tokens, device=HOST), False
+        batches = [
+            Batch(input_ids=part, labels=torch.full_like(part, IGNORE_INDEX), padding=none)
+            for part, none in zip(torch.split(ids, size), torch.split(padding, size), strict=True)
+        ]
+        found = self.model.log_probs(batches, lambda scores, labels, step: scores[..., 0].float())
+        scores = torch.cat(found).to(HOST) if found else ids
+        return [float(scores[row, len(tokens) - 1]) for row, tokens in enumerate(rows)]
+
+
+def row_length(session: TrainSession, longest: int) -> int:
+    """Return the tokens of rows whose longest has ``longest``: steps of at least 64, so that compiled layers see few
+    lengths, or the whole window."""
+    mesh = session.engine.rank_info.mesh
+    multiple = math.lcm(64, 2 * mesh.get("cp", 1) * mesh.get("tp", 1))
+    return min(-(-longest // multiple) * multiple, session.config.run.data.seq_length)
 
 
 class Match(Reward):

@@ -29,7 +29,7 @@ from nxdt_core.models.random.positions import rounded_block
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel_model import ParallelModel, StepLoss
+from nxdt_core.protocols.parallel_model import ParallelModel, StepLoss, TokenMeasure
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -275,9 +275,9 @@ class NxdModel(ParallelModel):
                 batch.loss(self._logits(moved, step), moved, step)
         return batch.result()
 
-    def log_probs(self, micro_batches: Sequence[Batch]) -> list[torch.Tensor]:
+    def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-        passing = _LabelLogProbs()
+        passing = _TokenValues(measure or _label_log_probs)
         self.run_eval(micro_batches, passing)
         kept = iter(passing.kept)
         return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
@@ -410,15 +410,19 @@ class NxdModel(ParallelModel):
             trained.tensor.grad = None
 
 
-class _LabelLogProbs(Objective):
-    """An objective that keeps the log-probabilities of labels and gives no loss."""
+def _label_log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
+    return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
 
-    def __init__(self) -> None:
+
+class _TokenValues(Objective):
+    """An objective that keeps a value of each token and gives no loss."""
+
+    def __init__(self, measure: TokenMeasure) -> None:
+        self._measure = measure
         self.kept: list[torch.Tensor] = []
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        losses = cross_entropies(logits, batch.labels, step)
-        self.kept.append(losses.neg().masked_fill(batch.labels == IGNORE_INDEX, 0))
+        self.kept.append(self._measure(logits, batch.labels, step))
         return ObjectiveOutput(loss_sum=self.kept[-1].sum() * 0, weight=self.weight(batch))
 
 
