@@ -49,7 +49,7 @@ class TextLog(Callback):
 
 @final
 class Generations(TextLog):
-    """Continuations of the configured prompts, each its own text."""
+    """Continuations of the configured prompts, each a separate text."""
 
     _config: GenerationsConfig
 

@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_builder import decoder_flops_per_token, residual_init_rules
-from nxdt_core.models.huggingface import SCORE
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_plugin_gpt import hf
@@ -21,7 +20,7 @@ class GPTBuilder(ModelBuilder):
     """Builds Megatron's GPT, and its counterparts at Hugging Face."""
 
     hf_architectures: ClassVar[tuple[str, ...]] = tuple(hf.FAMILIES)
-    hf_may_lack: ClassVar[tuple[str, ...]] = SCORE.hf_names
+    hf_may_lack: ClassVar[tuple[str, ...]] = ("score.weight",)
     hf_ignored: ClassVar[tuple[str, ...]] = hf.IGNORED
 
     def __init__(self, config: GPTConfig) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nxdt_core.errors.models import HFUnsupported
-from nxdt_core.models.huggingface import SCORE, HFValues, architecture_to_hf, score_head_from_hf, weight_keys
+from nxdt_core.models.huggingface import HFValues, architecture_to_hf, score_head_from_hf, weight_keys
 from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf, scaling_to_hf
 from nxdt_core.protocols.model import KeyMap
 from nxdt_plugin_gpt.architecture import GPTArchitecture
@@ -327,7 +327,7 @@ def key_map(config: GPTArchitecture) -> tuple[KeyMap, ...]:
     Raises:
         NoHuggingFaceForm: no family has these parameters.
     """
-    entries = [SCORE] if config.score_head else []
+    entries = [*weight_keys({"score": "score"})] if config.score_head else []
     for entry in _family_of(config).key_map(config.num_attention_heads):
         if entry.name != "lm_head.weight" or not (config.tied or config.score_head):
             entries.append(entry)

@@ -256,10 +256,8 @@ class Model(Reward):
         count, longest = (max(numbers) for numbers in zip(*of_ranks, strict=True))
         size = self.session.config.run.data.micro_batch_size * self.session.objective.traits.rows_per_sample
         shape = -(-count // size) * size, row_length(self.session, longest)
-        ids, padding = (
-            torch.zeros(shape, dtype=torch.int64, device=HOST),
-            torch.ones(shape, dtype=torch.bool, device=HOST),
-        )
+        ids = torch.zeros(shape, dtype=torch.int64, device=HOST)
+        padding = torch.ones_like(ids, dtype=torch.bool)
         for row, tokens in enumerate(rows):
             ids[row, : len(tokens)], padding[row, : len(tokens)] = torch.tensor(tokens, device=HOST), False
         batches = [
