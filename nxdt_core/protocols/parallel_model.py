@@ -24,6 +24,7 @@ __all__ = [
     "Replicas",
     "StepLoss",
     "TokenChoice",
+    "TokenMeasure",
 ]
 
 
