@@ -1,4 +1,5 @@
-"""Layouts of two ranks against one process on the same device: losses, resumed runs, memory, a rank that is killed.
+"""Layouts of two ranks against one process on the same device: losses, resumed runs, memory, texts of recorded passes,
+a rank that is killed.
 
 Where there are fewer devices than ranks, all ranks use the first one. NCCL refuses that, so gloo communicates. Its
 collectives take tensors of GPUs. Its point-to-point transfers do not, and pass through the host.
@@ -15,10 +16,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from nxdt_core.train.continuation import Writer
 from nxdt_testing.ranks import RankPool, RanksFailed
 from torch.distributed import distributed_c10d
 
 from accelerator.bench import GIB, Bench
+from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.distributed.devices import (
     HOST,
     available_type,
@@ -29,6 +32,7 @@ from nxdt_core.distributed.devices import (
 )
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
+from nxdt_core.train.sampling import Sampling
 
 __all__ = ["layouts"]
 
@@ -82,7 +86,7 @@ def _compare(bench: Bench, recipe: str, layouts_of: dict[str, Sequence[str]], *,
     model = recipe.removeprefix("recipe:")
     whole: list[float] = []
     with bench.part(f"{recipe}{title}"):
-        ((whole, memory),) = RankPool(1).run(_train, recipe, _keys(bench, model, compiled), _STEPS, timeout_s=300)
+        ((whole, memory, _),) = RankPool(1).run(_train, recipe, _keys(bench, model, compiled), _STEPS, timeout_s=300)
         bench.row(f"{recipe}{title}", last_loss=f"{whole[-1]:.6f}", measured_gib=_gib(memory))
     folders = {name: f"{model}-{number}" for number, name in enumerate(layouts_of)}
     planned: dict[str, int] = {}
@@ -91,20 +95,21 @@ def _compare(bench: Bench, recipe: str, layouts_of: dict[str, Sequence[str]], *,
         with bench.part(f"{name}{title}"):
             config = [*_keys(bench, folders[name], compiled), *keys, "trainer.devices=2"]
             results = RankPool(2).run(_train, recipe, config, _SAVED, timeout_s=300)
-            first[name] = results[0][0], [memory for _, memory in results]
+            first[name] = results[0][0], [memory for _, memory, _ in results]
             planned[name] = _planned(recipe, config)
     for (name, (losses, memory)), writer in zip(first.items(), (*list(first)[-1:], *list(first)[:-1]), strict=True):
         with bench.part(f"{name}{title}"):
             config = [*_keys(bench, folders[writer], compiled), *layouts_of[name], "trainer.devices=2"]
-            resumed = RankPool(2).run(_train, recipe, config, _STEPS, timeout_s=300)[0][0]
+            resumed, _, same = RankPool(2).run(_train, recipe, config, _STEPS, timeout_s=300)[0]
             apart = [abs(one - two) for one, two in zip(whole, losses + resumed, strict=True)]
-            bench.failed |= not max(apart) <= _TOLERANCE
+            bench.failed |= not (max(apart) <= _TOLERANCE and same)
             bench.row(
                 f"{name}{title}",
                 steps=len(apart),
                 largest_difference=max(apart[:_SAVED]),
                 resumed_of=writer,
                 largest_difference_resumed=max(apart[_SAVED:]),
+                same_text_recorded=same,
                 planned_gib=_gib(planned[name]),
                 measured_gib=", ".join(str(_gib(size)) for size in memory if size is not None),
             )
@@ -115,7 +120,7 @@ def _kill(bench: Bench) -> None:
     recipe, keys = "recipe:llama-tiny", [*_keys(bench, "killed", False), "trainer.devices=2"]
     what = "a rank is killed"
     with bench.part(what):
-        ((whole, _),) = RankPool(1).run(_train, recipe, _keys(bench, "unharmed", False), _STEPS, timeout_s=300)
+        ((whole, _, _),) = RankPool(1).run(_train, recipe, _keys(bench, "unharmed", False), _STEPS, timeout_s=300)
         RankPool(2).run(_train, recipe, keys, _SAVED, timeout_s=300)
         begun = time.monotonic()
         try:
@@ -144,11 +149,11 @@ def _keys(bench: Bench, name: str, compiled: bool) -> list[str]:
     ]
 
 
-def _train(recipe: str, keys: Sequence[str], steps: int, dies: bool = False) -> tuple[list[float], int | None]:
+def _train(recipe: str, keys: Sequence[str], steps: int, dies: bool = False) -> tuple[list[float], int | None, bool]:
     """Train on this rank until ``steps``, from the run's checkpoint if it has one, and save if it has none.
 
     Returns:
-        The losses, and this rank's peak memory where its device is not the host.
+        The losses, this rank's peak memory where its device is not the host, and what :func:`_writes_the_same` does.
     """
     world = int(os.environ["WORLD_SIZE"])
     device = available_type()
@@ -167,7 +172,20 @@ def _train(recipe: str, keys: Sequence[str], steps: int, dies: bool = False) -> 
         if resumed is None:
             session.save()
         host = profile_of(session.engine.device).host
-        return losses, None if host else max_memory_bytes(session.engine.device)
+        return losses, None if host else max_memory_bytes(session.engine.device), _writes_the_same(session)
+
+
+def _writes_the_same(session: TrainSession) -> bool:
+    """Return whether a text is the same with recorded passes, where the device and the layout have them, and without.
+    Gloo's collectives cannot be recorded."""
+    profile, strategy = profile_of(session.engine.device), session.config.run.distributed_strategy
+    records = profile.records and (profile.process_group_backend != "gloo" or strategy.tensor_model_parallel_size == 1)
+    writer, texts = Writer(model=session.model, tokenizer=ByteTokenizer(), window=128, stop_ids=()), []
+    for recorded in (records, False):
+        register_profile(replace(profile, records=recorded))
+        texts.append([*writer.tokens([[72, 105], [73]], Sampling(max_new_tokens=40))])
+    register_profile(profile)
+    return texts[0] == texts[1]
 
 
 def _share_device(device: str) -> None:
