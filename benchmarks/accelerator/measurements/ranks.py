@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from nxdt_core.train.continuation import Writer
 from nxdt_testing.ranks import RankPool, RanksFailed
 from torch.distributed import distributed_c10d
 
@@ -32,7 +31,7 @@ from nxdt_core.distributed.devices import (
 )
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
-from nxdt_core.train.sampling import Sampling
+from nxdt_core.train.sampling import Sampling, Writer
 
 __all__ = ["layouts"]
 
