@@ -38,7 +38,7 @@ ALLOWED = {
         f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/train/weights/reference.py: "
         "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
-        f"{MEGATRON}/preprocess/progress.py: np.fromfile(file, '<i4')",
+        f"{MEGATRON}/preprocess.py: np.fromfile(file, '<i4')",
         f"{MIGRATE}/legacy.py: document.move(path, OF_ENGINE[path])",
         f"{MIGRATE}/legacy.py: document.move(path, key, _CHECKPOINT if key.startswith('checkpoint.') else '')",
         f"{MIGRATE}/legacy.py: document.move(path, ALIGNMENT.get(path, section + path.removeprefix("
@@ -89,8 +89,8 @@ ALLOWED = {
         f"{CORE}/data/files/compressed.py: path.open('rb')",
         f"{CORE}/data/files/tables.py: pyarrow.memory_map(str(path))",
         "plugins/adapters/lora/src/nxdt_plugin_lora/peft_files.py: safe_open(path, framework='pt', device=HOST.type)",
-        f"{MEGATRON}/preprocess/progress.py: path.open('rb')",
-        f"{MEGATRON}/preprocess/tokenizers.py: path.read_bytes()",
+        f"{MEGATRON}/preprocess.py: path.open('rb')",
+        f"{MEGATRON}/encoding.py: path.read_bytes()",
         f"{MEGATRON}/indexed_files.py: data.open('rb', buffering=0)",
         f"{MEGATRON}/indexed_files.py: np.memmap(path, dtype=np.uint8, mode='r')",
     },
@@ -137,7 +137,7 @@ def is_guarded(node: ast.Call) -> bool:
 @cache
 def found() -> set[str]:
     sources = [*(ROOT / "nxdt_core").rglob("*.py"), *(ROOT / "plugins").glob("*/*/src/**/*.py")]
-    assert len(sources) > 500
+    assert len(sources) > 200  # the folders were found
     places = {path.relative_to(ROOT).as_posix(): path for path in sources}
     return {call for place, path in places.items() if place != HELPER for call in calls(path)}
 
