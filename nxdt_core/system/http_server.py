@@ -66,8 +66,8 @@ class Server(ThreadingHTTPServer):
         self._free.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a client that is slow or gone; print the traceback of everything else."""
-        if not isinstance(sys.exception(), ConnectionError | TimeoutError):
+        """Say nothing of a client that is slow, gone or closed by Ctrl-C; print the traceback of all else."""
+        if not isinstance(sys.exception(), ConnectionError | TimeoutError) and request.fileno() >= 0:
             super().handle_error(request, client_address)
 
 

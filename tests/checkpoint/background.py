@@ -143,9 +143,10 @@ def hang(uri: str, deadline_s: float) -> dict[str, Any]:
 
     def work(ranks: Ranks) -> dict[str, Any]:
         storage = Gated(uri)
+        first = CheckpointManager(storage, ranks=ranks)  # without the short deadline, which a busy machine misses
+        begin(first, 1, 1.0)
+        first.wait()
         manager = CheckpointManager(storage, ranks=ranks, deadline_s=deadline_s)
-        begin(manager, 1, 1.0)
-        manager.wait()
         if ranks.rank == 1:
             storage.gate.clear()
         begin(manager, 2, 2.0)

@@ -100,6 +100,16 @@ def test_many_silent_connections_take_few_threads_and_stop_no_one(capsys):
     assert capsys.readouterr().err == ""
 
 
+def test_a_client_that_an_interrupt_closes_prints_nothing(capsys):
+    """Ctrl-C between the start of a client's thread and its first line closes the connection of the client."""
+    server = Server("127.0.0.1", 0, Handler)
+    ours, _ = socket.socketpair()
+    ours.close()
+    server.process_request_thread(ours, ("127.0.0.1", 1))
+    server.server_close()
+    assert capsys.readouterr().err == ""
+
+
 def test_a_fault_of_the_program_keeps_its_traceback(capsys):
     with served() as (port, _), opened(port, LARGE.replace(b"large", b"bug")) as client:
         assert client.recv(1) == b""

@@ -212,10 +212,14 @@ class DatasetContract:
 
     def test_a_stream_resumes_behind_any_sample(self, stream: IterableDataset, make: Callable[[], Dataset]) -> None:
         """From its state alone, which JSON can hold, in a dataset that has read nothing; also in a later pass."""
-        whole, states = [], []
+        whole, returned, states = [], [], []
         for sample in islice(stream, self.stream_samples):
             whole.append(_content(sample))
-            states.append(json.dumps(stream.state_dict()))
+            returned.append(stream.state_dict())
+            states.append(json.dumps(returned[-1]))
+        assert [json.dumps(state) for state in returned] == states, (
+            "a state changes when the stream is read further: return a copy"
+        )
         step = max(1, len(whole) // _SAMPLES)
         for place in sorted({*range(min(_SAMPLES, len(whole)) - 1), *range(0, len(whole) - 1, step)}):
             state = states[place]
