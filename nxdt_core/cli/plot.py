@@ -12,7 +12,7 @@ import click
 
 from nxdt_core.cli.verb import say, verb
 from nxdt_core.errors.training import NothingToPlot
-from nxdt_core.run.metric_files import Row, finite, fits_axes, lines_of, rows_by_step
+from nxdt_core.run.metric_rows import Row, finite, fits_axes, lines_of, rows_by_step
 from nxdt_core.system.regular_files import replacing
 from nxdt_core.system.visible_text import visible
 

@@ -21,7 +21,7 @@ import click
 from nxdt_core.cli.report_plot import COLOURS, Content, Markup, document, element, plot, policy
 from nxdt_core.cli.verb import say, verb
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.run.metric_files import json_object, lines_of, numbers_of, rows_by_step
+from nxdt_core.run.metric_rows import json_object, lines_of, numbers_of, rows_by_step
 from nxdt_core.system.http_server import Handler, Server
 
 Series = dict[int, float]

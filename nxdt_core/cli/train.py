@@ -58,7 +58,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     need the option, and wait for one another. Errors with exit status 2 are not retried. `nxdt launch` writes jobs for
     clusters.
     """
-    from nxdt_core.launch.joining import find_place
+    from nxdt_core.distributed.environment import find_place
 
     PROGRESS.begin_start(process_age_s())
     PROGRESS.spent("import")
@@ -87,7 +87,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
-    from nxdt_core.run.metric_files import mark_failed
+    from nxdt_core.run.callbacks.monitor import mark_failed
 
     try:
         outcome = launch(config, ["train", *options])
@@ -187,7 +187,7 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
     The cache is at compiler_cache_url, by default where the compiler has it; `nxdt train` with the same
     configuration reads it. The output says which graphs were new.
     """
-    from nxdt_core.launch.joining import find_place
+    from nxdt_core.distributed.environment import find_place
 
     place = find_place()
     if place.world_size > 1:

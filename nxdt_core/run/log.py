@@ -22,6 +22,8 @@ from nxdt_core.system.regular_files import make_directory, regular_opener
 from nxdt_core.system.visible_text import VisibleFormatter, visible
 from nxdt_core.train.build import run_dir_explained
 
+_OURS = logging.getLogger("nxdt_core")
+_FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
 VALUES = "nxdt_values"
 """Attribute of a record: the values that its message shows, such as a row of ``metrics.jsonl``."""
 _CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")
@@ -72,10 +74,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-_OURS = logging.getLogger("nxdt_core")
-_FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
-
-
 class _File(logging.FileHandler):
     """A log that cannot be written does not disturb what it reports: one line on standard error says so, and the file
     gets no more."""
@@ -124,11 +122,18 @@ def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     Values from the environment and secrets are replaced in the error that ends the block.
     """
     as_json, redact = config.run.exp_manager.log_format == "json", Redaction(config.tree)
-    printing = _printing(info)
+    printing: list[logging.Handler] = []
     if as_json:  # everything of rank 0, and errors of each rank
         printing = [logging.StreamHandler()]
         printing[0].setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
         printing[0].setFormatter(JsonFormatter(rank=info.rank, redact=redact))
+    elif logging.lastResort is not None and not logging.getLogger().handlers:
+        # What Python prints where no handler is set: warnings of rank 0 alone, since most often all ranks find them,
+        # and errors of each rank.
+        printing = [logging.lastResort if info.rank == 0 else logging.StreamHandler()]
+        if info.rank != 0:
+            printing[0].setLevel(logging.ERROR)
+            printing[0].setFormatter(VisibleFormatter(redact=hide_secrets))
     try:
         with _attached(printing), _warnings_logged() if as_json else nullcontext():
             yield
@@ -177,19 +182,6 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     finally:
         for file in files:
             file.close()
-
-
-def _printing(info: RankInfo) -> list[logging.Handler]:
-    """Return handlers for the lines that Python prints where none is set: warnings of rank 0 alone, since most often
-    all ranks find them, and errors of each rank."""
-    if logging.lastResort is None or logging.getLogger().handlers:
-        return []
-    if info.rank == 0:
-        return [logging.lastResort]
-    errors = logging.StreamHandler()
-    errors.setLevel(logging.ERROR)
-    errors.setFormatter(VisibleFormatter(redact=hide_secrets))
-    return [errors]
 
 
 @contextmanager

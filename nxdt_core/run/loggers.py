@@ -112,12 +112,16 @@ class TensorBoard(Callback):
 
     def _opened(self, run: Run) -> Any:
         if self._writer is None:
-            with (
-                _starting("tensorboard", install="tensorboard", advice="Reinstall tensorboard"),
-                _not_imported("botocore"),  # which TensorBoard would try, for event files in S3
-            ):
-                from torch.utils.tensorboard import SummaryWriter
-
+            with _starting("tensorboard", install="tensorboard", advice="Reinstall tensorboard"):
+                # TensorBoard would import botocore, for event files in S3: let it find that it is not installed.
+                hidden = "botocore" not in sys.modules
+                if hidden:
+                    sys.modules["botocore"] = None  # type: ignore[assignment]
+                try:
+                    from torch.utils.tensorboard import SummaryWriter
+                finally:
+                    if hidden:
+                        del sys.modules["botocore"]
             first = run.step + 1 if run.step else 0  # a run that starts again in a used directory replaces all
             self._writer = SummaryWriter(log_dir=str(self._run_dir), purge_step=first)
         return self._writer
@@ -142,6 +146,8 @@ class Wandb(Callback):
         ):
             import wandb
 
+            chosen = {name: getattr(config, name) for name in ("entity", "group", "job_type", "notes", "tags")}
+            chosen["mode"] = "offline" if offline else None
             self._run = wandb.init(
                 name=config.name or run_dir.name,
                 project=config.project or os.environ.get("WANDB_PROJECT", "lightning_logs"),
@@ -149,8 +155,7 @@ class Wandb(Callback):
                 id=config.id,
                 resume=config.resume,
                 config=yaml.safe_load(read_text(run_dir / "config.yaml")),
-                **_given(entity=config.entity, group=config.group, job_type=config.job_type, notes=config.notes),
-                **_given(tags=config.tags, mode="offline" if offline else None),
+                **{name: value for name, value in chosen.items() if value is not None},
             )
             self._run.define_metric(_STEP)
             self._run.define_metric("*", step_metric=_STEP, step_sync=True)
@@ -208,19 +213,6 @@ class MLflow(Callback):
         self._client.set_terminated(self._id, "FAILED" if run.status == "failed" else "FINISHED")
 
 
-@contextmanager
-def _not_imported(package: str) -> Iterator[None]:
-    """Let a block find that a package is not installed, unless it is imported already."""
-    if package in sys.modules:
-        yield
-        return
-    sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[package]
-
-
 def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
     return {f"{prefix}-{name}" if prefix else name: value for name, value in metrics.items()}
 
@@ -237,10 +229,6 @@ def _quieten_writer() -> None:
             before(ended)
 
     threading.excepthook = hook
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager

@@ -131,7 +131,7 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
     Returns:
         The exit status. The failure of one rank ends all of them, and is reported once.
     """
-    from nxdt_core.launch.joining import find_place
+    from nxdt_core.distributed.environment import find_place
 
     place = find_place()
     if place.world_size == 1:

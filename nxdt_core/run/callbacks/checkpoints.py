@@ -17,7 +17,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.schema import mode_of
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.run.metric_files import MetricFiles
+from nxdt_core.run.callbacks.metrics import MetricFiles
 from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
 from nxdt_core.train.session import SaveFacts
