@@ -19,24 +19,6 @@ from click.shell_completion import CompletionItem
 
 from nxdt_core.system.visible_text import visible
 
-__all__ = [
-    "Verb",
-    "WithExamples",
-    "as_json",
-    "attributes",
-    "complete_override",
-    "complete_plugin",
-    "complete_recipe",
-    "complete_source",
-    "config_arguments",
-    "optional_config_arguments",
-    "print_json",
-    "print_note",
-    "say",
-    "verb",
-    "without_secrets",
-]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MESSAGES = ("notes", "problems")
 """Keys of JSON below which texts are messages."""

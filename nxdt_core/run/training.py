@@ -226,7 +226,7 @@ def _train(
         flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
         compute_dtype=policy.autocast or policy.parameters,
         parameter_norm=config.run.exp_manager.log_parameter_norm,
-        more=dict if saver is None else saver.columns,
+        more=dict if saver is None else saver.save_metrics.columns,
     )
     observers = _built(config.callbacks, config.run_dir)
     ranks.on_rank_zero(lambda: observers.update(_built(config.loggers, config.run_dir)))

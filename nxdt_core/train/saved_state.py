@@ -175,7 +175,9 @@ def load_saved(
             found = checkpoint.load_optimizer_like(
                 storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
             )
-            model.load_state_dict(pop_master_weights(found), strict=False)
+            suffix = f"/{MASTER_WEIGHT}"  # the wider weights of :func:`round_to_bfloat16`
+            masters = {key.removesuffix(suffix): found.pop(key) for key in list(found) if key.endswith(suffix)}
+            model.load_state_dict(masters, strict=False)
             averaged = pop_average(found)
             if average is not None:
                 average.load_state_dict(averaged)
@@ -201,12 +203,6 @@ def round_to_bfloat16(weights: Tensors, parameters: Collection[str]) -> tuple[Te
                 replace(weight, tensor=weight.tensor.bfloat16()) if isinstance(weight, Piece) else weight.bfloat16()
             )
     return rounded, masters
-
-
-def pop_master_weights(state: Tensors) -> Tensors:
-    """Take the wider weights of :func:`round_to_bfloat16` out of optimizer state; by name of the parameter."""
-    suffix = f"/{MASTER_WEIGHT}"
-    return {key.removesuffix(suffix): state.pop(key) for key in list(state) if key.endswith(suffix)}
 
 
 @contextmanager

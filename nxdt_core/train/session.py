@@ -44,7 +44,7 @@ from nxdt_core.system.garbage_collection import GarbageCollection
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
 from nxdt_core.train.hidden_state import watch_objective
-from nxdt_core.train.saved_state import SaveFacts, SaveParts, load_saved, save_parts
+from nxdt_core.train.saved_state import SaveFacts, load_saved, save_parts
 from nxdt_core.train.state import TrainState, free_earlier_runs, restore_rng, seed_all, state_explained
 from nxdt_core.train.step import (
     StepResult,
@@ -62,11 +62,8 @@ from nxdt_core.train.weights.saved_config import config_to_save
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointManager, Manifest
 
-__all__ = ["SaveFacts", "TrainSession"]
 
 _log = logging.getLogger(__name__)
-
-
 _NO_FACTS = SaveFacts()
 
 
@@ -341,9 +338,8 @@ class TrainSession:
                 still has work to do passes False, and calls ``collections.after_step`` itself.
         """
         self.collections.begin(profile_of(self.engine.device).gc_interval)
-        micro_batches, generated = self._generated(batch, train=True)
         with build.plan_errors_named(self.config):
-            objective, micro_batches = self._prepared(micro_batches)
+            objective, micro_batches, generated = self._prepared(batch, train=True)
             result = train_step(
                 self.model,
                 self.optimizer,
@@ -366,8 +362,7 @@ class TrainSession:
 
     def evaluate_batch(self, batch: StepInput | Sequence[Batch]) -> StepLoss:
         """Return the loss of one global batch, forward only. Collective."""
-        micro_batches, _ = self._generated(batch, train=False)
-        objective, micro_batches = self._prepared(micro_batches)
+        objective, micro_batches, _ = self._prepared(batch, train=False)
         return self.model.run_eval(micro_batches, objective)
 
     def evaluate(self) -> dict[str, float]:
@@ -391,18 +386,15 @@ class TrainSession:
         finally:
             self.average.swap_out(self.model, weights)
 
-    def _generated(self, batch: StepInput | Sequence[Batch], *, train: bool) -> tuple[Sequence[Batch], Any]:
-        """Return the micro-batches of ``batch``, or those that the objective generates for them, and what of the latter
-        the next step needs."""
+    def _prepared(self, batch: StepInput | Sequence[Batch], *, train: bool) -> tuple[Objective, Sequence[Batch], Any]:
+        """Return the objective of a pass, the micro-batches of ``batch``, or those that the objective generates for
+        them, and what of the latter the next step needs. Where the objective needs log-probabilities of the base at
+        each step, the micro-batches have them."""
         micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
-        return self.objective.generate(self, micro_batches, train=train)
-
-    def _prepared(self, micro_batches: Sequence[Batch]) -> tuple[Objective, Sequence[Batch]]:
-        """Return the objective and the micro-batches of a pass; where the objective needs them at each step, with
-        log-probabilities of the base."""
+        micro_batches, generated = self.objective.generate(self, micro_batches, train=train)
         if self._traits.reference == "step":
             micro_batches = with_base(micro_batches, self.model, temperature=self._traits.temperature)
-        return self.objective.prepare(micro_batches, self.model)
+        return *self.objective.prepare(micro_batches, self.model), generated
 
     # Checkpoints.
 
@@ -463,7 +455,20 @@ class TrainSession:
         Returns:
             The committed manifest; of a manager, False where it skips saves while one is in flight, and one is.
         """
-        parts = self._parts(extra, about)
+        parts = save_parts(
+            self.config,
+            self.engine,
+            self.model,
+            self.built_optimizer,
+            self.average,
+            self.state,
+            extra=extra or {},
+            about=about,
+            saved_config=self._saved_config,
+            elements=self._elements,
+            hf=self.hf_facts,
+        )
+        self._elements = parts["facts"].elements
         if isinstance(to, checkpoint.CheckpointManager):
             return to.save(**parts, asynchronous=asynchronous)
         storage, ranks = build.storage(self.config) if to is None else to, self.engine.ranks
@@ -547,20 +552,3 @@ class TrainSession:
             return frozenset()
         theirs = () if source is None else source.stops_of(tokenizer)
         return frozenset((*stop_ids(build.chat_keys(self.config), tokenizer), *theirs))
-
-    def _parts(self, extra: dict[str, Any] | None, about: SaveFacts) -> SaveParts:
-        parts = save_parts(
-            self.config,
-            self.engine,
-            self.model,
-            self.built_optimizer,
-            self.average,
-            self.state,
-            extra=extra or {},
-            about=about,
-            saved_config=self._saved_config,
-            elements=self._elements,
-            hf=self.hf_facts,
-        )
-        self._elements = parts["facts"].elements
-        return parts

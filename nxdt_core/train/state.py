@@ -17,16 +17,6 @@ from nxdt_core.distributed.devices import HOST, max_memory_bytes, profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.kernel import Kernel
 
-__all__ = [
-    "TrainState",
-    "capture_rng",
-    "free_earlier_runs",
-    "restore_rng",
-    "seed_all",
-    "state_explained",
-    "versions_of",
-]
-
 
 @dataclass(slots=True, kw_only=True)
 class TrainState:

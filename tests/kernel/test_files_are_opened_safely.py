@@ -62,7 +62,7 @@ ALLOWED = {
         f"{CORE}/cli/plugins.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
         f"{CORE}/kernel/lock.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
-        f"{CORE}/run/environment.py: module.read_bytes()",
+        f"{CORE}/cli/env.py: module.read_bytes()",
     },
     "files of the operating system": {
         f"{CORE}/system/file_lock.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
@@ -74,7 +74,7 @@ ALLOWED = {
         f"{CORE}/system/file_lock.py: MOUNTS.read_bytes()",
         f"{CORE}/system/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/distributed/device_operations.py: (system / file).read_text()",
-        f"{CORE}/run/environment.py: file.read_text()",
+        f"{CORE}/cli/env.py: file.read_text()",
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",

@@ -74,18 +74,13 @@ def rprop(groups: list[ParameterGroup], config: RpropConfig) -> torch.optim.Opti
     return eager(torch.optim.Rprop)(as_torch(groups), etas=config.etas, step_sizes=config.step_sizes)
 
 
-def fused_kernels(groups: list[ParameterGroup]) -> bool:
-    """Return whether the parameters' device has torch's fused kernels."""
-    return profile_of(next(p.device for group in groups for p in group["params"])).fused_optimizers
-
-
 def _adam(groups: list[ParameterGroup], config: AdamConfig) -> dict[str, Any]:
-    return {
-        "betas": config.betas,
-        "eps": config.eps,
-        "fused": fused_kernels(groups) if config.fused is None else config.fused,
-        "capturable": config.capturable,
-    }
+    """Return the settings of Adam; kernels are fused where the parameters' device has such, unless the section says."""
+    fused = config.fused
+    if fused is None:
+        first = next(parameter for group in groups for parameter in group["params"])
+        fused = profile_of(first.device).fused_optimizers
+    return {"betas": config.betas, "eps": config.eps, "fused": fused, "capturable": config.capturable}
 
 
 BUCKET_ELEMENTS = 2**25
@@ -103,13 +98,7 @@ class AdamWFloat32State(EagerOptimizer):
     """Running means in float32, so that small squares of gradients neither vanish nor stop changing."""
 
     def __init__(self, groups: list[ParameterGroup], config: AdamWConfig) -> None:
-        defaults = {
-            "betas": config.betas,
-            "eps": config.eps,
-            "fused": fused_kernels(groups) if config.fused is None else config.fused,
-            "capturable": config.capturable,
-        }
-        super().__init__(as_torch(groups), defaults)
+        super().__init__(as_torch(groups), _adam(groups, config))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
     from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 
-__all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "pop_average"]
-
 
 AVERAGE = "ema"
 """Optimizer state ``<parameter name>/ema``: the exponential moving average of that weight, in float32."""

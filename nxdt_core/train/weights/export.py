@@ -32,8 +32,6 @@ from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE, average_index
 from nxdt_core.train.weights.saved_config import SavedRun, locate, named_config, own_run, saved_run
 
-__all__ = ["ExportDtype", "Exported", "HFForm", "export_gguf", "export_hf", "plan_export", "tokenizer_files"]
-
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
 

@@ -31,8 +31,6 @@ from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
 
-__all__ = ["Imported", "check_empty", "described_run", "import_checkpoint", "write_counters"]
-
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
 

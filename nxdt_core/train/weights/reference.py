@@ -36,17 +36,6 @@ from nxdt_core.train.build import run_dir_explained
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
 
-__all__ = [
-    "DatasetWithReference",
-    "LogProbs",
-    "check_base_frozen",
-    "compute_log_probs",
-    "first_weights_digest",
-    "weighted_labels",
-    "with_base",
-    "with_reference",
-]
-
 
 class LogProbs:
     """Log-probabilities of the labels that count, of every sample of a dataset.
