@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, say, verb
+from nxdt_core.cli.verb import as_json, config_arguments, discard_output, print_json, print_note, say, verb
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
 from nxdt_core.system.progress import PROGRESS, process_age_s
@@ -155,7 +155,7 @@ class _Surviving(io.TextIOWrapper):
         try:
             return super().write(text)
         except BrokenPipeError:
-            self._drop()
+            discard_output(self)
             return len(text)
 
     def flush(self) -> None:
@@ -163,12 +163,7 @@ class _Surviving(io.TextIOWrapper):
         try:
             super().flush()
         except BrokenPipeError:
-            self._drop()
-
-    def _drop(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.fileno())
-        os.close(nowhere)
+            discard_output(self)
 
 
 @verb(

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -63,15 +62,7 @@ class JsonFormatter(logging.Formatter):
 
 def strict_json(value: Any) -> str:
     """Return ``value`` as JSON, which has no NaN and no infinity: they become null."""
-    return json.dumps(_finite(value), ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(below) for name, below in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(below) for below in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), ensure_ascii=False)
 
 
 class _File(logging.FileHandler):

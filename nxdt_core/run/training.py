@@ -300,6 +300,7 @@ def _train(
         raise
     finally:
         run.call("close")
+        files.close()
         session.collections.close()
         console.close()
 

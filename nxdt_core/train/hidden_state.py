@@ -8,7 +8,7 @@ look at the core's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -66,7 +66,11 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, report: Callable[[list[s
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def look() -> dict[str, Any]:
-        found = dict(_values(optimizer, "", _hidden(optimizer, parameters), set(parameters)))
+        hidden = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH | {"param_groups"}}
+        for number, group in enumerate(optimizer.param_groups):
+            kept_nowhere = {key: value for key, value in group.items() if key not in _OF_THE_CORE}
+            hidden |= {f"param_groups[{number}][{key!r}]": value for key, value in kept_nowhere.items()}
+        found = dict(_values(optimizer, "", hidden, set(parameters)))
         lost = {repr(key): object() for key in optimizer.state if id(key) not in parameters}
         return found | {f"state[{key}]": value for key, value in lost.items()}
 
@@ -107,14 +111,6 @@ def _watch(
                 report(sorted(changed))
 
     optimizer.register_step_post_hook(after_step)
-
-
-def _hidden(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> dict[str, Any]:
-    """Attributes of an optimizer, and entries of its groups, that no checkpoint keeps."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH | {"param_groups"}}
-    for number, group in enumerate(optimizer.param_groups):
-        own |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items() if key not in _OF_THE_CORE}
-    return own
 
 
 def _values(owner: object, path: str, attributes: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[str, Any]]:

@@ -237,10 +237,6 @@ class MetricsWriter(Callback):
         if run.last is not None and run.step != self._logged_step:
             self._log(run)
 
-    def close(self, run: Run) -> None:
-        """Close the metric files."""
-        self._files.close()
-
     def _restart(self, run: Run) -> None:
         """Leave out what happened since the last row."""
         self._begun, self._waited = time.perf_counter(), run.waited_s

@@ -110,7 +110,13 @@ class AdamWFloat32State(EagerOptimizer):
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         """Update one bucket, in a separate function so that its float32 copies are freed before the next bucket."""
-        states = [self._state_of(p, on_device=group["fused"] or group["capturable"]) for p in parameters]
+        states: list[dict[str, torch.Tensor]] = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                on_device = group["fused"] or group["capturable"]
+                state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         weights = [p.float() for p in parameters]
         beta1, beta2 = group["betas"]
         adamw_update(
@@ -132,14 +138,6 @@ class AdamWFloat32State(EagerOptimizer):
         )
         torch._foreach_copy_(parameters, weights)
 
-    def _state_of(self, parameter: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        return state
-
 
 class Lion(EagerOptimizer):
     """One running mean a weight; every weight moves by the learning rate."""
@@ -155,17 +153,13 @@ class Lion(EagerOptimizer):
             if not weights:
                 continue
             grads = [p.grad for p in weights]
-            means = [self._mean(p) for p in weights]
+            for p in weights:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            means = [self.state[p]["exp_avg"] for p in weights]
             in_update, in_mean = group["betas"]
             updates = torch._foreach_lerp(means, grads, 1 - in_update)
             torch._foreach_sign_(updates)
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-group["lr"])
             torch._foreach_lerp_(means, grads, 1 - in_mean)
-
-    def _mean(self, parameter: torch.Tensor) -> torch.Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        mean: torch.Tensor = state["exp_avg"]
-        return mean

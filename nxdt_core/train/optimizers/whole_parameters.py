@@ -340,25 +340,22 @@ class Muon(EagerOptimizer, torch.optim.AdamW):
             self._exchanges[key] = ShardExchange(
                 [piece.shard for piece in pieces], device=pieces[0].parameter.device, dtype=self._dtype(pieces[0])
             )
-        exchange = self._exchanges[key]
+        exchange, keep = self._exchanges[key], self._config.momentum
         for indexes in exchange.rounds:
-            updates = {index: self._momentum(pieces[index]) for index in indexes}
+            updates: dict[int, torch.Tensor] = {}  # before they are made orthogonal, in the dtype of the iterations
+            for index in indexes:
+                piece, state = pieces[index], self.state[pieces[index].parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(piece.parameter)
+                mean = piece.shard.real(state["momentum_buffer"])
+                mean.lerp_(piece.grad, 1 - keep)
+                update = piece.grad.lerp(mean, keep) if self._config.nesterov else mean
+                updates[index] = update.to(self._dtype(piece))
             wholes = exchange.gather(updates)
             for index, whole in wholes.items():
                 wholes[index] = orthogonal(whole, self._config.ns_steps)
             for index, update in exchange.scatter(wholes, indexes).items():
                 self._apply(pieces[index], update)
-
-    def _momentum(self, piece: TrainedPiece) -> torch.Tensor:
-        """This rank's elements of the update before it is made orthogonal, in the dtype of the iterations."""
-        state: dict[str, torch.Tensor] = self.state[piece.parameter]
-        keep = self._config.momentum
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(piece.parameter)
-        mean = piece.shard.real(state["momentum_buffer"])
-        mean.lerp_(piece.grad, 1 - keep)
-        update = piece.grad.lerp(mean, keep) if self._config.nesterov else mean
-        return update.to(self._dtype(piece))
 
     def _apply(self, piece: TrainedPiece, update: torch.Tensor) -> None:
         rows, columns = piece.shard.shape[-2:]

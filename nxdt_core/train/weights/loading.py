@@ -159,14 +159,14 @@ def base_weights(
         CheckpointNotFound, ForeignFormatUnknown: the base does not exist.
         CheckpointNotTrusted: it lacks a valid signature of one of the keys.
     """
-    found, dtype = _found(config, storage, manifest, base, trusted), config.run.adapter.base_dtype
+    weights, dtype = _unquantised(config, storage, manifest, base, trusted), config.run.adapter.base_dtype
     if dtype is None:
-        return found
+        return weights
     coded = quantised_weights(build.model_builder(config), build.adapters(config), build.precision(config), dtype)
-    return replace(found, coded=coded)
+    return replace(weights, coded=coded)
 
 
-def _found(
+def _unquantised(
     config: ResolvedConfig, storage: CheckpointStore, manifest: Manifest, base: str | None, trusted: TrustedKeys | None
 ) -> BaseWeights:
     if base is None and not manifest.facts.without_base:

@@ -218,11 +218,6 @@ def saved_adapter(manifest: Manifest, config: ResolvedConfig) -> Mapping[str, An
     return saved.get("adapter") or {}
 
 
-def saved_optimizer(manifest: Manifest) -> Mapping[str, Any]:
-    """Return the section ``model.optim`` that a checkpoint keeps; empty where it keeps none."""
-    return _saved_tree(manifest).get("model.optim") or {}
-
-
 def saved_base(manifest: Manifest) -> str | None:
     """Return ``checkpoint.resume_from`` as the checkpoint keeps it; None where it names nothing."""
     began = _saved_tree(manifest).get("checkpoint.resume_from")
@@ -313,7 +308,7 @@ def continues_optimizer(config: ResolvedConfig, manifest: Manifest, where: str) 
     Raises:
         OptimizerChanged: it cannot, and ``checkpoint.optimizer_on_change`` is ``error``.
     """
-    saved, now = saved_optimizer(manifest), config.to_values()["model"]["optim"]
+    saved, now = _saved_tree(manifest).get("model.optim") or {}, config.to_values()["model"]["optim"]
     changed = [key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)]
     if not set(changed) - _NOT_OF_THE_FORM:
         return True
