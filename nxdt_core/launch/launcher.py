@@ -56,16 +56,6 @@ class Node:
     port: int
     """Port at which the nodes meet; 0 lets the only node choose a free one."""
 
-    def place(self) -> RankEnvironment:
-        """Return the launcher's place at the meeting point: node 0 serves it."""
-        return RankEnvironment(
-            rank=self.number,
-            world_size=self.count,
-            host=socket.gethostname(),
-            master_addr=self.address,
-            master_port=self.port,
-        )
-
 
 def node_from_environment(devices: int, num_nodes: int, environment: Mapping[str, str] | None = None) -> Node:
     """Read ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, which several nodes need and a single one does not.
@@ -178,7 +168,13 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     """
     trainer = config.run.trainer
     node = node_from_environment(trainer.devices, trainer.num_nodes)
-    place = node.place()
+    place = RankEnvironment(  # of the launcher at the meeting point, which node 0 serves
+        rank=node.number,
+        world_size=node.count,
+        host=socket.gethostname(),
+        master_addr=node.address,
+        master_port=node.port,
+    )
     register_profile_of(config)
     device = current_device(trainer.accelerator)
     check_devices(device, node.devices, place.host)

@@ -28,10 +28,14 @@ def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:
     Raises:
         NxdtError: the ranks do not find each other.
     """
+
+    def report(root_cause: RootCause) -> None:
+        print(visible(root_cause.text), file=sys.stderr, flush=True)
+
     place.export()
     store = connect_store(place)
     if place.rank == 0 and not is_published(store, place):
-        open_supervisor(store, place, world_size=place.world_size, in_rank_zero=True, on_root_cause=_report)
+        open_supervisor(store, place, world_size=place.world_size, in_rank_zero=True, on_root_cause=report)
     try:
         supervisor = find_supervisor(store, place)
         client = Client(place, supervisor)
@@ -61,7 +65,3 @@ def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:
         note_plugin(error)
         client.fail("bug", hide_secrets(traceback.format_exc()), 1)
     return client.done(status)
-
-
-def _report(root_cause: RootCause) -> None:
-    print(visible(root_cause.text), file=sys.stderr, flush=True)

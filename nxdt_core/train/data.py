@@ -151,7 +151,8 @@ class RunData:
     def validation_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
         """Return one loader per validation set, each a single pass; none where the configuration names no such data."""
         self.prepare()
-        return self._single_passes(engine, self._validation)
+        sets = self._validation.values()
+        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
 
     def test_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
         """Return one loader per test set, each a single pass.
@@ -162,11 +163,8 @@ class RunData:
         self.prepare(test=True)
         if not self._test:
             raise SplitMissing(split="test")
-        return self._single_passes(engine, self._test)
-
-    def _single_passes(self, engine: ParallelEngine, sets: Mapping[str, Dataset]) -> list[TrainLoader]:
-        loaders = (build.batches(self.config, engine, dataset, repeat=False) for dataset in sets.values())
-        return [TrainLoader(loader) for loader in loaders]
+        sets = self._test.values()
+        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
 
     def _first(self, dataset: Dataset, limit: int | float, unknown: NxdtError) -> Dataset:
         """Return the first global batches of a set: a count, or a share, of which there is at least one above 0.

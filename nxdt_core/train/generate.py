@@ -34,19 +34,7 @@ from nxdt_core.train.sampling import Sampling, Writer
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights.loading import find_weights
 
-__all__ = [
-    "Answer",
-    "LoadedModel",
-    "Question",
-    "Sampling",
-    "evaluate",
-    "generate",
-    "load_model",
-    "metrics",
-    "prompts_in",
-    "questions",
-    "scores",
-]
+__all__ = ["LoadedModel", "Sampling", "load_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -172,38 +160,6 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(record.get("prompt"), str) and not isinstance(record.get("messages"), list):
             raise PromptMissing(place=str(place))
         yield str(place), record
-
-
-def generate(
-    uri: str,
-    prompt: str,
-    *,
-    chat: bool = False,
-    base: str | None = None,
-    config: str | None = None,
-    trusted: Sequence[str] = (),
-    max_new_tokens: int = 100,
-    **sampling: Any,
-) -> Iterator[str]:
-    """Yield the continuation of ``prompt`` piece by piece.
-
-    Args:
-        uri: as of :func:`~nxdt_core.train.generate.load_model`.
-        prompt: may be empty where the tokenizer has a begin-of-sequence token.
-        chat: the prompt is a user's turn, and what is yielded the answer, by the run's chat template.
-        base: as of ``load_model``.
-        config: as of it, too.
-        trusted: as of it, too.
-        max_new_tokens: end, where the model does not end by itself.
-        sampling: other fields of :class:`~nxdt_core.train.sampling.Sampling`, such as ``temperature``.
-
-    Raises:
-        CannotGenerate: the run has no tokenizer, or there is nothing to begin with.
-        ChatTemplateMissing, TemplateRefuses: of ``chat``.
-    """
-    found = load_model(uri, base=base, config=config, trusted=trusted)
-    ids = found.prompt([{"role": "user", "content": prompt}] if chat else prompt)
-    yield from found.writer.pieces(ids, Sampling(max_new_tokens=max_new_tokens, **sampling))
 
 
 _EXAMPLE = '{"input": "...", "output": "..."}'

@@ -6,6 +6,7 @@ start ``torchrun``, which reads the variables that the operator sets.
 
 from __future__ import annotations
 
+import json
 import shlex
 from collections.abc import Mapping
 from typing import Any
@@ -88,16 +89,9 @@ def manifests(
     return Submission(files={MANIFEST: text}, command=("kubectl", "apply", "-f", MANIFEST), notes=tuple(notes))
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes what several objects share in each of them: anchors are hard to read."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Return True."""
-        return True
-
-
 def _text(value: _Object) -> str:
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120)
+    """Return YAML in which what several objects share stands in each of them: anchors are hard to read."""
+    text: str = yaml.safe_dump(json.loads(json.dumps(value)), sort_keys=False, width=120)
     return text
 
 

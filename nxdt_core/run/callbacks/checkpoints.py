@@ -20,7 +20,7 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.run.callbacks.metrics import MetricFiles
 from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
-from nxdt_core.train.saved_state import SaveFacts
+from nxdt_core.train.state import SaveFacts
 from nxdt_core.train.weights.export import HFForm
 
 STEPS = 10
