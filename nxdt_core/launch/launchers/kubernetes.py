@@ -90,7 +90,7 @@ def manifests(
 
 
 def _text(value: _Object) -> str:
-    """Return YAML in which what several objects share stands in each of them: anchors are hard to read."""
+    """Return YAML that writes what several objects share in each of them: anchors are hard to read."""
     text: str = yaml.safe_dump(json.loads(json.dumps(value)), sort_keys=False, width=120)
     return text
 

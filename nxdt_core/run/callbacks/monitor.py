@@ -192,15 +192,7 @@ class Monitor:
             MonitoringFileUnwritable: a file cannot be written.
             MonitoringPortUnusable: the port cannot be opened.
         """
-        if self.enabled:
-            self._render()
-        for key, path in self._files.items():
-            try:
-                self._write(key, path)
-            except OSError as error:
-                raise MonitoringFileUnwritable(
-                    key=f"exp_manager.monitoring.{key}", path=str(path), reason=error.strerror or str(error)
-                ) from error
+        self.update(at_once=True, first=True)
         if self._serves:
             host, port = self._settings.host, self._settings.port or 0
             try:
@@ -226,17 +218,26 @@ class Monitor:
         """Keep which checkpoint is the newest; it goes out with the next update."""
         self._checkpoint = (step, datetime.fromisoformat(created).timestamp())
 
-    def update(self, *, at_once: bool = False) -> None:
-        """Write the state where the last time is ``interval_s`` ago."""
+    def update(self, *, at_once: bool = False, first: bool = False) -> None:
+        """Write the state where the last time is ``interval_s`` ago, or ``at_once``.
+
+        Raises:
+            MonitoringFileUnwritable: the ``first`` time. Later, a warning says so.
+        """
         if not self.enabled or not (at_once or time.monotonic() - self._written_at >= self._settings.interval_s):
             return
         self._render()
         for key, path in list(self._files.items()):
             try:
-                self._write(key, path)
+                if path.is_relative_to(self._config.run_dir):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, self._texts[1] + "\n" if key == "health_file" else self._texts[0])
             except OSError as error:
-                del self._files[key]
                 reason = error.strerror or str(error)
+                if first:
+                    name = f"exp_manager.monitoring.{key}"
+                    raise MonitoringFileUnwritable(key=name, path=str(path), reason=reason) from error
+                del self._files[key]
                 _log.warning("exp_manager.monitoring.%s: %s gets no more updates: %s", key, path, reason)
 
     def close(self) -> None:
@@ -245,11 +246,6 @@ class Monitor:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-
-    def _write(self, key: str, path: Path) -> None:
-        if path.is_relative_to(self._config.run_dir):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, self._texts[1] + "\n" if key == "health_file" else self._texts[0])
 
     def _render(self) -> None:
         self._written_at, now = time.monotonic(), time.time()
