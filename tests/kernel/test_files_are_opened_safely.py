@@ -101,7 +101,7 @@ ALLOWED = {
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
         f"{CORE}/data/cache.py: open_memmap(path, mode='r')",
-        f"{CORE}/run/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
+        f"{CORE}/run/callbacks/profiler.py: trace.export_chrome_trace(target)",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {
         f"{CORE}/checkpoint/stores/local.py: os.link(temporary, path)",
