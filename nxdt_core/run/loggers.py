@@ -137,7 +137,7 @@ class Wandb(Callback):
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path) -> None:
-        self._prefix = config.prefix
+        self._prefix = f"{config.prefix}-" if config.prefix else ""
         offline = config.offline or os.environ.get("WANDB_MODE") == "offline"
         with _starting(
             "wandb",
@@ -162,7 +162,7 @@ class Wandb(Callback):
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Send the metrics."""
-        self._run.log({**_prefixed(self._prefix, metrics), _STEP: run.step})
+        self._run.log({**{self._prefix + name: value for name, value in metrics.items()}, _STEP: run.step})
 
     def close(self, run: Run) -> None:
         """End the run with the status of the training, so that a second training of the process has its own."""
@@ -179,7 +179,7 @@ class MLflow(Callback):
     """
 
     def __init__(self, config: MLFlowConfig, run_dir: Path) -> None:
-        self._prefix = config.prefix
+        self._prefix = f"{config.prefix}-" if config.prefix else ""
         shared, own = config.tracking_uri or os.environ.get(_TRACKING), run_dir.absolute()
         with _starting(
             "mlflow", install="nxdt-core[mlflow]", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"
@@ -204,17 +204,13 @@ class MLflow(Callback):
         """Send the metrics in one request, under names without the characters that MLflow does not take."""
         from mlflow.entities import Metric
 
-        now, named = int(time.time() * 1000), _prefixed(self._prefix, metrics)
-        rows = [Metric(re.sub(r"[^\w/. -]+", "", name), value, now, run.step) for name, value in named.items()]
+        now, prefix = int(time.time() * 1000), self._prefix
+        rows = [Metric(re.sub(r"[^\w/. -]+", "", prefix + key), value, now, run.step) for key, value in metrics.items()]
         self._client.log_batch(self._id, metrics=rows)
 
     def close(self, run: Run) -> None:
         """End the run with the status of the training."""
         self._client.set_terminated(self._id, "FAILED" if run.status == "failed" else "FINISHED")
-
-
-def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"{prefix}-{name}" if prefix else name: value for name, value in metrics.items()}
 
 
 @cache

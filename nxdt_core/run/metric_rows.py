@@ -58,14 +58,14 @@ def rows_by_step(lines: Iterable[str]) -> list[Row]:
 
 def numbers_of(row: Row) -> Iterator[tuple[str, str, float]]:
     """Yield column, suffix and value of the finite numbers of a row; the suffix of a validation set is ``/NAME``."""
-    for suffix, part in [("", row), *((f"/{name}", part) for name, part in _mapping(row.get("sets")).items())]:
-        for column, value in _mapping(part).items():
+    sets = row.get("sets")
+    parts = {"": row}
+    if isinstance(sets, dict):
+        parts |= {f"/{name}": part for name, part in sets.items() if isinstance(part, dict)}
+    for suffix, part in parts.items():
+        for column, value in part.items():
             if (type(value) is float or type(value) is int) and math.isfinite(value):
                 yield column, suffix, value
-
-
-def _mapping(value: Any) -> Row:
-    return value if isinstance(value, dict) else {}
 
 
 def _thinned(rows: Mapping[int, Row]) -> dict[int, Row]:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -146,17 +146,8 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, object]:
         """Return what ``nxdt train --json`` prints; keys are only ever added."""
-        return {
-            "step": self.step,
-            "max_steps": self.max_steps,
-            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
-            "consumed_tokens": self.consumed_tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "run_dir": str(self.run_dir),
-            "checkpoint": self.checkpoint,
-            "resume_command": self.resume_command,
-            "exit_status": self.exit_status,
-        }
+        loss = self.loss if self.loss is not None and math.isfinite(self.loss) else None
+        return {**asdict(self), "loss": loss, "run_dir": str(self.run_dir)}
 
     def __str__(self) -> str:
         rows = [("steps", f"{self.step} of {self.max_steps}")]
@@ -251,16 +242,15 @@ def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
     before, after = facts.plugins, session.config.kernel.identities()
     differ = sorted(name for name in before.keys() | after.keys() if before and before.get(name) != after.get(name))
     if differ:  # none where the checkpoint names no plugin
-        changes = (f"{name} ({_change(before.get(name), after.get(name))})" for name in differ)
+        changes = []
+        for name in differ:
+            change = "new" if name not in before else "not installed"
+            if name in before and name in after:
+                old, new = (plugins[name].partition(" ")[2].partition(" ")[0] for plugins in (before, after))
+                change = "other code" if old == new else f"{new} instead of {old}"
+            changes.append(f"{name} ({change})")
         yield f"plugins that differ from those of the checkpoint: {', '.join(changes)}"
     averages = session.average is not None
     if averages != has_average(session.resumed):
         news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
         yield f"the average of the weights {news}"
-
-
-def _change(before: str | None, now: str | None) -> str:
-    if before is None or now is None:
-        return "new" if before is None else "not installed"
-    old, new = (identity.partition(" ")[2].partition(" ")[0] for identity in (before, now))
-    return "other code" if old == new else f"{new} instead of {old}"

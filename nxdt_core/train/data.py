@@ -91,8 +91,8 @@ class RunData:
             self._test = _sets(self.config, source, "test")
         if self._train is not None:
             return
-        sets, self._validation = (_sets(self.config, source, name) for name in ("train", "validation"))
-        train = sets.get(UNNAMED)
+        self._validation = _sets(self.config, source, "validation")
+        train = _sets(self.config, source, "train").get(UNNAMED)
         if train is None:
             raise NoTrainingData(loader=type(source).__name__)
         trainer = self.config.run.trainer

@@ -212,6 +212,8 @@ def questions(
     records, _ = read_records(map(Path, files), "FILES", example=_EXAMPLE)
     for place, record in islice(records, limit):
         question, left = _question(place, record, tokenizer, keys, reserved)
+        if not question.ids or not question.wanted:
+            raise NoAnswerToJudge(place=question.place, reason="the question or the answer is empty")
         if unused is not None:
             unused.add(place, left)
         yield question
@@ -258,7 +260,8 @@ def _question(
     """Return the question of a record, and the fields that it does not use."""
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
         ids = text_ids(record["prompt"], tokenizer, add_bos=keys.add_bos)
-        return _checked(str(place), ids, record["answer"]), unread(record, ("prompt", "answer"))
+        question = Question(place=str(place), ids=ids, wanted=record["answer"].strip())
+        return question, unread(record, ("prompt", "answer"))
     try:
         conversation = read_record(record, place)
     except UnknownRecord as error:
@@ -279,13 +282,8 @@ def _question(
             messages = [message.for_template("") for message in other.messages]
             return runner.run(messages, place=str(place), prompts=True, tools=other.tools)[0]
 
-        question = replace(conversation, messages=asked)
-        ignored = ignored_fields(question, render(question), render)
+        shown = replace(conversation, messages=asked)
+        ignored = ignored_fields(shown, render(shown), render)
     left = (f"messages.{name}" for name in unread(last.fields, ()))
-    return _checked(str(place), ids, last.content), (*conversation.unused, *ignored, *left)
-
-
-def _checked(place: str, ids: list[int], wanted: str) -> Question:
-    if not ids or not wanted.strip():
-        raise NoAnswerToJudge(place=place, reason="the question or the answer is empty")
-    return Question(place=place, ids=ids, wanted=wanted.strip())
+    question = Question(place=str(place), ids=ids, wanted=last.content.strip())
+    return question, (*conversation.unused, *ignored, *left)

@@ -70,9 +70,8 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, report: Callable[[list[s
         for number, group in enumerate(optimizer.param_groups):
             kept_nowhere = {key: value for key, value in group.items() if key not in _OF_THE_CORE}
             hidden |= {f"param_groups[{number}][{key!r}]": value for key, value in kept_nowhere.items()}
-        found = dict(_values(optimizer, "", hidden, set(parameters)))
-        lost = {repr(key): object() for key in optimizer.state if id(key) not in parameters}
-        return found | {f"state[{key}]": value for key, value in lost.items()}
+        lost = {f"state[{key!r}]": object() for key in optimizer.state if id(key) not in parameters}
+        return _values(optimizer, hidden, set(parameters)) | lost
 
     _watch(optimizer, look, report)
 
@@ -83,7 +82,7 @@ def watch_objective(objective: object, optimizer: torch.optim.Optimizer, compone
     def report(names: list[str]) -> None:
         _log.warning("%s", HiddenObjectiveState(name=component.record.name, dist=component.dist, attributes=names))
 
-    _watch(optimizer, lambda: dict(_values(objective, "", getattr(objective, "__dict__", {}), set())), report)
+    _watch(optimizer, lambda: _values(objective, getattr(objective, "__dict__", {}), set()), report)
 
 
 def _watch(
@@ -113,11 +112,10 @@ def _watch(
     optimizer.register_step_post_hook(after_step)
 
 
-def _values(owner: object, path: str, attributes: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Path and comparable value of each number and tensor below ``attributes``."""
+def _values(owner: object, attributes: Mapping[str, Any], seen: set[int]) -> dict[str, Any]:
+    """Return a comparable value of each number and tensor below ``attributes``, by its path."""
     seen.add(id(owner))
-    for name, value in attributes.items():
-        yield from _below(value, f"{path}{name}", seen, _DEPTH)
+    return {path: found for name, value in attributes.items() for path, found in _below(value, name, seen, _DEPTH)}
 
 
 def _below(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ configuration that the user names decides in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -245,7 +245,16 @@ def _checked_keys(manifest: Manifest, tree: Tree, kept: Tree, where: str) -> Cha
         SavedConfigUnusable: they do, or have wrong values, or the model is larger than its weights.
     """
     held = {name: value for name in _CHAT if (value := tree.get(f"data.{name}")) is not None}
-    refused = list(_refused(kept, held, where))
+    refused = []  # values that using the checkpoint needs and that a checkpoint may not decide
+    of_chats = ((("data", *path), text) for path, text in interpolations(held))
+    for path, text in (*interpolations(kept.data), *of_chats):
+        if not (path == ("data", "chat_template") and is_template(text)):
+            refused.append(f"{dotted(path)}: it is the reference {text!r}.")
+    if "chat_template_file" in held:
+        refused.append(f"data.chat_template_file: it is the file {held['chat_template_file']!r}.")
+    began = kept.get("checkpoint.resume_from")
+    if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
+        refused.append(f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}.")
     if refused:
         raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
     keys: ChatKeys
@@ -265,19 +274,6 @@ def _checked_keys(manifest: Manifest, tree: Tree, kept: Tree, where: str) -> Cha
     if wrong:
         raise SavedConfigUnusable(where=where, problems=wrong)
     return keys
-
-
-def _refused(kept: Tree, held: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield a line for each value that using the checkpoint needs and that a checkpoint may not decide."""
-    of_chats = ((("data", *path), text) for path, text in interpolations(held))
-    for path, text in (*interpolations(kept.data), *of_chats):
-        if not (path == ("data", "chat_template") and is_template(text)):
-            yield f"{dotted(path)}: it is the reference {text!r}."
-    if "chat_template_file" in held:
-        yield f"data.chat_template_file: it is the file {held['chat_template_file']!r}."
-    began = kept.get("checkpoint.resume_from")
-    if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
-        yield f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}."
 
 
 def _store(uri: str) -> str:
