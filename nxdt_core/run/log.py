@@ -7,7 +7,7 @@ import logging
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -125,14 +125,22 @@ def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         if info.rank != 0:
             printing[0].setLevel(logging.ERROR)
             printing[0].setFormatter(VisibleFormatter(redact=hide_secrets))
+    root, level = logging.getLogger(), _OURS.level
+    _OURS.setLevel(logging.INFO)
+    for handler in printing:
+        root.addHandler(handler)
     try:
-        with _attached(printing), _warnings_logged() if as_json else nullcontext():
+        with _warnings_logged() if as_json else nullcontext():
             yield
     except Exception as error:
         redact.redact_error(error)
         for handler in printing if as_json else ():
             handler.handle(_failure(error))
         raise
+    finally:
+        _OURS.setLevel(level)
+        for handler in printing:
+            root.removeHandler(handler)
 
 
 @contextmanager
@@ -159,11 +167,12 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     redact = Redaction(config.tree)
     text = VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact)
+    root = logging.getLogger()
     for file in files:
         file.setFormatter(JsonFormatter(rank=info.rank, redact=redact) if as_json else text)
+        root.addHandler(file)
     try:
-        with _attached(files):
-            yield
+        yield
     except Exception as error:
         redact.redact_error(error)
         for file in files:
@@ -172,21 +181,8 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         raise
     finally:
         for file in files:
+            root.removeHandler(file)
             file.close()
-
-
-@contextmanager
-def _attached(handlers: Sequence[logging.Handler]) -> Iterator[None]:
-    root, level = logging.getLogger(), _OURS.level
-    for handler in handlers:
-        root.addHandler(handler)
-    _OURS.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _OURS.setLevel(level)
-        for handler in handlers:
-            root.removeHandler(handler)
 
 
 @contextmanager
