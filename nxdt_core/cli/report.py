@@ -225,7 +225,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
             try:
                 status, text = 200, page([read_run(run) for run in runs], refresh_s=_REFRESH_S)
             except NotARunDirectory as error:
-                status, text = 503, _page("No report", element("pre", str(error)), refresh_s=_REFRESH_S)
+                status, text = 503, notice(str(error), refresh_s=_REFRESH_S)
             policy = f"{POLICY}; frame-ancestors 'none'"
             self.answer(status, "text/html; charset=utf-8", text, Content_Security_Policy=policy)
 
@@ -331,6 +331,11 @@ def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
             title = f"{run.name}, step {number}{scores and f': {scores}'}"
             content += [element("h3", title), element("pre", element("b", prompt), text)]
     return _page(", ".join(run.name for run in runs), *content, refresh_s=refresh_s)
+
+
+def notice(text: str, *, refresh_s: int) -> str:
+    """Return the HTML of a page that explains why there is no report yet; a browser reloads it after ``refresh_s``."""
+    return _page("No report", element("pre", text), refresh_s=refresh_s)
 
 
 def _page(title: str, *content: Content, refresh_s: int | None) -> str:
