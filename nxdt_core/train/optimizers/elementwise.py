@@ -12,17 +12,7 @@ from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.optim.state import EagerOptimizer, eager
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
-from nxdt_core.train.optimizers.config import (
-    AdadeltaConfig,
-    AdagradConfig,
-    AdamaxConfig,
-    AdamConfig,
-    AdamWConfig,
-    LionConfig,
-    RMSpropConfig,
-    RpropConfig,
-    SGDConfig,
-)
+from nxdt_core.train.optimizers.config import AdamConfig, AdamWConfig, LionConfig
 
 
 def adamw(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:
@@ -35,43 +25,21 @@ def adam(groups: list[ParameterGroup], config: AdamConfig) -> torch.optim.Optimi
     return eager(torch.optim.Adam)(as_torch(groups), **_adam(groups, config))
 
 
-def sgd(groups: list[ParameterGroup], config: SGDConfig) -> torch.optim.Optimizer:
-    """Return torch's SGD over ``groups``."""
-    return eager(torch.optim.SGD)(
-        as_torch(groups), momentum=config.momentum, dampening=config.dampening, nesterov=config.nesterov
-    )
+def _of_torch(kind: Any, *keys: str) -> Callable[[list[ParameterGroup], Any], torch.optim.Optimizer]:
+    """Return what makes an optimizer of torch over groups; ``keys`` of its section have the names that torch gives."""
+
+    def make(groups: list[ParameterGroup], config: Any) -> torch.optim.Optimizer:
+        return eager(kind)(as_torch(groups), **{key: getattr(config, key) for key in keys})
+
+    return make
 
 
-def adadelta(groups: list[ParameterGroup], config: AdadeltaConfig) -> torch.optim.Optimizer:
-    """Return torch's Adadelta over ``groups``."""
-    return eager(torch.optim.Adadelta)(as_torch(groups), rho=config.rho, eps=config.eps)
-
-
-def adamax(groups: list[ParameterGroup], config: AdamaxConfig) -> torch.optim.Optimizer:
-    """Return torch's Adamax over ``groups``."""
-    return eager(torch.optim.Adamax)(as_torch(groups), betas=config.betas, eps=config.eps)
-
-
-def adagrad(groups: list[ParameterGroup], config: AdagradConfig) -> torch.optim.Optimizer:
-    """Return torch's Adagrad over ``groups``."""
-    return eager(torch.optim.Adagrad)(
-        as_torch(groups),
-        lr_decay=config.lr_decay,
-        initial_accumulator_value=config.initial_accumulator_value,
-        eps=config.eps,
-    )
-
-
-def rmsprop(groups: list[ParameterGroup], config: RMSpropConfig) -> torch.optim.Optimizer:
-    """Return torch's RMSprop over ``groups``."""
-    return eager(torch.optim.RMSprop)(
-        as_torch(groups), alpha=config.alpha, eps=config.eps, momentum=config.momentum, centered=config.centered
-    )
-
-
-def rprop(groups: list[ParameterGroup], config: RpropConfig) -> torch.optim.Optimizer:
-    """Return torch's Rprop over ``groups``."""
-    return eager(torch.optim.Rprop)(as_torch(groups), etas=config.etas, step_sizes=config.step_sizes)
+sgd = _of_torch(torch.optim.SGD, "momentum", "dampening", "nesterov")
+adadelta = _of_torch(torch.optim.Adadelta, "rho", "eps")
+adamax = _of_torch(torch.optim.Adamax, "betas", "eps")
+adagrad = _of_torch(torch.optim.Adagrad, "lr_decay", "initial_accumulator_value", "eps")
+rmsprop = _of_torch(torch.optim.RMSprop, "alpha", "eps", "momentum", "centered")
+rprop = _of_torch(torch.optim.Rprop, "etas", "step_sizes")
 
 
 def _adam(groups: list[ParameterGroup], config: AdamConfig) -> dict[str, Any]:
