@@ -176,7 +176,7 @@ LAUNCHERS = _components(
         "write an indexed Job for Kubernetes, or Kubeflow's TrainJob or PyTorchJob",
     ),
     (
-        *("hyperpod", "hyperpod:HyperPodLauncher", "HyperPodOptions"),
+        *("hyperpod", "slurm:HyperPodLauncher", "HyperPodOptions"),
         "write a job for SageMaker HyperPod, with Slurm or EKS",
     ),
     ("local", "local:LocalLauncher", "LocalOptions", "run the nodes as processes of this machine"),

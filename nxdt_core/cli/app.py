@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import click
 
 from nxdt_core._version import __version__
-from nxdt_core.cli.verb import LazyCommand, SuggestingGroup, without_secrets
+from nxdt_core.cli.verb import LazyCommand, SuggestingGroup, discard_output, without_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.system.garbage_collection import collect_once_at_exit, rare_collections
 from nxdt_core.system.visible_text import VisibleFormatter, colours_wanted
@@ -25,48 +25,42 @@ _INTERRUPTED = 130
 """Exit status of a command that Ctrl-C ended: 128 + SIGINT, as shells report it."""
 
 
-def _commands(section: str, **commands: tuple[str, str]) -> dict[str, LazyCommand]:
-    """Return the commands of one section of the help text, from their target in this package and their summary."""
-    return {
-        name: LazyCommand(f"nxdt_core.cli.{target}", summary, section) for name, (target, summary) in commands.items()
-    }
-
-
+_SECTIONS = {
+    "Train": {
+        "train": ("train:train", "Train a model from a YAML file or a recipe."),
+        "plan": ("plan:plan", "Estimate memory, traffic and time of a run, without its devices."),
+        "compile": ("train:compile_ahead", "Compile the graphs of a run before it starts."),
+        "launch": ("launch:launch", "Write the job of a run for a cluster, and submit it."),
+    },
+    "Recipes, configuration and data": {
+        "recipes": ("recipes:recipes", "List and print ready-made runs."),
+        "config": ("config:config", "Check, show and describe configurations."),
+        "data": ("data:data", "Preview and prepare training data."),
+    },
+    "Follow and compare runs": {
+        "plot": ("plot:plot", "Plot loss, validation and learning rate of runs."),
+        "report": ("report:report", "Write an HTML report with the metrics and configuration of runs."),
+        "watch": ("report:watch", "Serve the report of runs while they train."),
+    },
+    "Use a model": {
+        "generate": ("generate:generate", "Continue prompts with a model."),
+        "chat": ("generate:chat", "Talk to a model."),
+        "evaluate": ("generate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
+        "checkpoint": ("checkpoint:checkpoint", "List, check, compare, copy, export and import checkpoints."),
+    },
+    "Installation and help": {
+        "env": ("env:env", "Show devices, versions and drivers, and what they can run."),
+        "plugins": ("plugins:plugins", "List, inspect and pin plugins."),
+        "explain": ("explain:explain", "Explain an error code: cause, example and fix."),
+        "completion": ("shell:completion", "Print a script that completes nxdt in a shell."),
+        "man": ("shell:man", "Print the manual page."),
+    },
+}
+"""Sections of the help text → command → its target in this package and its summary."""
 COMMANDS = {
-    **_commands(
-        "Train",
-        train=("train:train", "Train a model from a YAML file or a recipe."),
-        plan=("plan:plan", "Estimate memory, traffic and time of a run, without its devices."),
-        compile=("train:compile_ahead", "Compile the graphs of a run before it starts."),
-        launch=("launch:launch", "Write the job of a run for a cluster, and submit it."),
-    ),
-    **_commands(
-        "Recipes, configuration and data",
-        recipes=("recipes:recipes", "List and print ready-made runs."),
-        config=("config:config", "Check, show and describe configurations."),
-        data=("data:data", "Preview and prepare training data."),
-    ),
-    **_commands(
-        "Follow and compare runs",
-        plot=("plot:plot", "Plot loss, validation and learning rate of runs."),
-        report=("report:report", "Write an HTML report with the metrics and configuration of runs."),
-        watch=("report:watch", "Serve the report of runs while they train."),
-    ),
-    **_commands(
-        "Use a model",
-        generate=("generate:generate", "Continue prompts with a model."),
-        chat=("generate:chat", "Talk to a model."),
-        evaluate=("generate:evaluate", "Evaluate a checkpoint on held-out records and tasks."),
-        checkpoint=("checkpoint:checkpoint", "List, check, compare, copy, export and import checkpoints."),
-    ),
-    **_commands(
-        "Installation and help",
-        env=("env:env", "Show devices, versions and drivers, and what they can run."),
-        plugins=("plugins:plugins", "List, inspect and pin plugins."),
-        explain=("explain:explain", "Explain an error code: cause, example and fix."),
-        completion=("shell:completion", "Print a script that completes nxdt in a shell."),
-        man=("shell:man", "Print the manual page."),
-    ),
+    name: LazyCommand(f"nxdt_core.cli.{target}", summary, section)
+    for section, commands in _SECTIONS.items()
+    for name, (target, summary) in commands.items()
 }
 """The commands of the core, in the order of the help text."""
 
@@ -134,14 +128,16 @@ def main(args: Sequence[str] | None = None) -> int:
             signal.signal(signal.SIGINT, signal.SIG_DFL)  # another one ends the process at once, without a traceback
             click.echo("Interrupted.", err=True)
             return _INTERRUPTED
-        except BrokenPipeError:
-            return _close_stdout()
+        except BrokenPipeError:  # ``nxdt … | head``; the status is click's where a command still writes
+            discard_output(sys.stdout)
+            return 1
         except OSError as error:
             if error.errno not in _NO_SPACE or error.filename is not None:
                 _hide_secrets_in(error)
                 raise
             click.echo(f"The output is incomplete: {error.strerror}", err=True)
-            return _close_stdout()
+            discard_output(sys.stdout)
+            return 1
         except Exception as error:  # a bug, whose traceback Python prints
             from nxdt_core.kernel.discovery import note_plugin
 
@@ -155,14 +151,3 @@ def _hide_secrets_in(error: Exception) -> None:
     from nxdt_core.config.secrets import hide_secrets
 
     hide_secrets.redact_error(error)
-
-
-def _close_stdout() -> int:
-    """Give up standard output, whose reader went away (``nxdt … | head``), so that the last flush does not complain.
-
-    The status is the one that click gives when it meets the closed pipe while a command still writes.
-    """
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
-    return 1

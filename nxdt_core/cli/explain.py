@@ -72,7 +72,7 @@ class Explanation:
 def explanations(codes: Collection[str] | None = None) -> dict[str, Explanation]:
     """Return the explanation of each of ``codes`` that exists, or of all codes, in their order."""
     modules = _modules()
-    wanted = {code: found for code, found in sorted(_rows(modules).items()) if codes is None or code in codes}
+    wanted = {code: row for code, row in sorted(_rows(modules).items()) if codes is None or code in codes}
     packages = tuple(sorted({module.partition(".")[0] for module in modules}))
     uses = _uses(packages, frozenset(name for name, _ in wanted.values()))
     return {code: _explained(row, uses.get(name, ())) for code, (name, row) in wanted.items()}

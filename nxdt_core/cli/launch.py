@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
@@ -43,10 +43,10 @@ class LaunchGroup(SuggestingGroup):
         """Return the names of the launchers with their lines, importing none of them."""
         return {name: _summary(component) for name, component in _launchers().items()}
 
-    def own_command(self, name: str) -> click.Command | None:
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Return the command of one launcher; None where there is none of that name."""
-        component = _launchers().get(name)
-        return None if component is None else _command(name, component)
+        component = _launchers().get(cmd_name)
+        return super().get_command(ctx, cmd_name) if component is None else _command(cmd_name, component)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -111,9 +111,6 @@ def _command(name: str, component: RegisteredComponent) -> click.Command:
     summary = _summary(component)
     examples = [f"nxdt launch {name} {words}" for words in _EXAMPLES.get(name, ("my_run.yaml --nodes 2",))]
 
-    def callback(**values: Any) -> None:
-        _run(name, component, values)
-
     from nxdt_core.config.reference import field_docs
     from nxdt_core.config.section import keys_of
 
@@ -134,6 +131,7 @@ def _command(name: str, component: RegisteredComponent) -> click.Command:
         keys = {name: key for name, key in keys_of(cls).items() if name != "nodes"}
         parameters += [_option(name, key.annotation, docs.get(name) or name) for name, key in keys.items()]
     help_text = _HELP.format(summary=summary)
+    callback = partial(_run, name, component)
     return Verb(name=name, callback=callback, params=parameters, short_help=summary, help=help_text, examples=examples)
 
 
@@ -189,7 +187,7 @@ class _Pair(click.ParamType[tuple[str, str | float]]):
             self.fail(f"{text!r} is not a number.", param, ctx)
 
 
-def _run(name: str, component: RegisteredComponent, values: dict[str, Any]) -> None:
+def _run(name: str, component: RegisteredComponent, **values: Any) -> None:
     from nxdt_core.cli.config import require_set, values_to_set
     from nxdt_core.config.secrets import drop_replaced
     from nxdt_core.launch.jobs import prepare, submit, write

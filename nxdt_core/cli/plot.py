@@ -12,7 +12,7 @@ import click
 
 from nxdt_core.cli.verb import say, verb
 from nxdt_core.errors.training import NothingToPlot
-from nxdt_core.run.metric_files import Row, finite, fits_axes, lines_of, rows_by_step
+from nxdt_core.run.metric_rows import Row, finite, fits_axes, lines_of, rows_by_step
 from nxdt_core.system.regular_files import replacing
 from nxdt_core.system.visible_text import visible
 
@@ -46,16 +46,13 @@ def plot(runs: tuple[Path, ...], output: Path | None, metric: str) -> None:
     draw(read, target, metric)
     for run in read:
         first, last = run.training[0], run.training[-1]
-        ends = [f"{_value(row, metric)} at step {row['step']}" for row in (first, last)]
+        ends = []
+        for row in (first, last):
+            value = finite(row.get(metric))
+            text = "not finite" if value is None else f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
+            ends.append(f"{text} at step {row['step']}")
         say(f"{run.name}: {metric} {' -> '.join(ends)}")
     say(f"plot: {target}")
-
-
-def _value(row: Row, metric: str) -> str:
-    value = finite(row.get(metric))
-    if value is None:
-        return "not finite"
-    return f"{value:.3f}" if abs(value) < 1e6 else f"{value:.3g}"
 
 
 _FORMATS = (".png", ".svg", ".pdf")
@@ -113,7 +110,14 @@ def draw(runs: Sequence[PlottedRun], target: Path, metric: str = "loss") -> None
     figure = Figure(figsize=(8, 6), layout="constrained")
     loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3, 1))
     for number, run in enumerate(runs):
-        _draw_run(loss, rate, run, metric, f"{run.name}: " if len(runs) > 1 else "", "--" if number else "-")
+        label, line = f"{run.name}: " if len(runs) > 1 else "", "--" if number else "-"
+        (drawn,) = loss.plot(*_points(run.training, metric), line, label=f"{label}training", linewidth=1)
+        if run.validation:
+            loss.plot(*_points(run.validation, metric), f"o{line}", label=f"{label}validation", markersize=4)
+        for resume, step in enumerate(run.resumes):
+            mark: dict[str, Any] = {} if resume else {"label": f"{label}resumed"}
+            loss.axvline(step, color=drawn.get_color(), linestyle=":", linewidth=1, **mark)
+        rate.plot(*_points(run.training, "lr"), line, color=drawn.get_color(), linewidth=1)
     loss.set(
         ylabel="loss, nats per token" if metric == "loss" else metric, title=runs[0].name if len(runs) == 1 else ""
     )
@@ -135,16 +139,6 @@ def draw(runs: Sequence[PlottedRun], target: Path, metric: str = "loss") -> None
     except OSError as error:
         reason = f"{target} cannot be written: {error.strerror}"
         raise NothingToPlot(run=runs[0].name, reason=reason, advice="Name another file with --output.") from error
-
-
-def _draw_run(loss: Any, rate: Any, run: PlottedRun, metric: str, label: str, line: str) -> None:
-    (drawn,) = loss.plot(*_points(run.training, metric), line, label=f"{label}training", linewidth=1)
-    if run.validation:
-        loss.plot(*_points(run.validation, metric), f"o{line}", label=f"{label}validation", markersize=4)
-    for number, step in enumerate(run.resumes):
-        mark = {} if number else {"label": f"{label}resumed"}
-        loss.axvline(step, color=drawn.get_color(), linestyle=":", linewidth=1, **mark)
-    rate.plot(*_points(run.training, "lr"), line, color=drawn.get_color(), linewidth=1)
 
 
 def _points(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:

@@ -21,7 +21,7 @@ import click
 from nxdt_core.cli.report_plot import COLOURS, Content, Markup, document, element, plot, policy
 from nxdt_core.cli.verb import say, verb
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.run.metric_files import json_object, lines_of, numbers_of, rows_by_step
+from nxdt_core.run.metric_rows import json_object, lines_of, numbers_of, rows_by_step
 from nxdt_core.system.http_server import Handler, Server
 
 Series = dict[int, float]
@@ -300,10 +300,37 @@ def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
         runs: at least one.
         refresh_s: seconds after which a browser loads the page again; None for never.
     """
-    curves = [element("h2", "Curves"), _dim("Over the optimizer steps.")]
-    curves.append(element("div", _plots(runs), class_="grid-of-plots"))
-    sections = (_summary(runs), curves, _configuration(runs), _environment(runs), _events(runs), _samples(runs))
-    return _page(", ".join(run.name for run in runs), *sections, refresh_s=refresh_s)
+    rows: list[list[Content]] = []
+    for run in runs:
+        goal = run.values.get("trainer.max_steps", "")
+        step = "-" if run.last_step is None else f"{run.last_step}{f' of {goal}' if goal else ''}"
+        points = [run.curves.get(column) for column in _SHOWN]
+        last = [f"{values[max(values)]:.5g}" if values else "-" for values in points]
+        rows.append([run.name, step, *last, str(run.directory)])
+    head = ["Run", "Step", "Loss", "Validation loss", "Tokens/s", "Learning rate", "Gradient norm", "Directory"]
+    content: list[Content] = [_legend([(number, run.name) for number, run in enumerate(runs)]), _table(head, rows)]
+
+    content += [element("h2", "Curves"), _dim("Over the optimizer steps.")]
+    content += [element("div", _plots(runs), class_="grid-of-plots"), _configuration(runs)]
+
+    content.append(element("h2", "Plugins and environment"))
+    names = list(dict.fromkeys(name for run in runs for name in (*run.facts, *run.versions)))
+    rows = [[name, *({**run.versions, **run.facts}.get(name, "-") for run in runs)] for name in names]
+    titles = ["", *(run.name for run in runs)]
+    content.append(_table(titles, rows) if rows else _dim("No checkpoint to read them from."))
+
+    content.append(element("h2", "Events"))
+    for run in runs:
+        rows = [[time, element("span", level, class_=level), text] for time, level, text in run.events]
+        content += [element("h3", run.name), _table(["Time", "Level", "What"], rows)]
+
+    if any(run.generations for run in runs):
+        content.append(element("h2", "Samples"))
+    for run in runs:
+        for number, prompt, text, scores in run.generations:
+            title = f"{run.name}, step {number}{scores and f': {scores}'}"
+            content += [element("h3", title), element("pre", element("b", prompt), text)]
+    return _page(", ".join(run.name for run in runs), *content, refresh_s=refresh_s)
 
 
 def notice(text: str, *, refresh_s: int) -> str:
@@ -313,18 +340,6 @@ def notice(text: str, *, refresh_s: int) -> str:
 
 def _page(title: str, *content: Content, refresh_s: int | None) -> str:
     return document(f"{title}: nxdt", element("h1", title), *content, style=_STYLE, refresh_s=refresh_s)
-
-
-def _summary(runs: Sequence[Run]) -> Content:
-    rows: list[list[Content]] = []
-    for run in runs:
-        goal = run.values.get("trainer.max_steps", "")
-        step = "-" if run.last_step is None else f"{run.last_step}{f' of {goal}' if goal else ''}"
-        points = [run.curves.get(column) for column in _SHOWN]
-        last = [f"{values[max(values)]:.5g}" if values else "-" for values in points]
-        rows.append([run.name, step, *last, str(run.directory)])
-    head = ["Run", "Step", "Loss", "Validation loss", "Tokens/s", "Learning rate", "Gradient norm", "Directory"]
-    return _legend([(number, run.name) for number, run in enumerate(runs)]), _table(head, rows)
 
 
 def _legend(lines: Sequence[tuple[int, str]]) -> Markup:
@@ -377,31 +392,6 @@ def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[Content]]:
         values = (element("code", run.values[key]) if key in run.values else "-" for run in runs)
         rows.append([element("code", key), *values, ", ".join(filter(None, origins))])
     return rows
-
-
-def _environment(runs: Sequence[Run]) -> Iterator[Markup]:
-    yield element("h2", "Plugins and environment")
-    names = list(dict.fromkeys(name for run in runs for name in (*run.facts, *run.versions)))
-    rows = [[name, *({**run.versions, **run.facts}.get(name, "-") for run in runs)] for name in names]
-    yield (_table(["", *(run.name for run in runs)], rows) if rows else _dim("No checkpoint to read them from."))
-
-
-def _events(runs: Sequence[Run]) -> Iterator[Markup]:
-    yield element("h2", "Events")
-    for run in runs:
-        rows: list[list[Content]] = [
-            [time, element("span", level, class_=level), text] for time, level, text in run.events
-        ]
-        yield from (element("h3", run.name), _table(["Time", "Level", "What"], rows))
-
-
-def _samples(runs: Sequence[Run]) -> Iterator[Markup]:
-    if any(run.generations for run in runs):
-        yield element("h2", "Samples")
-    for run in runs:
-        for step, prompt, text, scores in run.generations:
-            title = f"{run.name}, step {step}{scores and f': {scores}'}"
-            yield from (element("h3", title), element("pre", element("b", prompt), text))
 
 
 def _table(head: Sequence[str], rows: Sequence[Sequence[Content]], *, differs: bool = False) -> Markup:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 from typing import TypeAlias, final
 
-from nxdt_core.run.metric_files import fits_axes
+from nxdt_core.run.metric_rows import fits_axes
 from nxdt_core.system.visible_text import visible
 
 

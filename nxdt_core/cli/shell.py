@@ -124,18 +124,13 @@ def man(ctx: click.Context) -> None:
     """Print the manual page nxdt(1), with all commands, also those of the installed plugins."""
     root = ctx.find_root().command
     assert isinstance(root, click.Group)
-    click.echo("\n".join(_page(root)))
-
-
-def _page(root: click.Group) -> Iterator[str]:
-    yield f'.TH NXDT 1 "" "nxdt {__version__}" "User Commands"'
-    yield from (".SH NAME", f"nxdt \\- {_plain(root.help)}", ".SH SYNOPSIS", ".B nxdt", "COMMAND [ARGUMENTS]...")
-    yield ".SH COMMANDS"
-    yield from _commands(("nxdt",), root)
+    lines = [f'.TH NXDT 1 "" "nxdt {__version__}" "User Commands"', ".SH NAME", f"nxdt \\- {_plain(root.help)}"]
+    lines += [".SH SYNOPSIS", ".B nxdt", "COMMAND [ARGUMENTS]...", ".SH COMMANDS", *_commands(("nxdt",), root)]
     for title, rows in (("ENVIRONMENT", _ENVIRONMENT), ("EXIT STATUS", _STATUS)):
-        yield f".SH {title}"
+        lines.append(f".SH {title}")
         for name, text in rows.items():
-            yield from (".TP", f".B {_plain(name)}", _plain(text))
+            lines += [".TP", f".B {_plain(name)}", _plain(text)]
+    click.echo("\n".join(lines))
 
 
 def _commands(path: tuple[str, ...], group: click.Group) -> Iterator[str]:

@@ -79,8 +79,11 @@ def print_table(
     for cells in (titles, *zip(*columns.values(), strict=True)):
         parts = [wrap(cell, width) if _wraps() else cell.split("\n") for cell, width in zip(cells, widths, strict=True)]
         for line in zip_longest(*parts, fillvalue=""):
-            aligned = zip(line, widths, (title in right for title in columns), strict=True)
-            click.echo(_GAP.join(_aligned(*each) for each in aligned).rstrip())
+            aligned = []
+            for title, cell, width in zip(columns, line, widths, strict=True):
+                pad = " " * (width - _width(cell))
+                aligned.append(pad + cell if title in right else cell + pad)
+            click.echo(_GAP.join(aligned).rstrip())
 
 
 def print_facts(facts: Sequence[tuple[str, str]]) -> None:
@@ -172,11 +175,6 @@ def _width(text: str) -> int:
     return sum(
         0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in plain
     )
-
-
-def _aligned(cell: str, width: int, right: bool) -> str:
-    pad = " " * (width - _width(cell))
-    return pad + cell if right else cell + pad
 
 
 def _natural(title: str, cells: Sequence[str]) -> int:

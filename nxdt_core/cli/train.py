@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, say, verb
+from nxdt_core.cli.verb import as_json, config_arguments, discard_output, print_json, print_note, say, verb
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
 from nxdt_core.system.progress import PROGRESS, process_age_s
@@ -58,7 +58,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     need the option, and wait for one another. Errors with exit status 2 are not retried. `nxdt launch` writes jobs for
     clusters.
     """
-    from nxdt_core.launch.joining import find_place
+    from nxdt_core.distributed.environment import find_place
 
     PROGRESS.begin_start(process_age_s())
     PROGRESS.spent("import")
@@ -87,7 +87,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
     check_layout(config)
     from nxdt_core.launch.launcher import launch
-    from nxdt_core.run.metric_files import mark_failed
+    from nxdt_core.run.callbacks.monitor import mark_failed
 
     try:
         outcome = launch(config, ["train", *options])
@@ -155,7 +155,7 @@ class _Surviving(io.TextIOWrapper):
         try:
             return super().write(text)
         except BrokenPipeError:
-            self._drop()
+            discard_output(self)
             return len(text)
 
     def flush(self) -> None:
@@ -163,12 +163,7 @@ class _Surviving(io.TextIOWrapper):
         try:
             super().flush()
         except BrokenPipeError:
-            self._drop()
-
-    def _drop(self) -> None:
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, self.fileno())
-        os.close(nowhere)
+            discard_output(self)
 
 
 @verb(
@@ -187,7 +182,7 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
     The cache is at compiler_cache_url, by default where the compiler has it; `nxdt train` with the same
     configuration reads it. The output says which graphs were new.
     """
-    from nxdt_core.launch.joining import find_place
+    from nxdt_core.distributed.environment import find_place
 
     place = find_place()
     if place.world_size > 1:

@@ -6,36 +6,19 @@ A group imports its commands when they are called: the core's, and those that pl
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import click
 from click.shell_completion import CompletionItem
 
 from nxdt_core.system.visible_text import visible
-
-__all__ = [
-    "Verb",
-    "WithExamples",
-    "as_json",
-    "attributes",
-    "complete_override",
-    "complete_plugin",
-    "complete_recipe",
-    "complete_source",
-    "config_arguments",
-    "optional_config_arguments",
-    "print_json",
-    "print_note",
-    "say",
-    "verb",
-    "without_secrets",
-]
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MESSAGES = ("notes", "problems")
@@ -75,25 +58,22 @@ class Verb(WithExamples):
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            keys = _keys_like(error.option_name) if any(each.name == "overrides" for each in self.params) else []
+            if all(parameter.name != "overrides" for parameter in self.params):
+                raise
+            from nxdt_core.config.read import fill
+            from nxdt_core.config.schema import RunConfig
+            from nxdt_core.config.tree import DEFAULT, Tree
+
+            # Keys of the core's configuration with the name of the option, those with the shortest path alone.
+            name = error.option_name.lstrip("-").replace("-", "_")
+            keys = [key for key in fill(Tree({}, {(): DEFAULT}), RunConfig).known if f".{key}".endswith(f".{name}")]
+            keys = [key for key in keys if key.count(".") == min(other.count(".") for other in keys)]
             if not keys:
                 raise
             at = next(i for i, word in enumerate(given) if word.partition("=")[0] == error.option_name)
             value = given[at].partition("=")[2] or (given[at + 1 : at + 2] or ["VALUE"])[0]
             meant = " or ".join(repr(f"{key}={value}") for key in keys)
             raise click.UsageError(f"No such option {error.option_name!r}. Did you mean {meant}?", ctx) from None
-
-
-def _keys_like(option: str) -> list[str]:
-    """Return the keys of the core's configuration with the name of an option, those with the shortest path alone."""
-    from nxdt_core.config.read import fill
-    from nxdt_core.config.schema import RunConfig
-    from nxdt_core.config.tree import DEFAULT, Tree
-
-    name = option.lstrip("-").replace("-", "_")
-    known = fill(Tree({}, {(): DEFAULT}), RunConfig).known
-    found = [key for key in known if f".{key}".endswith(f".{name}")]
-    return [key for key in found if key.count(".") == min(each.count(".") for each in found)]
 
 
 def verb(
@@ -128,6 +108,13 @@ def say(text: str, *, err: bool = False, end: str = "\n") -> None:
     """
     text = without_secrets(text) if err else text
     click.echo(visible(text) + end, nl=False, err=err)
+
+
+def discard_output(stream: TextIO) -> None:
+    """Give up a stream whose reader went away: what is written to it from now on goes nowhere, without a complaint."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
 
 
 def print_note(text: str) -> None:
@@ -175,11 +162,19 @@ def complete_plugin(ctx: click.Context, param: click.Parameter, incomplete: str)
 
 def complete_override(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return configuration keys, one section at a time; after ``key=`` the values that are known."""
+    from nxdt_core.config.section import keys_of
+    from nxdt_core.config.tree import join
+
     key, equals, value = incomplete.partition("=")
     if equals:
-        return [CompletionItem(f"{key}={each}") for each in _values(key) if each.startswith(value)]
+        return [CompletionItem(f"{key}={word}") for word in _values(key) if word.startswith(value)]
     section = key.rpartition(".")[0]
-    return [CompletionItem(each, type="open") for each in _keys(section) if each.startswith(incomplete)]
+    names = {
+        join(section, name) + ("." if key.section else "=")  # sections as ``section.name.``
+        for cls in _classes(section)
+        for name, key in keys_of(cls).items()
+    }
+    return [CompletionItem(name, type="open") for name in sorted(names) if name.startswith(incomplete)]
 
 
 def _recipes() -> list[str]:
@@ -209,19 +204,6 @@ def _classes(section: str) -> Iterator[type]:
                     continue  # `nxdt plugins show` says what is wrong with it
                 if own is not None:
                     yield own
-
-
-def _keys(section: str) -> list[str]:
-    """Keys of a section as ``section.key=``, and its sections as ``section.name.``."""
-    from nxdt_core.config.section import keys_of
-    from nxdt_core.config.tree import join
-
-    found = {
-        join(section, name) + ("." if key.section else "=")
-        for cls in _classes(section)
-        for name, key in keys_of(cls).items()
-    }
-    return sorted(found)
 
 
 def _values(path: str) -> list[str]:
@@ -310,17 +292,13 @@ class SuggestingGroup(WithExamples, click.Group):
         own = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
         return {name: entry.summary for name, entry in self.lazy.items()} | own
 
-    def own_command(self, name: str) -> click.Command | None:
-        """Return one of these; None where there is none of that name."""
-        return self.lazy[name].load() if name in self.lazy else self.commands.get(name)
-
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the group's own names, then those of plugins."""
         return [*self.summaries(), *self._contributed()]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Find a command; plugins are asked only for a name that the group does not have."""
-        command = self.own_command(cmd_name)
+        command = self.lazy[cmd_name].load() if cmd_name in self.lazy else self.commands.get(cmd_name)
         if command is None and cmd_name in (contributed := self._contributed()):
             command = contributed[cmd_name][1]()
         return command

@@ -2,7 +2,7 @@
 
 Three sets of variables are supported. torchrun, the elastic agent and most other launchers set ``RANK``,
 ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``. ``mpirun`` sets those of Open MPI, MVAPICH or PMI
-(MPICH, Intel MPI), and ``srun`` sets ``SLURM_…`` for each task. :mod:`nxdt_core.launch.joining` calls those of plugins.
+(MPICH, Intel MPI), and ``srun`` sets ``SLURM_…`` for each task. :func:`find_place` also calls a plugin's launcher.
 """
 
 from __future__ import annotations
@@ -16,12 +16,15 @@ from typing import NamedTuple
 
 from nxdt_core.errors.launch import LaunchersDisagree, NotStartedByLauncher
 from nxdt_core.errors.ranks import BadLaunchVariable, LaunchEnvironmentIncomplete
-from nxdt_core.protocols.launcher import RankEnvironment
+from nxdt_core.kernel import Kernel
+from nxdt_core.kernel.plugin import BUILTIN
+from nxdt_core.protocols.launcher import Launcher, RankEnvironment
 
 __all__ = [
     "LAUNCHER_VARIABLE",
     "MPI_SIZES",
     "OWN_LAUNCHERS",
+    "find_place",
     "first_host",
     "is_mpi_node",
     "is_slurm_node",
@@ -316,3 +319,28 @@ OWN_LAUNCHERS = frozenset(_JOINS)
 def _has_agent(variables: Mapping[str, str]) -> bool:
     """Return whether an elastic agent started this process: torchrun's, or that of ``nxdt train``."""
     return "TORCHELASTIC_RUN_ID" in variables and "RANK" in variables
+
+
+def find_place() -> RankEnvironment:
+    """Return the place of this process, and set the usual variables where a plugin's launcher has said it.
+
+    A plugin's launcher is called only if ``NXDT_LAUNCHER`` names it. By naming it, the operator permits the import of
+    the plugin before any configuration with ``plugins.allow`` has been read.
+
+    Raises:
+        UnknownComponent: ``NXDT_LAUNCHER`` names a launcher that no plugin offers.
+        NotStartedByLauncher: it names one that did not start this process.
+        NxdtError: variables are missing or contradict each other.
+    """
+    name = os.environ.get(LAUNCHER_VARIABLE, "")
+    if not name or name in OWN_LAUNCHERS or "TORCHELASTIC_RUN_ID" in os.environ:
+        return read_rank_environment()
+    launcher = Kernel.start().registry.get("launcher", name)
+    if launcher.plugin == BUILTIN:
+        return read_rank_environment()
+    place = launcher.load_class(Launcher)().join(os.environ)
+    if place is None:
+        raise NotStartedByLauncher(launcher=name)
+    if place.world_size > 1:
+        place.export()
+    return place

@@ -21,9 +21,6 @@ from nxdt_core.kernel.lock import digest_plugin
 from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["check_agreement", "check_world_size"]
-
-
 _MAY_DIFFER = frozenset({"data.num_workers", "plugins.local"})
 """Keys that each host may set for itself: threads that read ahead, and the path of a plugin's file (the files are
 compared)."""
@@ -59,8 +56,18 @@ def check_agreement(config: ResolvedConfig, ranks: RankAgreement) -> None:
     if len(set(ranks.all_gather_object(digest))) == 1:
         return
     by_rank: list[tuple[str, Mapping[str, str]]] = ranks.all_gather_object((ranks.host, facts))
-    names = sorted({name for _, facts_of_rank in by_rank for name in facts_of_rank})
-    raise RanksDisagree(found=tuple(line for name in names if (line := _difference(name, by_rank))))
+    differences = []  # such as "data.seed is 1 on rank 0 (node1) and 2 on rank 1 (node2)"
+    for name in sorted({name for _, facts_of_rank in by_rank for name in facts_of_rank}):
+        where: dict[str, list[str]] = {}
+        for rank, (host, facts_of_rank) in enumerate(by_rank):
+            where.setdefault(facts_of_rank.get(name, _ABSENT), []).append(f"rank {rank} ({host})")
+        values = []
+        for value, named in where.items():
+            more = f" and {len(named) - 2} more" if len(named) > 2 else ""
+            values.append(f"{value} on {', '.join(named[:2])}{more}")
+        if len(values) > 1:
+            differences.append(f"{name} is {' and '.join(values)}")
+    raise RanksDisagree(found=tuple(differences))
 
 
 def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
@@ -81,18 +88,3 @@ def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
                 digest = hashlib.sha256(f"{salt}{json.dumps(value)}".encode()).hexdigest()
                 facts[key] += f" (value {digest[:8]})"
     return facts
-
-
-def _difference(name: str, by_rank: list[tuple[str, Mapping[str, str]]]) -> str:
-    """One fact that is not the same everywhere: ``data.seed is 1 on rank 0 (node1) and 2 on rank 1 (node2)``."""
-    where: dict[str, list[str]] = {}
-    for rank, (host, facts) in enumerate(by_rank):
-        where.setdefault(facts.get(name, _ABSENT), []).append(f"rank {rank} ({host})")
-    if len(where) == 1:
-        return ""
-    values = [f"{value} on {_list_ranks(ranks)}" for value, ranks in where.items()]
-    return f"{name} is {' and '.join(values)}"
-
-
-def _list_ranks(ranks: list[str]) -> str:
-    return ", ".join(ranks[:2]) + (f" and {len(ranks) - 2} more" if len(ranks) > 2 else "")

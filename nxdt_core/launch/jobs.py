@@ -36,35 +36,6 @@ _NAME_LENGTH = 48
 """Kubernetes allows 63 characters in the name of a pod, which has the number of the node behind it."""
 
 
-def read_options(component: RegisteredComponent, cluster: Path | None, given: Mapping[str, Any]) -> Any:
-    """Return an instance of the options that a launcher declares; None where it declares none.
-
-    Args:
-        component: the launcher.
-        cluster: a YAML file with its options.
-        given: options of the command line, over those of the file.
-
-    Raises:
-        ConfigError: an option is unknown or wrong.
-    """
-    cls = component.load_config()
-    if cls is None:
-        return None
-    label, tree = COMMAND_LINE.where, Tree({}, {(): COMMAND_LINE})
-    if cluster is not None:
-        source = read_source(cluster, Kernel.start)
-        label, tree = source.label, source.tree
-        if source.problems:
-            raise ConfigError(source=label, problems=source.problems)
-    for name, value in given.items():
-        tree.set(name, value, COMMAND_LINE)
-    problems = interpolate(tree)
-    options, wrong = read_part(cls, tree)
-    if problems or wrong:
-        raise ConfigError(source=label, problems=(*problems, *wrong))
-    return options
-
-
 def prepare(
     component: RegisteredComponent,
     source: str,
@@ -98,7 +69,20 @@ def prepare(
     launcher = component.load_class(Launcher)
     if not launcher.submits():
         raise CannotSubmit(launcher=component.record.name)
-    options = read_options(component, cluster, given)
+    options, cls = None, component.load_config()
+    if cls is not None:
+        label, tree = COMMAND_LINE.where, Tree({}, {(): COMMAND_LINE})
+        if cluster is not None:
+            options_file = read_source(cluster, Kernel.start)
+            label, tree = options_file.label, options_file.tree
+            if options_file.problems:
+                raise ConfigError(source=label, problems=options_file.problems)
+        for key, value in given.items():
+            tree.set(key, value, COMMAND_LINE)
+        problems = interpolate(tree)
+        options, wrong = read_part(cls, tree)
+        if problems or wrong:
+            raise ConfigError(source=label, problems=(*problems, *wrong))
     in_file = getattr(options, "nodes", None)
     if nodes is not None and in_file is not None and nodes != in_file:
         raise ClusterHasOtherNodes(path=str(cluster), found=in_file, wanted=nodes)

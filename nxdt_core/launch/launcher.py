@@ -35,6 +35,7 @@ from nxdt_core.errors.launch import NodeAlreadyJoined
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing
 from nxdt_core.launch.restarts import SIGNALS, handled_by, interpreter_arguments, is_restarted
 from nxdt_core.launch.supervision.client import Client, find_supervisor, open_supervisor
+from nxdt_core.launch.supervision.messages import Stop
 from nxdt_core.launch.supervision.root_cause import INTERRUPTION
 from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.system.parent import PARENT_VARIABLE
@@ -54,16 +55,6 @@ class Node:
     """Address of node 0."""
     port: int
     """Port at which the nodes meet; 0 lets the only node choose a free one."""
-
-    def place(self) -> RankEnvironment:
-        """Return the launcher's place at the meeting point: node 0 serves it."""
-        return RankEnvironment(
-            rank=self.number,
-            world_size=self.count,
-            host=socket.gethostname(),
-            master_addr=self.address,
-            master_port=self.port,
-        )
 
 
 def node_from_environment(devices: int, num_nodes: int, environment: Mapping[str, str] | None = None) -> Node:
@@ -128,29 +119,21 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
         "max_restarts": 0,
         "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
     }
+    before = {name: os.environ.get(name) for name in of_ranks}
+    os.environ.update(of_ranks)
     try:
         # The agent fills in templates.
         words = [word.replace("$", "$$") for word in interpreter_arguments(config, command)]
-        with _in_environment(of_ranks):
-            run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
+        run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
-    return {}
-
-
-@contextmanager
-def _in_environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables within the block. What a caller of :func:`nxdt_core.cli.main` starts afterwards is not a rank of
-    this run: ``NXDT_PARENT`` would end it at once."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
     finally:
+        # What the caller starts afterwards is not a rank of this run: ``NXDT_PARENT`` would end it at once.
         for name, value in before.items():
             os.environ.pop(name)
             if value is not None:
                 os.environ[name] = value
+    return {}
 
 
 _RETRY_S = 1.0
@@ -185,7 +168,13 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     """
     trainer = config.run.trainer
     node = node_from_environment(trainer.devices, trainer.num_nodes)
-    place = node.place()
+    place = RankEnvironment(  # of the launcher at the meeting point, which node 0 serves
+        rank=node.number,
+        world_size=node.count,
+        host=socket.gethostname(),
+        master_addr=node.address,
+        master_port=node.port,
+    )
     register_profile_of(config)
     device = current_device(trainer.accelerator)
     check_devices(device, node.devices, place.host)
@@ -214,9 +203,31 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
         rank = _first_ended_rank(codes, None if dead is None else dead.rank)
         if received and codes.get(rank) in {-number for number in SIGNALS}:
             return Outcome(status=128 + received[0], text=INTERRUPTION.text)
-        host = dead.host if dead is not None and dead.rank == rank else node.place().host
+        host = dead.host if dead is not None and dead.rank == rank else place.host
         raise RankDied(rank=rank, host=host, how=_describe_exit(codes.get(rank)))
-    return _run_further_node(Client(place, find_supervisor(store, place), is_rank=False), ranks, node)
+
+    client, ranks_ended = Client(place, find_supervisor(store, place), is_rank=False), threading.Event()
+
+    def leave_with_run() -> None:
+        """End this launcher some time after the run has failed. Ranks that were not connected then look for a
+        supervisor that has ended, and end with this process."""
+        client.ended.wait()
+        status, cause = client.outcome()
+        if cause is not None and not ranks_ended.wait(_LAST_RANKS_S):
+            print(_ended_with_run(node, cause), file=sys.stderr, flush=True)
+            os._exit(status)
+
+    threading.Thread(target=leave_with_run, daemon=True).start()
+    with _forwarded(lambda number, urgent: client.send(Stop(signal=number, urgent=urgent))) as received:
+        codes = _exit_codes(ranks, node, received)
+    ranks_ended.set()
+    status, cause = client.outcome()
+    if cause is not None:
+        return Outcome(status=status, text=_ended_with_run(node, cause))
+    if codes:
+        rank = _first_ended_rank(codes, None)
+        raise RankDied(rank=rank, host=place.host, how=_describe_exit(codes[rank]))
+    return Outcome(status=status)
 
 
 def _join(node: Node, place: RankEnvironment) -> TCPStore:
@@ -231,31 +242,6 @@ def _join(node: Node, place: RankEnvironment) -> TCPStore:
         if time.monotonic() > end:
             raise NodeAlreadyJoined(number=node.number, address=place.master_addr, port=place.master_port)
         time.sleep(_RETRY_S)
-
-
-def _run_further_node(client: Client, ranks: _Ranks, node: Node) -> Outcome:
-    ranks_ended = threading.Event()
-    threading.Thread(target=_leave_with_run, args=(client, node, ranks_ended), daemon=True).start()
-    with _forwarded(lambda number, urgent: client.ask_to_stop(number, urgent=urgent)) as received:
-        codes = _exit_codes(ranks, node, received)
-    ranks_ended.set()
-    status, cause = client.outcome()
-    if cause is not None:
-        return Outcome(status=status, text=_ended_with_run(node, cause))
-    if codes:
-        rank = _first_ended_rank(codes, None)
-        raise RankDied(rank=rank, host=node.place().host, how=_describe_exit(codes[rank]))
-    return Outcome(status=status)
-
-
-def _leave_with_run(client: Client, node: Node, ranks_ended: threading.Event) -> None:
-    """End this launcher some time after the run has failed. Ranks that were not connected then look for a supervisor
-    that has ended, and end with this process."""
-    client.wait_for_end()
-    status, cause = client.outcome()
-    if cause is not None and not ranks_ended.wait(_LAST_RANKS_S):
-        print(_ended_with_run(node, cause), file=sys.stderr, flush=True)
-        os._exit(status)
 
 
 def _ended_with_run(node: Node, cause: str) -> str:

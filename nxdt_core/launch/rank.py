@@ -28,27 +28,17 @@ def as_rank(place: RankEnvironment, run: Callable[[Client], int]) -> int:
     Raises:
         NxdtError: the ranks do not find each other.
     """
+
+    def report(root_cause: RootCause) -> None:
+        print(visible(root_cause.text), file=sys.stderr, flush=True)
+
     place.export()
-    client = _join(place)
-    try:
-        with exits_explained():
-            status = run(client)
-    except NxdtError as error:
-        client.fail("mistake", hide_secrets(str(error)), error.exit_status)
-    except KeyboardInterrupt:
-        client.fail("interrupt", "", INTERRUPTION.status)
-    except Exception as error:
-        note_plugin(error)
-        client.fail("bug", hide_secrets(traceback.format_exc()), 1)
-    return client.done(status)
-
-
-def _join(place: RankEnvironment) -> Client:
     store = connect_store(place)
     if place.rank == 0 and not is_published(store, place):
-        open_supervisor(store, place, world_size=place.world_size, in_rank_zero=True, on_root_cause=_report)
+        open_supervisor(store, place, world_size=place.world_size, in_rank_zero=True, on_root_cause=report)
     try:
-        client = Client(place, find_supervisor(store, place))
+        supervisor = find_supervisor(store, place)
+        client = Client(place, supervisor)
     except OSError as error:
         raise CannotReachRankZero(
             who=f"rank {place.rank}",
@@ -60,12 +50,18 @@ def _join(place: RankEnvironment) -> Client:
         ) from error
     client.store = store
     PROGRESS.spent("launch")
-    if client.is_watched_by(os.getppid()):
+    if (supervisor.host, supervisor.pid) == (place.host, os.getppid()):  # the connection ends with the launcher
         outlive_parent()
         if PROGRESS.start:
             PROGRESS.start["launch"] += process_age_s(os.getppid()) - process_age_s()
-    return client
-
-
-def _report(root_cause: RootCause) -> None:
-    print(visible(root_cause.text), file=sys.stderr, flush=True)
+    try:
+        with exits_explained():
+            status = run(client)
+    except NxdtError as error:
+        client.fail("mistake", hide_secrets(str(error)), error.exit_status)
+    except KeyboardInterrupt:
+        client.fail("interrupt", "", INTERRUPTION.status)
+    except Exception as error:
+        note_plugin(error)
+        client.fail("bug", hide_secrets(traceback.format_exc()), 1)
+    return client.done(status)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from datetime import UTC, datetime
 from io import TextIOWrapper
@@ -22,6 +21,8 @@ from nxdt_core.system.regular_files import make_directory, regular_opener
 from nxdt_core.system.visible_text import VisibleFormatter, visible
 from nxdt_core.train.build import run_dir_explained
 
+_OURS = logging.getLogger("nxdt_core")
+_FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
 VALUES = "nxdt_values"
 """Attribute of a record: the values that its message shows, such as a row of ``metrics.jsonl``."""
 _CODE = re.compile(r"\[(NXDT-[A-Z0-9]+)\]")
@@ -61,19 +62,7 @@ class JsonFormatter(logging.Formatter):
 
 def strict_json(value: Any) -> str:
     """Return ``value`` as JSON, which has no NaN and no infinity: they become null."""
-    return json.dumps(_finite(value), ensure_ascii=False)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(below) for name, below in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(below) for below in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-_OURS = logging.getLogger("nxdt_core")
-_FORM = "%(asctime)s %(levelname)s rank %(rank)d %(name)s: %(message)s"
+    return json.dumps(json.loads(json.dumps(value), parse_constant=lambda name: None), ensure_ascii=False)
 
 
 class _File(logging.FileHandler):
@@ -124,19 +113,34 @@ def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     Values from the environment and secrets are replaced in the error that ends the block.
     """
     as_json, redact = config.run.exp_manager.log_format == "json", Redaction(config.tree)
-    printing = _printing(info)
+    printing: list[logging.Handler] = []
     if as_json:  # everything of rank 0, and errors of each rank
         printing = [logging.StreamHandler()]
         printing[0].setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
         printing[0].setFormatter(JsonFormatter(rank=info.rank, redact=redact))
+    elif logging.lastResort is not None and not logging.getLogger().handlers:
+        # What Python prints where no handler is set: warnings of rank 0 alone, since most often all ranks find them,
+        # and errors of each rank.
+        printing = [logging.lastResort if info.rank == 0 else logging.StreamHandler()]
+        if info.rank != 0:
+            printing[0].setLevel(logging.ERROR)
+            printing[0].setFormatter(VisibleFormatter(redact=hide_secrets))
+    root, level = logging.getLogger(), _OURS.level
+    _OURS.setLevel(logging.INFO)
+    for handler in printing:
+        root.addHandler(handler)
     try:
-        with _attached(printing), _warnings_logged() if as_json else nullcontext():
+        with _warnings_logged() if as_json else nullcontext():
             yield
     except Exception as error:
         redact.redact_error(error)
         for handler in printing if as_json else ():
             handler.handle(_failure(error))
         raise
+    finally:
+        _OURS.setLevel(level)
+        for handler in printing:
+            root.removeHandler(handler)
 
 
 @contextmanager
@@ -163,11 +167,12 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
     redact = Redaction(config.tree)
     text = VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact)
+    root = logging.getLogger()
     for file in files:
         file.setFormatter(JsonFormatter(rank=info.rank, redact=redact) if as_json else text)
+        root.addHandler(file)
     try:
-        with _attached(files):
-            yield
+        yield
     except Exception as error:
         redact.redact_error(error)
         for file in files:
@@ -176,34 +181,8 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         raise
     finally:
         for file in files:
+            root.removeHandler(file)
             file.close()
-
-
-def _printing(info: RankInfo) -> list[logging.Handler]:
-    """Return handlers for the lines that Python prints where none is set: warnings of rank 0 alone, since most often
-    all ranks find them, and errors of each rank."""
-    if logging.lastResort is None or logging.getLogger().handlers:
-        return []
-    if info.rank == 0:
-        return [logging.lastResort]
-    errors = logging.StreamHandler()
-    errors.setLevel(logging.ERROR)
-    errors.setFormatter(VisibleFormatter(redact=hide_secrets))
-    return [errors]
-
-
-@contextmanager
-def _attached(handlers: Sequence[logging.Handler]) -> Iterator[None]:
-    root, level = logging.getLogger(), _OURS.level
-    for handler in handlers:
-        root.addHandler(handler)
-    _OURS.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        _OURS.setLevel(level)
-        for handler in handlers:
-            root.removeHandler(handler)
 
 
 @contextmanager

@@ -112,12 +112,16 @@ class TensorBoard(Callback):
 
     def _opened(self, run: Run) -> Any:
         if self._writer is None:
-            with (
-                _starting("tensorboard", install="tensorboard", advice="Reinstall tensorboard"),
-                _not_imported("botocore"),  # which TensorBoard would try, for event files in S3
-            ):
-                from torch.utils.tensorboard import SummaryWriter
-
+            with _starting("tensorboard", install="tensorboard", advice="Reinstall tensorboard"):
+                # TensorBoard would import botocore, for event files in S3: let it find that it is not installed.
+                hidden = "botocore" not in sys.modules
+                if hidden:
+                    sys.modules["botocore"] = None  # type: ignore[assignment]
+                try:
+                    from torch.utils.tensorboard import SummaryWriter
+                finally:
+                    if hidden:
+                        del sys.modules["botocore"]
             first = run.step + 1 if run.step else 0  # a run that starts again in a used directory replaces all
             self._writer = SummaryWriter(log_dir=str(self._run_dir), purge_step=first)
         return self._writer
@@ -133,7 +137,7 @@ class Wandb(Callback):
     """
 
     def __init__(self, config: WandbConfig, run_dir: Path) -> None:
-        self._prefix = config.prefix
+        self._prefix = f"{config.prefix}-" if config.prefix else ""
         offline = config.offline or os.environ.get("WANDB_MODE") == "offline"
         with _starting(
             "wandb",
@@ -142,6 +146,8 @@ class Wandb(Callback):
         ):
             import wandb
 
+            chosen = {name: getattr(config, name) for name in ("entity", "group", "job_type", "notes", "tags")}
+            chosen["mode"] = "offline" if offline else None
             self._run = wandb.init(
                 name=config.name or run_dir.name,
                 project=config.project or os.environ.get("WANDB_PROJECT", "lightning_logs"),
@@ -149,15 +155,14 @@ class Wandb(Callback):
                 id=config.id,
                 resume=config.resume,
                 config=yaml.safe_load(read_text(run_dir / "config.yaml")),
-                **_given(entity=config.entity, group=config.group, job_type=config.job_type, notes=config.notes),
-                **_given(tags=config.tags, mode="offline" if offline else None),
+                **{name: value for name, value in chosen.items() if value is not None},
             )
             self._run.define_metric(_STEP)
             self._run.define_metric("*", step_metric=_STEP, step_sync=True)
 
     def on_log(self, run: Run, metrics: Mapping[str, float]) -> None:
         """Send the metrics."""
-        self._run.log({**_prefixed(self._prefix, metrics), _STEP: run.step})
+        self._run.log({**{self._prefix + name: value for name, value in metrics.items()}, _STEP: run.step})
 
     def close(self, run: Run) -> None:
         """End the run with the status of the training, so that a second training of the process has its own."""
@@ -174,7 +179,7 @@ class MLflow(Callback):
     """
 
     def __init__(self, config: MLFlowConfig, run_dir: Path) -> None:
-        self._prefix = config.prefix
+        self._prefix = f"{config.prefix}-" if config.prefix else ""
         shared, own = config.tracking_uri or os.environ.get(_TRACKING), run_dir.absolute()
         with _starting(
             "mlflow", install="nxdt-core[mlflow]", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"
@@ -199,30 +204,13 @@ class MLflow(Callback):
         """Send the metrics in one request, under names without the characters that MLflow does not take."""
         from mlflow.entities import Metric
 
-        now, named = int(time.time() * 1000), _prefixed(self._prefix, metrics)
-        rows = [Metric(re.sub(r"[^\w/. -]+", "", name), value, now, run.step) for name, value in named.items()]
+        now, prefix = int(time.time() * 1000), self._prefix
+        rows = [Metric(re.sub(r"[^\w/. -]+", "", prefix + key), value, now, run.step) for key, value in metrics.items()]
         self._client.log_batch(self._id, metrics=rows)
 
     def close(self, run: Run) -> None:
         """End the run with the status of the training."""
         self._client.set_terminated(self._id, "FAILED" if run.status == "failed" else "FINISHED")
-
-
-@contextmanager
-def _not_imported(package: str) -> Iterator[None]:
-    """Let a block find that a package is not installed, unless it is imported already."""
-    if package in sys.modules:
-        yield
-        return
-    sys.modules[package] = None  # type: ignore[assignment]
-    try:
-        yield
-    finally:
-        del sys.modules[package]
-
-
-def _prefixed(prefix: str, metrics: Mapping[str, float]) -> dict[str, float]:
-    return {f"{prefix}-{name}" if prefix else name: value for name, value in metrics.items()}
 
 
 @cache
@@ -237,10 +225,6 @@ def _quieten_writer() -> None:
             before(ended)
 
     threading.excepthook = hook
-
-
-def _given(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
 
 
 @contextmanager

@@ -10,10 +10,10 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -31,14 +31,15 @@ from nxdt_core.train.session import TrainSession
 from nxdt_core.train.weights.average import has_average
 from nxdt_core.train.weights.saved_config import config_to_save
 
-if TYPE_CHECKING:
-    pass
-
 _HOST_ALLOCATOR = "DefaultCPUAllocator"
 """Text in the message of the ``RuntimeError`` that torch raises where the host has no memory left."""
 _ESTIMATE_S = 10.0
 """Longest wait of the other ranks for an estimate; it takes 4 CPU-seconds, most of them imports."""
 _GIB = 2**30
+_RESUME = "checkpoint.resume_if_exists"
+_OF_THE_RESULT = ("model", "data", "precision", "objective", "adapter", "seed", "trainer.gradient_clip_val")
+"""Sections and keys that decide what a run computes. (A layout does not.)"""
+_NOTED_ELSEWHERE = ("model.optim.sched.max_steps", "data.num_workers")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,34 +67,29 @@ def memory_errors_explained(session: TrainSession) -> Iterator[None]:
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, torch.OutOfMemoryError | MemoryError) and _HOST_ALLOCATOR not in str(error):
             raise
-        raise _explained(session) from error
-
-
-def _explained(session: TrainSession) -> NxdtError:
-    engine = session.engine
-    profile = profile_of(engine.device)
-    peak, total = max_memory_bytes(engine.device), profile.operations.total_memory_bytes(engine.device)
-    if peak is None or (total is None and not profile.host):
-        usage, part = "the device does not say how much memory tensors had taken", ""
-    elif total is None:
-        usage, part = f"the process had taken up to {peak / _GIB:.1f} GiB", ""
-    else:
-        usage = f"tensors had taken up to {peak / _GIB:.1f} GiB of {total / _GIB:.1f} GiB"
-        tensors: list[Any] = []
-        if session.built_model is not None:
-            for _, parameter in session.built_model.named_parameters():
-                tensors += [parameter, parameter.grad]
-        if session.built_optimizer is not None:
-            for state in session.built_optimizer.inner.state.values():
-                tensors += state.values()
-        local = [local_of(tensor) for tensor in tensors]
-        held = sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
-        sizes = engine.rank_info.mesh
-        pp_rank = engine.rank_info.rank * sizes.get("pp", 1) // engine.rank_info.world_size
-        part = compare(MemoryUse(held=held, step=max(0, peak - held)), _estimated(session.config, pp_rank))
-    return OutOfMemory(
-        rank=engine.ranks.rank, host=engine.ranks.host, device=str(engine.device), usage=usage, part=part
-    )
+        engine, part = session.engine, ""
+        profile = profile_of(engine.device)
+        peak, total = max_memory_bytes(engine.device), profile.operations.total_memory_bytes(engine.device)
+        if peak is None or (total is None and not profile.host):
+            usage = "the device does not say how much memory tensors had taken"
+        elif total is None:
+            usage = f"the process had taken up to {peak / _GIB:.1f} GiB"
+        else:
+            usage = f"tensors had taken up to {peak / _GIB:.1f} GiB of {total / _GIB:.1f} GiB"
+            tensors: list[Any] = []
+            if session.built_model is not None:
+                for _, parameter in session.built_model.named_parameters():
+                    tensors += [parameter, parameter.grad]
+            if session.built_optimizer is not None:
+                for state in session.built_optimizer.inner.state.values():
+                    tensors += state.values()
+            local = [local_of(tensor) for tensor in tensors]
+            held = sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
+            pp_rank = engine.rank_info.rank * engine.rank_info.mesh.get("pp", 1) // engine.rank_info.world_size
+            part = compare(MemoryUse(held=held, step=max(0, peak - held)), _estimated(session.config, pp_rank))
+        raise OutOfMemory(
+            rank=engine.ranks.rank, host=engine.ranks.host, device=str(engine.device), usage=usage, part=part
+        ) from error
 
 
 def _estimated(config: ResolvedConfig, pp_rank: int) -> MemoryUse | None:
@@ -150,17 +146,8 @@ class RunSummary:
 
     def to_dict(self) -> dict[str, object]:
         """Return what ``nxdt train --json`` prints; keys are only ever added."""
-        return {
-            "step": self.step,
-            "max_steps": self.max_steps,
-            "loss": self.loss if self.loss is not None and math.isfinite(self.loss) else None,
-            "consumed_tokens": self.consumed_tokens,
-            "tokens_per_s": self.tokens_per_s,
-            "run_dir": str(self.run_dir),
-            "checkpoint": self.checkpoint,
-            "resume_command": self.resume_command,
-            "exit_status": self.exit_status,
-        }
+        loss = self.loss if self.loss is not None and math.isfinite(self.loss) else None
+        return {**asdict(self), "loss": loss, "run_dir": str(self.run_dir)}
 
     def __str__(self) -> str:
         rows = [("steps", f"{self.step} of {self.max_steps}")]
@@ -181,17 +168,25 @@ class RunSummary:
 def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
     """Yield the lines: model, devices and layout, precision, optimizer, data, steps, run directory, checkpoints."""
     run, data = config.run, config.run.data
-    model = [config.selected("model").component.record.name, *_parameters(config)]
+    model = [config.selected("model").component.record.name]
+    with suppress(NxdtError), meta_device():  # of a model that the run itself will refuse
+        parameters = build.model_builder(config).build().parameters()  # without memory
+        model.append(f"{human(sum(map(torch.Tensor.numel, parameters))).replace('G', 'B')} parameters")
     if config.components["adapter"] is not None:
         model.append(f"adapter {config.selected('adapter').component.record.name}")
     traits = build.objective(config).traits
     tokens = data.global_batch_size * traits.rows_per_sample * data.seq_length
     batch = traits.batch(data.global_batch_size, data.seq_length)
+    sizes = run.distributed_strategy.mesh_sizes(engine.rank_info.world_size)
+    named = {"TP": sizes.tp, "PP": sizes.pp, "CP": sizes.cp, "EP": sizes.ep, "DP": sizes.dp}
+    layout = " x ".join([f"{name} {size}" for name, size in named.items() if size > 1]) or "one process"
+    if sizes.zero_stage and sizes.fsdp > 1:
+        layout += f", ZeRO {sizes.zero_stage}"
     last, optimizer, origin = run.trainer.max_steps, config.selected("optimizer"), config.origins["model.optim.lr"]
     default = f", the default of {origin.where}" if origin.kind == "plugin" else ""
     rows = {
         "model": ", ".join(model),
-        "devices": f"{engine.rank_info.world_size} x {engine.device.type}, {_layout(config, engine)}",
+        "devices": f"{engine.rank_info.world_size} x {engine.device.type}, {layout}",
         "precision": config.selected("precision").component.record.name,
         "optimizer": f"{optimizer.component.record.name}, learning rate {optimizer.config.lr:g}{default}",
         "data": f"{config.selected('dataset').component.record.name}, {batch} = {tokens:,} tokens per step",
@@ -201,28 +196,6 @@ def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
     }
     for name, value in rows.items():
         yield f"{name:<12}{value}"
-
-
-def _parameters(config: ResolvedConfig) -> Iterator[str]:
-    """The number of parameters, counted without memory; nothing for a model that the run itself will refuse."""
-    try:
-        with meta_device():
-            module = build.model_builder(config).build()
-    except NxdtError:
-        return
-    count = human(sum(parameter.numel() for parameter in module.parameters()))
-    yield f"{count.replace('G', 'B')} parameters"
-
-
-def _layout(config: ResolvedConfig, engine: ParallelEngine) -> str:
-    sizes = config.run.distributed_strategy.mesh_sizes(engine.rank_info.world_size)
-    named = {"TP": sizes.tp, "PP": sizes.pp, "CP": sizes.cp, "EP": sizes.ep, "DP": sizes.dp}
-    parts = [f"{name} {size}" for name, size in named.items() if size > 1]
-    zero = [f"ZeRO {sizes.zero_stage}"] if sizes.zero_stage and sizes.fsdp > 1 else []
-    return " x ".join(parts) + "".join(f", {each}" for each in zero) if parts else "one process"
-
-
-_RESUME = "checkpoint.resume_if_exists"
 
 
 def resume_command(config: ResolvedConfig, step: int) -> str:
@@ -251,11 +224,6 @@ def resume_command(config: ResolvedConfig, step: int) -> str:
     return shlex.join(["nxdt", "train", config.source, *shown_words(config, overrides.values())])
 
 
-_OF_THE_RESULT = ("model", "data", "precision", "objective", "adapter", "seed", "trainer.gradient_clip_val")
-"""Sections and keys that decide what a run computes. (A layout does not.)"""
-_NOTED_ELSEWHERE = ("model.optim.sched.max_steps", "data.num_workers")
-
-
 def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
     """Yield a line for each difference in schedule, settings, plugins and average.
 
@@ -274,16 +242,15 @@ def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
     before, after = facts.plugins, session.config.kernel.identities()
     differ = sorted(name for name in before.keys() | after.keys() if before and before.get(name) != after.get(name))
     if differ:  # none where the checkpoint names no plugin
-        changes = (f"{name} ({_change(before.get(name), after.get(name))})" for name in differ)
+        changes = []
+        for name in differ:
+            change = "new" if name not in before else "not installed"
+            if name in before and name in after:
+                old, new = (plugins[name].partition(" ")[2].partition(" ")[0] for plugins in (before, after))
+                change = "other code" if old == new else f"{new} instead of {old}"
+            changes.append(f"{name} ({change})")
         yield f"plugins that differ from those of the checkpoint: {', '.join(changes)}"
     averages = session.average is not None
     if averages != has_average(session.resumed):
         news = "begins in this run" if averages else "ends here, since exp_manager.ema.enable is false"
         yield f"the average of the weights {news}"
-
-
-def _change(before: str | None, now: str | None) -> str:
-    if before is None or now is None:
-        return "new" if before is None else "not installed"
-    old, new = (identity.partition(" ")[2].partition(" ")[0] for identity in (before, now))
-    return "other code" if old == new else f"{new} instead of {old}"

@@ -1,19 +1,29 @@
-"""Start of a run: at step 0, from the newest good checkpoint, or from one that the configuration names."""
+"""The start of a run: its directory, the lock on it and the copies in it; the checkpoint that the run begins with, and
+the configuration with what is known only then."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+import os
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.sources import expand_home
-from nxdt_core.errors.checkpoints import BaseDtypeChanged, ForeignHasWeightsOnly
+from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config.secrets import shown_words
+from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
+from nxdt_core.errors.checkpoints import BaseDtypeChanged, ForeignHasWeightsOnly, StorageError, StoreInUse
 from nxdt_core.errors.training import (
+    CannotCopyFile,
+    CannotWriteRunDirectory,
     LengthUnknown,
     NoCheckpointToResume,
     PluginVersionChanged,
@@ -21,11 +31,159 @@ from nxdt_core.errors.training import (
 )
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.file_lock import FileLock, take_file_lock, this_process
+from nxdt_core.system.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 from nxdt_core.train import build
+from nxdt_core.train.build import run_dir_explained
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
 
 if TYPE_CHECKING:
-    from nxdt_core.checkpoint import Manifest
+    from nxdt_core.checkpoint import Manifest, Ownership
+
+_CONFIG = "config.yaml"
+_COMMANDS = "cmd-args.log"
+"""The command line of each start of the run, one per line."""
+_LOCK = ".nxdt-lock-run"
+"""Subdirectory of a run's directory with its lock. (The run's directory itself may be the store, which has another.)"""
+
+
+def with_dated_run_dir(config: ResolvedConfig, ranks: RankAgreement) -> ResolvedConfig:
+    """Return the configuration with a run directory that is named after the first rank's time. Collective.
+
+    A run that resumes keeps its directory, and so does a run whose directory has a name. If the directory exists,
+    because another run began in the same second or the clock was set back, the name gets a number.
+    """
+    manager = config.run.exp_manager
+    named = manager.version is not None or manager.explicit_log_dir is not None
+    if named or config.run.checkpoint.resume_if_exists:
+        return config
+    name = f"{datetime.now():%Y-%m-%d_%H-%M-%S}"
+    names = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
+    version = ranks.broadcast_object(next(name for name in names if not os.path.lexists(config.run_dir / name)))
+    run_dir = config.run_dir / version
+    return replace(
+        config,
+        run=config.run.changed(exp_manager=manager.changed(version=version)),
+        run_dir=run_dir,
+        checkpoint_uri=config.run.checkpoint.uri or str(run_dir / "checkpoints"),
+    )
+
+
+def fast_dev_run(config: ResolvedConfig) -> ResolvedConfig:
+    """Return the configuration of the trial of a few steps. Learning rates are those of the run."""
+    run, steps = config.run, int(config.run.trainer.fast_dev_run)
+    return replace(
+        config,
+        run=run.changed(
+            trainer=run.trainer.changed(
+                max_steps=steps,
+                max_epochs=-1,
+                val_check_interval=steps,
+                check_val_every_n_epoch=None,
+                limit_val_batches=steps,
+                num_sanity_val_steps=0,
+                log_every_n_steps=1,
+            ),
+            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False),
+            exp_manager=run.exp_manager.changed(create_early_stopping_callback=False),
+        ),
+        loggers=(),
+        run_dir=config.run_dir / "fast_dev_run",
+    )
+
+
+def previous_source(config: ResolvedConfig) -> str | None:
+    """Return the file or recipe that the run was last started from, where this start is from another; else None.
+
+    The configuration in the run's own directory and a mapping in memory count as the same source.
+    """
+    try:
+        with open(config.run_dir / _CONFIG, encoding="utf-8", opener=regular_opener) as file:
+            last = file.readline().strip().removeprefix("# ").removesuffix(", resolved")
+    except (OSError, UnicodeDecodeError):
+        return None
+    before, now = _source_place(last, config.run_dir), _source_place(config.source, config.run_dir)
+    return last if before is not None and now is not None and before != now else None
+
+
+def _source_place(label: str, run_dir: Path) -> str | None:
+    """Return what identifies a recipe or a file; None for anything else, and for files in the run's directory."""
+    if label.startswith(RECIPE_SCHEME):
+        return f"{RECIPE_SCHEME}{label.rpartition(':')[2]}"
+    path = expand_home(label).absolute()
+    return str(path) if path.suffix in (".yaml", ".yml") and path.parent != run_dir.absolute() else None
+
+
+def keep_inputs(config: ResolvedConfig) -> None:
+    """Write the configuration, the command line and the files to copy next to what they produce.
+
+    Raises:
+        CannotWriteRunDirectory: the directory cannot be written.
+        CannotCopyFile: a file is missing, or two have the same name.
+    """
+    with run_dir_explained(config):
+        replace_text(config.run_dir / _CONFIG, render_show(config))
+        with open(config.run_dir / _COMMANDS, "a", encoding="utf-8", opener=regular_opener) as file:
+            file.write(f"{datetime.now().isoformat(timespec='seconds')} {shlex.join(shown_words(config, sys.argv))}\n")
+        names = config.run.exp_manager.files_to_copy or ()
+        stems = [Path(name).name for name in names]
+        for name in names:
+            if stems.count(Path(name).name) > 1:
+                raise CannotCopyFile(path=name, reason="another file to copy has the same name")
+            try:
+                source = resolve_path(name)
+                os.close(open_regular(source, follow=True))  # a pipe would block
+            except (OSError, PackageNotFound) as error:
+                raise CannotCopyFile(path=name, reason=getattr(error, "strerror", None) or str(error)) from error
+            copy_file(source, make_directory(config.run_dir / "files") / source.name)
+
+
+def directory_lock(run_dir: Path) -> CheckpointStore:
+    """Return the store whose owner is the run that may write to ``run_dir``."""
+    return checkpoint.open_storage(str(run_dir / _LOCK))
+
+
+@contextmanager
+def owned_on_rank_zero(
+    config: ResolvedConfig, storage: CheckpointStore | None, say: Callable[[str], None], ranks: RankAgreement
+) -> Iterator[Ownership | None]:
+    """Own the run's directory for a block, and ``storage`` where the run saves, on the first rank; collective.
+    Yields the ownership of ``storage``, None where there is none.
+
+    Raises:
+        StoreInUse: on every rank: another run writes to one of them.
+        CannotWriteRunDirectory: on every rank.
+    """
+    ownership: Ownership | None = None
+    with ExitStack() as stack:
+
+        def take() -> None:
+            nonlocal ownership
+            with run_dir_explained(config):
+                config.run_dir.mkdir(parents=True, exist_ok=True)
+            folder = config.run_dir / _LOCK
+            if folder.is_symlink():  # the root of a store may be one
+                raise CannotWriteRunDirectory(path=str(config.run_dir), reason=f"{_LOCK} is a symbolic link")
+            # The lock of an owned store, which is free as a rule; where it is not, or cannot be, the store waits, takes
+            # a lease instead, or says why.
+            lock: FileLock | Ownership | None = None
+            with suppress(OSError):
+                folder.mkdir(exist_ok=True)
+                lock = take_file_lock(folder / ".nxdt-lock-owner", this_process(config.run.name).encode())
+            try:
+                lock = lock or checkpoint.own(directory_lock(config.run_dir), run=config.run.name, say=say)
+            except StoreInUse as error:
+                raise StoreInUse(where=str(config.run_dir), owner=error.owner, reason=error.reason) from None
+            except StorageError as error:
+                reason = f"{os.path.relpath(error.where, config.run_dir)}: {error.reason}"
+                raise CannotWriteRunDirectory(path=str(config.run_dir), reason=reason) from error
+            stack.callback(lock.release)
+            if storage is not None and config.run.checkpoint.enabled:
+                ownership = checkpoint.own(storage, run=config.run.name, say=say)
+                stack.callback(ownership.release)
+
+        ranks.on_rank_zero(take)
+        yield ownership
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,16 +200,6 @@ class ForeignStart:
     """Weights of another program that a run begins with."""
 
     path: Path
-
-
-def may_resume(config: ResolvedConfig, ranks: RankAgreement) -> bool:
-    """Return whether there may be something to load, without a look into a store. Collective."""
-    wanted, uri = config.run.checkpoint, config.checkpoint_uri
-    if not wanted.resume_if_exists or wanted.resume_from is not None:
-        return wanted.resume_from is not None
-    if not wanted.resume_ignore_no_checkpoint or "://" in uri:
-        return True
-    return ranks.broadcast_object(expand_home(uri).exists())
 
 
 def decide_start(
@@ -178,13 +326,6 @@ def _named(
     return Start(storage=storage, manifest=manifest, weights_only=weights_only)
 
 
-def counts_epochs(config: ResolvedConfig) -> bool:
-    """Return whether a setting of the run is given in passes over the data."""
-    trainer, saves = config.run.trainer, config.run.checkpoint.every_n_epochs
-    passes = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch, saves)
-    return any(count is not None and count > 0 for count in passes)
-
-
 def epochs_to_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConfig:
     """Return the configuration with ``max_epochs``, ``min_epochs``, ``check_val_every_n_epoch`` and ``every_n_epochs``
     as steps.
@@ -226,29 +367,4 @@ def epochs_to_steps(config: ResolvedConfig, samples: int | None) -> ResolvedConf
             checkpoint=run.checkpoint.changed(every_n_train_steps=save or run.checkpoint.every_n_train_steps),
             model=run.model.changed(optim=run.model.optim.changed(sched=sched)),
         ),
-    )
-
-
-def apply_fast_dev_run(config: ResolvedConfig) -> ResolvedConfig:
-    """Return the configuration of the trial where it asks for one, else itself. Learning rates are those of the run."""
-    run, steps = config.run, int(config.run.trainer.fast_dev_run)
-    if not steps:
-        return config
-    return replace(
-        config,
-        run=run.changed(
-            trainer=run.trainer.changed(
-                max_steps=steps,
-                max_epochs=-1,
-                val_check_interval=steps,
-                check_val_every_n_epoch=None,
-                limit_val_batches=steps,
-                num_sanity_val_steps=0,
-                log_every_n_steps=1,
-            ),
-            checkpoint=run.checkpoint.changed(enabled=False, resume_if_exists=False),
-            exp_manager=run.exp_manager.changed(create_early_stopping_callback=False),
-        ),
-        loggers=(),
-        run_dir=config.run_dir / "fast_dev_run",
     )

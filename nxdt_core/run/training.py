@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeGuard
+from statistics import median_high
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -13,6 +14,7 @@ from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.config import ResolvedConfig, Selected
 from nxdt_core.config.annotations import seconds_of
+from nxdt_core.config.sources import expand_home
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
@@ -23,28 +25,23 @@ from nxdt_core.models.token_flops import token_flops
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.run.callbacks.console import Console
-from nxdt_core.run.callbacks.metrics import MetricsWriter
+from nxdt_core.run.callbacks.metrics import MetricFiles, MetricsWriter
 from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
-from nxdt_core.run.files import (
-    keep_inputs,
-    owned_on_rank_zero,
-    previous_source,
-    with_dated_run_dir,
-)
 from nxdt_core.run.log import printed, run_log
-from nxdt_core.run.metric_files import MetricFiles
 from nxdt_core.run.report import RunSummary, banner, memory_errors_explained, resume_command, resume_notes
 from nxdt_core.run.start import (
     ForeignStart,
     Start,
-    apply_fast_dev_run,
     check_adapter,
     check_versions,
-    counts_epochs,
     decide_base,
     decide_start,
     epochs_to_steps,
-    may_resume,
+    fast_dev_run,
+    keep_inputs,
+    owned_on_rank_zero,
+    previous_source,
+    with_dated_run_dir,
     with_start_step,
 )
 from nxdt_core.system.garbage_collection import collect_as_usual
@@ -96,7 +93,10 @@ def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Supervisor 
     """Train on a started engine: own the run's directory and its store, and report there."""
     PROGRESS.spent("devices")
     ranks = engine.ranks
-    config = apply_fast_dev_run(with_dated_run_dir(config, ranks))
+    if config.run.exp_manager.use_datetime_version:
+        config = with_dated_run_dir(config, ranks)
+    if config.run.trainer.fast_dev_run:
+        config = fast_dev_run(config)
     console = Console(
         config.run.trainer.max_steps,
         speaks=ranks.rank == 0,
@@ -104,8 +104,12 @@ def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Supervisor 
         prints=config.run.exp_manager.log_format == "text",
     )
     wanted, monitoring = config.run.checkpoint, config.run.exp_manager.monitoring
+    loads = wanted.resume_if_exists or wanted.resume_from is not None
+    if loads and wanted.resume_from is None and wanted.resume_ignore_no_checkpoint and not wanted.enabled:
+        # There is nothing to load where a directory does not exist.
+        loads = "://" in config.checkpoint_uri or ranks.broadcast_object(expand_home(config.checkpoint_uri).exists())
     store = None
-    if wanted.enabled or may_resume(config, ranks):
+    if wanted.enabled or loads:
         store = build.storage(config)
         ranks.on_rank_zero(lambda: build.check_signing(config))
     monitors: AbstractContextManager[Monitor | None] = nullcontext()
@@ -139,41 +143,45 @@ def _train(
     ranks, say = engine.ranks, console.say
 
     # Where the run begins.
-    data, other = RunData(config), previous_source(config)
+    data, other = RunData(config), None if store is None else previous_source(config)
     ranks.on_rank_zero(lambda: keep_inputs(config))
     start = None if store is None else decide_start(config, store, say, ranks)
+    resumed, saved = None, None
     if isinstance(start, Start):
-        if other is not None and _resumes(start) and store is not None and start.storage.uri == store.uri:
+        resumed = None if start.weights_only else start
+        if other is not None and resumed is not None and store is not None and start.storage.uri == store.uri:
             say(f"this resumes the run of {other}; set name to give {config.source} a run with its own directory")
         check_adapter(config, start)
-        if _resumes(start):
-            check_versions(config, start, say)
-            continues_optimizer(config, start.manifest, build.step_uri(start.storage, start.manifest.step))
+    if resumed is not None:
+        saved = build.step_uri(resumed.storage, resumed.manifest.step)
+        check_versions(config, resumed, say)
+        continues_optimizer(config, resumed.manifest, saved)
 
     # How long it is.
-    if counts_epochs(config):
+    trainer = config.run.trainer
+    in_epochs = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch)
+    if any(count is not None and count > 0 for count in (*in_epochs, config.run.checkpoint.every_n_epochs)):
         data.prepare()
-        trainer, config = config.run.trainer, epochs_to_steps(config, data.train_samples)
+        config = epochs_to_steps(config, data.train_samples)
         steps, passes, batch = config.run.trainer.max_steps, trainer.max_epochs, config.run.data.global_batch_size
         if passes and 0 < (left := passes * (data.train_samples or 0) - steps * batch) < batch:
             say(
                 f"note: trainer.max_epochs {passes} takes {steps} steps of {batch} samples;"
                 f" the last {left} samples do not fill a step and are not trained on"
             )
-        console.set_max_steps(steps)
+        console.max_steps = steps
     max_steps = config.run.trainer.max_steps
     if monitor is not None:
         monitor.max_steps = max_steps
-    saved = build.step_uri(start.storage, start.manifest.step) if _resumes(start) else None
-    if _resumes(start) and start.manifest.step >= max_steps:
-        step, tokens = start.manifest.step, start.manifest.facts.consumed_tokens
+    if resumed is not None and resumed.manifest.step >= max_steps:
+        step, tokens = resumed.manifest.step, resumed.manifest.facts.consumed_tokens
         say(f"step {step}: nothing to do, trainer.max_steps is {max_steps}; raise it, or set another name")
-        if store is not None and start.storage.uri == store.uri:
+        if store is not None and resumed.storage.uri == store.uri:
             for adapter in build.adapters(config):
                 adapter.finish(saved, config, ranks)
         if monitor is not None:
             monitor.row({"step": step, "consumed_tokens": tokens})
-            monitor.checkpoint(step, start.manifest.created)
+            monitor.checkpoint(step, resumed.manifest.created)
             monitor.enter("finished")
         return RunSummary(
             step=step,
@@ -185,9 +193,10 @@ def _train(
             checkpoint=saved,
             resume_command=resume_command(config, step),
         )
-    base = decide_base(config, start, say, ranks) if _resumes(start) else None
+    base = None if resumed is None else decide_base(config, resumed, say, ranks)
     source = base or start
-    config = with_start_step(config, source)
+    if source is not None:
+        config = with_start_step(config, source)
     if ranks.rank == 0:
         for line in banner(config, engine):
             say(line)
@@ -205,7 +214,7 @@ def _train(
         weights = (source.storage, source.manifest)
     session = TrainSession(config, engine=engine, data=data, weights=weights)
     files = MetricFiles(config.run_dir if ranks.rank == 0 else None, signals.fail)
-    policy, saver, compile_time, reports = build.precision(config), None, None, None
+    policy, saver, profiler, compile_time, reports = build.precision(config), None, None, None, None
     if store is not None and config.run.checkpoint.enabled:
         from nxdt_core.run.callbacks.checkpoints import CheckpointSaver
 
@@ -217,10 +226,17 @@ def _train(
         flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
         compute_dtype=policy.autocast or policy.parameters,
         parameter_norm=config.run.exp_manager.log_parameter_norm,
-        more=dict if saver is None else saver.columns,
+        more=dict if saver is None else saver.save_metrics.columns,
     )
     observers = _built(config.callbacks, config.run_dir)
     ranks.on_rank_zero(lambda: observers.update(_built(config.loggers, config.run_dir)))
+    if config.run.trainer.profiler is not None:
+        from nxdt_core.run.callbacks.profiler import Profiler
+
+        directory = config.run_dir / "profile" / f"rank-{ranks.rank:05d}"
+        with run_dir_explained(config):
+            require_plain_files(make_directory(directory.parent) / directory.name)
+        profiler = Profiler(config.run.trainer.profiler, directory)
     if config.run.model.compile or policy.stochastic_rounding:
         from nxdt_core.run.callbacks.profiler import CompileTime
 
@@ -232,7 +248,7 @@ def _train(
     stopping, max_time = config.run.exp_manager.early_stopping_callback_params, config.run.trainer.max_time
     # The metrics first, then what acts on them, then saving; what stops the run on request comes after all of them.
     callbacks: dict[str, Callback | None] = {
-        "profiler": _profiler(config, ranks.rank),
+        "profiler": profiler,
         "compile time": compile_time,
         "metrics": metrics,
         "nonfinite": NonFiniteGuard(config.run.trainer.log_every_n_steps)
@@ -261,13 +277,13 @@ def _train(
                 say(f"resuming from {saved}")
             say("building the model")
             PROGRESS.spent("setup")
-            session.build_model(resumes=start.manifest if _resumes(start) else None)
+            session.build_model(resumes=None if resumed is None else resumed.manifest)
             PROGRESS.spent("weights")
             session.build_optimizer()
             PROGRESS.spent("build")
-            if _resumes(start):
-                say(f"loading step {start.manifest.step}")
-                extra = session.load_checkpoint(start.storage, start.manifest)
+            if resumed is not None:
+                say(f"loading step {resumed.manifest.step}")
+                extra = session.load_checkpoint(resumed.storage, resumed.manifest)
                 run.load_state_dict(extra.get("callbacks", {}))
                 for line in resume_notes(session, extra.get("horizon", session.horizon.max_steps)):
                     say(line)
@@ -284,6 +300,7 @@ def _train(
         raise
     finally:
         run.call("close")
+        files.close()
         session.collections.close()
         console.close()
 
@@ -293,22 +310,18 @@ def _train(
     if monitor is not None:
         monitor.enter(run.status)
     resumable = saved is not None or bool(config.run.trainer.fast_dev_run)
+    rates = metrics.rates[1:] or metrics.rates  # the first interval has the warm-up
     return RunSummary(
         step=run.step,
         max_steps=run.max_steps,
         loss=None if run.last is None else float(run.last.loss.loss),
         consumed_tokens=session.state.consumed_tokens,
-        tokens_per_s=metrics.typical_tokens_per_s,
+        tokens_per_s=median_high(rates) if rates else None,
         run_dir=config.run_dir,
         checkpoint=saved,
         resume_command=resume_command(config, run.step) if resumable else None,
         exit_status=0 if signals.received is None else 128 + signals.received,
     )
-
-
-def _resumes(start: Start | ForeignStart | None) -> TypeGuard[Start]:
-    """Return whether the run resumes with everything, and not with weights alone."""
-    return isinstance(start, Start) and not start.weights_only
 
 
 def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
@@ -328,15 +341,3 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
         number = 1 + sum(other.partition(" #")[0] == name for other in found)
         found[name if number == 1 else f"{name} #{number}"] = built
     return found
-
-
-def _profiler(config: ResolvedConfig, rank: int) -> Callback | None:
-    kind = config.run.trainer.profiler
-    if kind is None:
-        return None
-    from nxdt_core.run.callbacks.profiler import Profiler
-
-    directory = config.run_dir / "profile" / f"rank-{rank:05d}"
-    with run_dir_explained(config):
-        require_plain_files(make_directory(directory.parent) / directory.name)
-    return Profiler(kind, directory)

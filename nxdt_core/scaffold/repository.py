@@ -78,17 +78,6 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise RepositoryPlaceTaken(path=str(directory))
     texts = {**_texts("common"), **_texts(kind), **(_texts(f"plain_{kind}") if plain else {})}
-    values = _values(kind, name, package, use=texts.pop(PurePosixPath("use.md")))
-    written = []
-    for place, text in sorted(texts.items()):
-        target = directory / _filled(_HIDDEN.sub(".", str(place)).replace("PACKAGE", package), values)
-        target.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(target, _filled(text, values))
-        written.append(target.relative_to(directory))
-    return written
-
-
-def _values(kind: str, name: str, package: str, *, use: str) -> dict[str, str]:
     major, minor = map(int, __version__.split(".")[:2])
     core = f">={major}.{minor},<{major}.{minor + 1}"
     required = [f'"nxdt-core{core}"', *(item.format(core=core) for item in _DEPENDENCIES.get(kind, ()))]
@@ -101,7 +90,14 @@ def _values(kind: str, name: str, package: str, *, use: str) -> dict[str, str]:
         "dependencies": ", ".join(required),
         "summary": next(item.summary for item in KINDS if item.name == kind),
     }
-    return {**values, "use": _filled(use, values).strip("\n")}
+    values["use"] = _filled(texts.pop(PurePosixPath("use.md")), values).strip("\n")
+    written = []
+    for place, text in sorted(texts.items()):
+        target = directory / _filled(_HIDDEN.sub(".", str(place)).replace("PACKAGE", package), values)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        replace_text(target, _filled(text, values))
+        written.append(target.relative_to(directory))
+    return written
 
 
 def _filled(text: str, values: dict[str, str]) -> str:

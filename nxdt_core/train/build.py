@@ -44,29 +44,8 @@ from nxdt_core.train.hidden_state import check_schedule
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Signer, TrustedKeys
 
-__all__ = [
-    "Trainable",
-    "adapters",
-    "batches",
-    "cannot_write",
-    "chat_keys",
-    "dataset",
-    "engine",
-    "locate",
-    "model_builder",
-    "objective",
-    "plan_errors_named",
-    "precision",
-    "run_dir_explained",
-    "schedule",
-    "schedule_horizon",
-    "signer",
-    "step_uri",
-    "storage",
-    "tokenizer",
-    "trusted_keys",
-    "window",
-]
+
+T = TypeVar("T")
 
 
 class Trainable(Adapter):
@@ -84,18 +63,13 @@ class Trainable(Adapter):
         names = [name for name, _ in module.named_parameters()]
         empty = [pattern for pattern in self._patterns if not any(matches_within(pattern, name) for name in names)]
         if empty or not self._patterns:
-            raise TrainableEmpty(patterns=empty, nearest=_nearest(empty, names))
+            known = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))  # equal layers are one
+            close = [name for pattern in empty for name in difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)]
+            raise TrainableEmpty(patterns=empty, nearest=list(dict.fromkeys(close)) or known)
         for name, parameter in module.named_parameters():
             chosen = any(matches_within(pattern, name) for pattern in self._patterns)
             parameter.requires_grad_(parameter.requires_grad and chosen)
         return plan
-
-
-def _nearest(patterns: Sequence[str], names: Sequence[str]) -> list[str]:
-    """Return patterns of parameters that are like one of ``patterns``, or all; those of equal layers are one."""
-    known = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
-    close = [each for pattern in patterns for each in difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)]
-    return list(dict.fromkeys(close)) or known
 
 
 @contextmanager
@@ -114,9 +88,6 @@ def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
     if name.partition(os.sep)[0] not in (".", ".."):
         reason = f"{name}: {reason}"
     return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
-
-
-T = TypeVar("T")
 
 
 def engine(config: ResolvedConfig) -> ParallelEngine:

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -46,24 +45,9 @@ def run_trial(config: ResolvedConfig, ahead: CompileAhead, say: Callable[[str], 
     Returns:
         Where the graphs of all ranks came from; None where a tool compiles them after the trial.
     """
-    with _session(config) as session:
-        ranks, parts = session.engine.ranks, {}
-        for name, work in (("training", _train), ("validation", _validate)):
-            before = _count(ahead)
-            work(session)
-            parts[name] = sum(ranks.all_gather_object(_count(ahead) - before), GraphOrigins())
-            if ranks.rank == 0:
-                say(f"{name}: {parts[name]}" if ahead.origins is not None else f"{name}: traced")
-    return None if ahead.origins is None else sum(parts.values(), GraphOrigins())
-
-
-@contextmanager
-def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
-    """The session of the trial, with a model and an optimizer, and a directory that is gone after it."""
-    engine = TrainSession(config).engine
+    engine, run = TrainSession(config).engine, config.run
     start_engine(config, engine)
     directory = Path(tempfile.gettempdir(), engine.broadcast_object(f"nxdt-compile-{uuid.uuid4().hex}"))
-    run = config.run
     session = TrainSession(
         replace(
             config,
@@ -79,16 +63,27 @@ def _session(config: ResolvedConfig) -> Iterator[TrainSession]:
     try:
         session.build_model()
         session.build_optimizer()
-        yield session
-        engine.ranks.barrier()  # other processes of the machine may still read what is in the directory
+        ranks, parts = engine.ranks, {}
+        for name, work in (("training", _train), ("validation", _validate)):
+            before = _count(ahead)
+            work(session)
+            parts[name] = sum(ranks.all_gather_object(_count(ahead) - before), GraphOrigins())
+            if ranks.rank == 0:
+                say(f"{name}: {parts[name]}" if ahead.origins is not None else f"{name}: traced")
+        ranks.barrier()  # other processes of the machine may still read what is in the directory
     finally:
         shutil.rmtree(directory, ignore_errors=True)
     session.close()  # not after an error: other ranks may be stuck in a collective
+    return None if ahead.origins is None else sum(parts.values(), GraphOrigins())
 
 
 def _train(session: TrainSession) -> None:
+    def first(dataset: Dataset, split: str) -> Dataset:
+        size = session.config.run.data.global_batch_size
+        return first_batches(dataset, _STEPS, size) if isinstance(dataset, MapDataset) else dataset
+
     if session.objective.traits.reference == "before":  # log-probabilities of a whole dataset take hours
-        session.data.replace_datasets(lambda dataset, split: _first(session.config, dataset))
+        session.data.replace_datasets(first)
     for batch in session.batches():
         float(session.step(batch).loss.loss)  # as a run's log does; devices that record operations then run them
 
@@ -113,14 +108,6 @@ def _first_and_last(batches: Iterable[StepInput]) -> Iterator[StepInput]:
             last = batch
     if last is not None:
         yield last
-
-
-def _first(config: ResolvedConfig, dataset: Dataset) -> Dataset:
-    return (
-        first_batches(dataset, _STEPS, config.run.data.global_batch_size)
-        if isinstance(dataset, MapDataset)
-        else dataset
-    )
 
 
 def _count(ahead: CompileAhead) -> GraphOrigins:

@@ -12,6 +12,7 @@ from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.data.preview import Preview
 from nxdt_core.data.preview import preview as look
 from nxdt_core.data.sampler import first_batches, limit_sets
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import SplitMissing
 from nxdt_core.errors.training import LengthUnknown, NoTrainingData, ShareOfUnknownLength
 from nxdt_core.protocols.batch import Batch
@@ -19,8 +20,6 @@ from nxdt_core.protocols.dataset import DatasetSplits, IterableDataset, MapDatas
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
-
-__all__ = ["UNNAMED", "Dataset", "RunData", "StepInput", "TrainLoader", "preview"]
 
 Dataset = MapDataset | IterableDataset
 
@@ -92,20 +91,23 @@ class RunData:
             self._test = _sets(self.config, source, "test")
         if self._train is not None:
             return
-        sets, self._validation = (_sets(self.config, source, name) for name in ("train", "validation"))
-        train = sets.get(UNNAMED)
+        self._validation = _sets(self.config, source, "validation")
+        train = _sets(self.config, source, "train").get(UNNAMED)
         if train is None:
             raise NoTrainingData(loader=type(source).__name__)
         trainer = self.config.run.trainer
         if trainer.overfit_batches:
-            train = self._first(train, "trainer.overfit_batches", trainer.overfit_batches)
+            train = self._first(train, trainer.overfit_batches, LengthUnknown(key="trainer.overfit_batches"))
             self._validation = {UNNAMED: train}
         elif trainer.limit_train_batches is not None:
-            train = self._first(train, "trainer.limit_train_batches", trainer.limit_train_batches)
+            train = self._first(train, trainer.limit_train_batches, LengthUnknown(key="trainer.limit_train_batches"))
         self._train = train
         limit = trainer.limit_val_batches
         if isinstance(limit, float) and limit < 1:
-            self._validation = {name: self._share(dataset, limit) for name, dataset in self._validation.items()}
+            unknown = ShareOfUnknownLength(key="trainer.limit_val_batches", share=limit)
+            self._validation = {
+                name: self._first(dataset, limit, unknown) for name, dataset in self._validation.items()
+            }
         elif isinstance(limit, int) and len(self._validation) > 1:
             self._validation = limit_sets(self._validation, limit, self.config.run.data.global_batch_size)
 
@@ -149,7 +151,8 @@ class RunData:
     def validation_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
         """Return one loader per validation set, each a single pass; none where the configuration names no such data."""
         self.prepare()
-        return self._single_passes(engine, self._validation)
+        sets = self._validation.values()
+        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
 
     def test_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
         """Return one loader per test set, each a single pass.
@@ -160,29 +163,20 @@ class RunData:
         self.prepare(test=True)
         if not self._test:
             raise SplitMissing(split="test")
-        return self._single_passes(engine, self._test)
+        sets = self._test.values()
+        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
 
-    def _single_passes(self, engine: ParallelEngine, sets: Mapping[str, Dataset]) -> list[TrainLoader]:
-        loaders = (build.batches(self.config, engine, dataset, repeat=False) for dataset in sets.values())
-        return [TrainLoader(loader) for loader in loaders]
+    def _first(self, dataset: Dataset, limit: int | float, unknown: NxdtError) -> Dataset:
+        """Return the first global batches of a set: a count, or a share, of which there is at least one above 0.
 
-    def _first(self, dataset: Dataset, key: str, limit: int | float) -> Dataset:
-        """The first global batches of the training data: a count, or a share."""
+        Raises:
+            NxdtError: ``unknown``; the set does not know how many samples it has.
+        """
         if isinstance(limit, float) and limit == 1.0:
             return dataset
         if not isinstance(dataset, MapDataset):
-            raise LengthUnknown(key=key)
+            raise unknown
         return first_batches(dataset, limit, self.config.run.data.global_batch_size)
-
-    def _share(self, dataset: Dataset, share: float) -> Dataset:
-        """The first global batches of a validation set, at least one of a share above 0.
-
-        Raises:
-            ShareOfUnknownLength: the set does not know how many samples it has.
-        """
-        if not isinstance(dataset, MapDataset):
-            raise ShareOfUnknownLength(key="trainer.limit_val_batches", share=share)
-        return first_batches(dataset, share, self.config.run.data.global_batch_size)
 
 
 def _sets(config: ResolvedConfig, source: DatasetSplits, name: SplitName) -> dict[str, Dataset]:

@@ -34,19 +34,7 @@ from nxdt_core.train.sampling import Sampling, Writer
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights.loading import find_weights
 
-__all__ = [
-    "Answer",
-    "LoadedModel",
-    "Question",
-    "Sampling",
-    "evaluate",
-    "generate",
-    "load_model",
-    "metrics",
-    "prompts_in",
-    "questions",
-    "scores",
-]
+__all__ = ["LoadedModel", "Sampling", "load_model"]
 
 _log = logging.getLogger(__name__)
 
@@ -174,38 +162,6 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         yield str(place), record
 
 
-def generate(
-    uri: str,
-    prompt: str,
-    *,
-    chat: bool = False,
-    base: str | None = None,
-    config: str | None = None,
-    trusted: Sequence[str] = (),
-    max_new_tokens: int = 100,
-    **sampling: Any,
-) -> Iterator[str]:
-    """Yield the continuation of ``prompt`` piece by piece.
-
-    Args:
-        uri: as of :func:`~nxdt_core.train.generate.load_model`.
-        prompt: may be empty where the tokenizer has a begin-of-sequence token.
-        chat: the prompt is a user's turn, and what is yielded the answer, by the run's chat template.
-        base: as of ``load_model``.
-        config: as of it, too.
-        trusted: as of it, too.
-        max_new_tokens: end, where the model does not end by itself.
-        sampling: other fields of :class:`~nxdt_core.train.sampling.Sampling`, such as ``temperature``.
-
-    Raises:
-        CannotGenerate: the run has no tokenizer, or there is nothing to begin with.
-        ChatTemplateMissing, TemplateRefuses: of ``chat``.
-    """
-    found = load_model(uri, base=base, config=config, trusted=trusted)
-    ids = found.prompt([{"role": "user", "content": prompt}] if chat else prompt)
-    yield from found.writer.pieces(ids, Sampling(max_new_tokens=max_new_tokens, **sampling))
-
-
 _EXAMPLE = '{"input": "...", "output": "..."}'
 
 
@@ -256,6 +212,8 @@ def questions(
     records, _ = read_records(map(Path, files), "FILES", example=_EXAMPLE)
     for place, record in islice(records, limit):
         question, left = _question(place, record, tokenizer, keys, reserved)
+        if not question.ids or not question.wanted:
+            raise NoAnswerToJudge(place=question.place, reason="the question or the answer is empty")
         if unused is not None:
             unused.add(place, left)
         yield question
@@ -302,7 +260,8 @@ def _question(
     """Return the question of a record, and the fields that it does not use."""
     if isinstance(record.get("prompt"), str) and isinstance(record.get("answer"), str):
         ids = text_ids(record["prompt"], tokenizer, add_bos=keys.add_bos)
-        return _checked(str(place), ids, record["answer"]), unread(record, ("prompt", "answer"))
+        question = Question(place=str(place), ids=ids, wanted=record["answer"].strip())
+        return question, unread(record, ("prompt", "answer"))
     try:
         conversation = read_record(record, place)
     except UnknownRecord as error:
@@ -323,13 +282,8 @@ def _question(
             messages = [message.for_template("") for message in other.messages]
             return runner.run(messages, place=str(place), prompts=True, tools=other.tools)[0]
 
-        question = replace(conversation, messages=asked)
-        ignored = ignored_fields(question, render(question), render)
+        shown = replace(conversation, messages=asked)
+        ignored = ignored_fields(shown, render(shown), render)
     left = (f"messages.{name}" for name in unread(last.fields, ()))
-    return _checked(str(place), ids, last.content), (*conversation.unused, *ignored, *left)
-
-
-def _checked(place: str, ids: list[int], wanted: str) -> Question:
-    if not ids or not wanted.strip():
-        raise NoAnswerToJudge(place=place, reason="the question or the answer is empty")
-    return Question(place=place, ids=ids, wanted=wanted.strip())
+    question = Question(place=str(place), ids=ids, wanted=last.content.strip())
+    return question, (*conversation.unused, *ignored, *left)

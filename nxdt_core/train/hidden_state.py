@@ -8,7 +8,7 @@ look at the core's own.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import pairwise
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -66,9 +66,12 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, report: Callable[[list[s
     parameters = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
 
     def look() -> dict[str, Any]:
-        found = dict(_values(optimizer, "", _hidden(optimizer, parameters), set(parameters)))
-        lost = {repr(key): object() for key in optimizer.state if id(key) not in parameters}
-        return found | {f"state[{key}]": value for key, value in lost.items()}
+        hidden = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH | {"param_groups"}}
+        for number, group in enumerate(optimizer.param_groups):
+            kept_nowhere = {key: value for key, value in group.items() if key not in _OF_THE_CORE}
+            hidden |= {f"param_groups[{number}][{key!r}]": value for key, value in kept_nowhere.items()}
+        lost = {f"state[{key!r}]": object() for key in optimizer.state if id(key) not in parameters}
+        return _values(optimizer, hidden, set(parameters)) | lost
 
     _watch(optimizer, look, report)
 
@@ -79,7 +82,7 @@ def watch_objective(objective: object, optimizer: torch.optim.Optimizer, compone
     def report(names: list[str]) -> None:
         _log.warning("%s", HiddenObjectiveState(name=component.record.name, dist=component.dist, attributes=names))
 
-    _watch(optimizer, lambda: dict(_values(objective, "", getattr(objective, "__dict__", {}), set())), report)
+    _watch(optimizer, lambda: _values(objective, getattr(objective, "__dict__", {}), set()), report)
 
 
 def _watch(
@@ -109,19 +112,10 @@ def _watch(
     optimizer.register_step_post_hook(after_step)
 
 
-def _hidden(optimizer: torch.optim.Optimizer, parameters: Collection[int]) -> dict[str, Any]:
-    """Attributes of an optimizer, and entries of its groups, that no checkpoint keeps."""
-    own = {name: value for name, value in vars(optimizer).items() if name not in _OF_TORCH | {"param_groups"}}
-    for number, group in enumerate(optimizer.param_groups):
-        own |= {f"param_groups[{number}][{key!r}]": value for key, value in group.items() if key not in _OF_THE_CORE}
-    return own
-
-
-def _values(owner: object, path: str, attributes: Mapping[str, Any], seen: set[int]) -> Iterator[tuple[str, Any]]:
-    """Path and comparable value of each number and tensor below ``attributes``."""
+def _values(owner: object, attributes: Mapping[str, Any], seen: set[int]) -> dict[str, Any]:
+    """Return a comparable value of each number and tensor below ``attributes``, by its path."""
     seen.add(id(owner))
-    for name, value in attributes.items():
-        yield from _below(value, f"{path}{name}", seen, _DEPTH)
+    return {path: found for name, value in attributes.items() for path, found in _below(value, name, seen, _DEPTH)}
 
 
 def _below(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

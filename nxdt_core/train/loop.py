@@ -15,8 +15,6 @@ from nxdt_core.system.progress import PROGRESS
 from nxdt_core.train.data import UNNAMED
 from nxdt_core.train.step import without_gradients
 
-__all__ = ["ValidationMetrics", "fit", "validate", "validates_after"]
-
 Metrics = dict[str, float | int | None]
 
 

@@ -349,8 +349,14 @@ def search(
     if given.step_time is None:
         raise NoTimesOfDevice(device=given.product or product, dtype=given.estimate.compute_dtype)
 
-    recomputations, fitting = _recomputations(given.config), list[RankedLayout]()
-    estimated = refused = 0
+    # Settings of recomputation, the fastest first: nothing, inputs that are gathered again, what the configuration
+    # selects, whole layers.
+    granularity, names = "model.activations_checkpoint_granularity", "model.activations_checkpoint_recompute"
+    selected = given.config.run.model.activations_checkpoint_recompute
+    nothing = {granularity: "null", names: "null", _REGATHER: "false"}
+    some = [{**nothing, granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
+    recomputations = [nothing, {**nothing, _REGATHER: "true"}, *some, {**nothing, granularity: "full"}]
+    fitting, estimated, refused = list[RankedLayout](), 0, 0
 
     def least_recomputing(layout: Layout, zero_stage: int) -> RankedLayout | None:
         nonlocal estimated, refused
@@ -411,14 +417,3 @@ def candidates(config: ResolvedConfig) -> Iterator[Layout]:
 
 def _powers_of_two(most: int) -> list[int]:
     return [1 << bits for bits in range(most.bit_length())]
-
-
-def _recomputations(config: ResolvedConfig) -> list[dict[str, str]]:
-    """Return settings of recomputation, the fastest first: nothing, inputs that are gathered again, what the
-    configuration selects, whole layers."""
-    granularity = "model.activations_checkpoint_granularity"
-    names = "model.activations_checkpoint_recompute"
-    selected = config.run.model.activations_checkpoint_recompute
-    nothing = {granularity: "null", names: "null", _REGATHER: "false"}
-    some = [{**nothing, granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
-    return [nothing, {**nothing, _REGATHER: "true"}, *some, {**nothing, granularity: "full"}]

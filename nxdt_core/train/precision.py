@@ -21,16 +21,6 @@ class BF16SRConfig(Section):
     """Dtype of the optimizer's running means between steps; ``bfloat16`` halves their size and rounds them
     stochastically, too."""
 
-    def policy(self) -> PrecisionPolicy:
-        """Return the policy that the values stand for."""
-        return PrecisionPolicy(
-            name="bf16SR",
-            parameters="bfloat16",
-            gradients="bfloat16",
-            optimizer_state=self.optimizer_state,
-            stochastic_rounding=True,
-        )
-
 
 class ManualConfig(Section):
     """The switches of NxD Training one by one. None of them: everything in float32."""
@@ -58,20 +48,6 @@ class ManualConfig(Section):
     def rounds_stochastically(self) -> bool:
         """True if ``neuron_rt_stochastic_rounding_en`` is on."""
         return self.neuron_rt_stochastic_rounding_en in _ON
-
-    def policy(self) -> PrecisionPolicy:
-        """Return the policy that the switches stand for."""
-        if not self.computes_in_bfloat16:
-            return PrecisionPolicy(name="manual")
-        rounded = self.rounds_stochastically
-        return PrecisionPolicy(
-            name="manual",
-            parameters="bfloat16",
-            gradients="float32" if self.fp32_grad_acc else "bfloat16",
-            optimizer_state="float32" if self.master_weights or rounded else "bfloat16",
-            master_weights=self.master_weights,
-            stochastic_rounding=rounded,
-        )
 
     def check(self) -> Iterable[tuple[str, str]]:
         """Yield (key, problem) for switches that contradict each other."""
@@ -120,9 +96,25 @@ def mixed_precision_sr(config: object) -> PrecisionPolicy:
 def bf16_sr(config: BF16SRConfig) -> PrecisionPolicy:
     """Return the weights and gradients in bfloat16 alone; the optimizer's update is rounded into the weights
     stochastically."""
-    return config.policy()
+    return PrecisionPolicy(
+        name="bf16SR",
+        parameters="bfloat16",
+        gradients="bfloat16",
+        optimizer_state=config.optimizer_state,
+        stochastic_rounding=True,
+    )
 
 
 def manual(config: ManualConfig) -> PrecisionPolicy:
     """Return what NxD Training's switches ask for."""
-    return config.policy()
+    if not config.computes_in_bfloat16:
+        return PrecisionPolicy(name="manual")
+    rounded = config.rounds_stochastically
+    return PrecisionPolicy(
+        name="manual",
+        parameters="bfloat16",
+        gradients="float32" if config.fp32_grad_acc else "bfloat16",
+        optimizer_state="float32" if config.master_weights or rounded else "bfloat16",
+        master_weights=config.master_weights,
+        stochastic_rounding=rounded,
+    )

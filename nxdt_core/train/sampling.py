@@ -17,14 +17,6 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = [
-    "Sampler",
-    "Sampling",
-    "Writer",
-    "completion",
-    "warped",
-]
-
 _log = logging.getLogger(__name__)
 
 _BLOCK = 16

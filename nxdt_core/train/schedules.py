@@ -7,7 +7,7 @@ first step after the warm-up has the full rate. Imports no torch.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal
 
 from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
@@ -16,6 +16,12 @@ from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
 _OF_THE_CURVE = PartOf("model.optim.sched.max_steps")
+_SHAPES: Mapping[str, Callable[[float], float]] = {
+    "linear": lambda left: left,
+    "cosine": lambda left: 0.5 * (1.0 + math.cos(math.pi * (1.0 - left))),
+    "sqrt": lambda left: 1.0 - math.sqrt(1.0 - left),
+}
+"""Height of a decay by the share of it that is left."""
 
 
 class WarmupConfig(Section):
@@ -112,11 +118,6 @@ def warmup(step: int, warmup_steps: int) -> float:
     return (step + 1) / (warmup_steps + 1) if step < warmup_steps else 1.0
 
 
-def share_left(step: int, start: int, end: int) -> float:
-    """1 at ``start``, falling evenly to 0 at ``end`` and beyond; 0 where there is nothing between them."""
-    return 0.0 if step >= end else (end - step) / (end - start)
-
-
 def until(end: int, floor: float, curve: LRSchedule) -> LRSchedule:
     """``curve`` up to and with step ``end``, then ``floor``."""
     return lambda step: floor if step > end else curve(step)
@@ -140,13 +141,14 @@ def end_of(name: str, horizon: ScheduleHorizon) -> int:
 
 def linear_annealing(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Linear warm-up, then linear to ``min_lr`` at the horizon."""
-    return _between(config, horizon, config.warmup_steps, end_of("LinearAnnealingWithWarmUp", horizon), _linear)
+    end = end_of("LinearAnnealingWithWarmUp", horizon)
+    return _between(config, horizon, config.warmup_steps, end, _SHAPES["linear"])
 
 
 def cosine_annealing(config: CosineAnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Linear warm-up, then ``min + (1 - min) (1 + cos(pi t)) / 2`` (Loshchilov & Hutter 2017, arXiv:1608.03983)."""
     end = end_of("CosineAnnealing", horizon) - config.constant_steps
-    return _between(config, horizon, config.warmup_steps, end, _cosine)
+    return _between(config, horizon, config.warmup_steps, end, _SHAPES["cosine"])
 
 
 def polynomial(config: PolynomialConfig, horizon: ScheduleHorizon) -> LRSchedule:
@@ -160,8 +162,8 @@ def warmup_stable_decay(config: WSDConfig, horizon: ScheduleHorizon) -> LRSchedu
     """Linear warm-up, 1, then the decay (Hu et al. 2024, arXiv:2404.06395)."""
     end = end_of("WSD", horizon)
     decay_steps = max(1, end // 10) if config.decay_steps is None else config.decay_steps
-    shape = {"linear": _linear, "cosine": _cosine, "sqrt": _sqrt}[config.decay_shape]
-    return _between(config, horizon, max(config.warmup_steps, end - decay_steps), end, shape)
+    start = max(config.warmup_steps, end - decay_steps)
+    return _between(config, horizon, start, end, _SHAPES[config.decay_shape])
 
 
 def square_annealing(config: SquareAnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
@@ -183,7 +185,8 @@ def _between(
     def factor(step: int) -> float:
         if step < start:
             return warmup(step, config.warmup_steps)
-        return floor + (1.0 - floor) * shape(share_left(step, start, end))
+        left = 0.0 if step >= end else (end - step) / (end - start)
+        return floor + (1.0 - floor) * shape(left)
 
     return factor
 
@@ -195,21 +198,10 @@ def _clipped(config: AnnealingConfig, horizon: ScheduleHorizon, start: int, end:
     def factor(step: int) -> float:
         if step < config.warmup_steps:
             return warmup(step, config.warmup_steps)
-        return float(max(floor, share_left(step, start, end) ** power))
+        left = 0.0 if step >= end else (end - step) / (end - start)
+        return float(max(floor, left**power))
 
     return factor
-
-
-def _linear(left: float) -> float:
-    return left
-
-
-def _cosine(left: float) -> float:
-    return 0.5 * (1.0 + math.cos(math.pi * (1.0 - left)))
-
-
-def _sqrt(left: float) -> float:
-    return 1.0 - math.sqrt(1.0 - left)
 
 
 def constant(config: WarmupConfig, horizon: ScheduleHorizon) -> LRSchedule:

@@ -15,6 +15,7 @@ A whole training loop, right on any number of ranks::
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -24,13 +25,16 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, overload
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config import load as load_config
+from nxdt_core.config.section import keys_of
 from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.base import listing
+from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.kernel.plugin import BUILTIN
 from nxdt_core.launch.agreement import check_world_size
@@ -44,8 +48,17 @@ from nxdt_core.system.garbage_collection import GarbageCollection
 from nxdt_core.train import build
 from nxdt_core.train.data import Dataset, RunData, StepInput, TrainLoader
 from nxdt_core.train.hidden_state import watch_objective
-from nxdt_core.train.saved_state import SaveFacts, SaveParts, load_saved, save_parts
-from nxdt_core.train.state import TrainState, free_earlier_runs, restore_rng, seed_all, state_explained
+from nxdt_core.train.state import (
+    SaveFacts,
+    TrainState,
+    capture_rng,
+    free_earlier_runs,
+    restore_rng,
+    round_to_bfloat16,
+    seed_all,
+    state_explained,
+    versions_of,
+)
 from nxdt_core.train.step import (
     StepResult,
     initialize_parallel_model,
@@ -54,19 +67,16 @@ from nxdt_core.train.step import (
     start_engine,
     train_step,
 )
-from nxdt_core.train.weights.average import WeightAverage
-from nxdt_core.train.weights.loading import teacher_of, trained_parameters
+from nxdt_core.train.weights.average import WeightAverage, pop_average
+from nxdt_core.train.weights.loading import base_digest, load_weights, teacher_of, trained_parameters, without_base
 from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
-from nxdt_core.train.weights.saved_config import config_to_save
+from nxdt_core.train.weights.saved_config import check_shared_state, config_to_save, continues_optimizer
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import CheckpointManager, Manifest
 
-__all__ = ["SaveFacts", "TrainSession"]
 
 _log = logging.getLogger(__name__)
-
-
 _NO_FACTS = SaveFacts()
 
 
@@ -341,9 +351,8 @@ class TrainSession:
                 still has work to do passes False, and calls ``collections.after_step`` itself.
         """
         self.collections.begin(profile_of(self.engine.device).gc_interval)
-        micro_batches, generated = self._generated(batch, train=True)
         with build.plan_errors_named(self.config):
-            objective, micro_batches = self._prepared(micro_batches)
+            objective, micro_batches, generated = self._prepared(batch, train=True)
             result = train_step(
                 self.model,
                 self.optimizer,
@@ -366,8 +375,7 @@ class TrainSession:
 
     def evaluate_batch(self, batch: StepInput | Sequence[Batch]) -> StepLoss:
         """Return the loss of one global batch, forward only. Collective."""
-        micro_batches, _ = self._generated(batch, train=False)
-        objective, micro_batches = self._prepared(micro_batches)
+        objective, micro_batches, _ = self._prepared(batch, train=False)
         return self.model.run_eval(micro_batches, objective)
 
     def evaluate(self) -> dict[str, float]:
@@ -389,20 +397,17 @@ class TrainSession:
         try:
             yield
         finally:
-            self.average.swap_out(self.model, weights)
+            self.model.load_state_dict(weights, strict=False)
 
-    def _generated(self, batch: StepInput | Sequence[Batch], *, train: bool) -> tuple[Sequence[Batch], Any]:
-        """Return the micro-batches of ``batch``, or those that the objective generates for them, and what of the latter
-        the next step needs."""
+    def _prepared(self, batch: StepInput | Sequence[Batch], *, train: bool) -> tuple[Objective, Sequence[Batch], Any]:
+        """Return the objective of a pass, the micro-batches of ``batch``, or those that the objective generates for
+        them, and what of the latter the next step needs. Where the objective needs log-probabilities of the base at
+        each step, the micro-batches have them."""
         micro_batches = batch.micro_batches if isinstance(batch, StepInput) else batch
-        return self.objective.generate(self, micro_batches, train=train)
-
-    def _prepared(self, micro_batches: Sequence[Batch]) -> tuple[Objective, Sequence[Batch]]:
-        """Return the objective and the micro-batches of a pass; where the objective needs them at each step, with
-        log-probabilities of the base."""
+        micro_batches, generated = self.objective.generate(self, micro_batches, train=train)
         if self._traits.reference == "step":
             micro_batches = with_base(micro_batches, self.model, temperature=self._traits.temperature)
-        return self.objective.prepare(micro_batches, self.model)
+        return *self.objective.prepare(micro_batches, self.model), generated
 
     # Checkpoints.
 
@@ -463,16 +468,60 @@ class TrainSession:
         Returns:
             The committed manifest; of a manager, False where it skips saves while one is in flight, and one is.
         """
-        parts = self._parts(extra, about)
+        config, model, optimizer, ranks = self.config, self.model, self.built_optimizer, self.engine.ranks
+        weights, of_optimizer = model.state_dict(), {} if optimizer is None else optimizer.state_dict()
+        if optimizer is not None and self._elements is None:
+            check_shared_state(of_optimizer, weights, ranks)
+        coded = config.run.adapter.base_dtype is not None
+        alone = coded or not all(adapter.saves_base for adapter in build.adapters(config))
+        if alone:
+            weights = without_base(model, weights)
+        if config.run.checkpoint.save_bf16:
+            weights, masters = round_to_bfloat16(weights, dict(model.named_parameters()))
+            of_optimizer |= {} if optimizer is None else masters
+        if optimizer is not None and self.average is not None:
+            of_optimizer |= self.average.state_dict()
+        if self._elements is None:  # of all ranks together
+            sizes = {name: math.prod(weight.shape) for name, weight in weights.items()}
+            by_name = {name: size for part in ranks.all_gather_object(sizes) for name, size in part.items()}
+            self._elements = sum(by_name.values())
+        # The optimizer counts what it skipped since this process began, so what is saved has these taken off.
+        updates = max(0, self.state.updates - (0 if optimizer is None else int(optimizer.skipped_steps)))
+        facts = checkpoint.CheckpointFacts(
+            consumed_samples=self.state.consumed_samples,
+            consumed_tokens=self.state.consumed_tokens,
+            updates=updates,
+            config=self._saved_config,
+            plugin_fingerprint=config.kernel.fingerprint(),
+            plugins=config.kernel.identities(),
+            mesh=dict(self.engine.rank_info.mesh),
+            metrics=dict(about.metrics),
+            versions=versions_of(config.kernel),
+            keep=about.keep,
+            fencing=about.fencing,
+            elements=self._elements,
+            base=base_digest(model, ranks) if model.added else "",
+            without_base=alone,
+            hf=self.hf_facts,
+        )
+        counters, rng = {**self.state.to_dict(), "updates": updates}, capture_rng(self.engine.device)
+        parts: dict[str, Any] = {
+            "step": self.state.step,
+            "model": weights,
+            "optimizer": of_optimizer,
+            "state": {"train": counters, "rng": rng, "extra": extra or {}},
+            "facts": facts,
+            "ties": {},
+        }
         if isinstance(to, checkpoint.CheckpointManager):
             return to.save(**parts, asynchronous=asynchronous)
-        storage, ranks = build.storage(self.config) if to is None else to, self.engine.ranks
+        storage = build.storage(config) if to is None else to
         return checkpoint.save(
             storage,
             checkpoint.plan_save(storage, **parts, ranks=ranks),
             ranks=ranks,
             before_commit=None if before_commit is None else lambda manifest: before_commit(),
-            signer=build.signer(self.config),
+            signer=build.signer(config),
         )
 
     def load_checkpoint(
@@ -503,20 +552,48 @@ class TrainSession:
             OptimizerChanged: the optimizer is another one, and ``checkpoint.optimizer_on_change`` is ``error``.
             CheckpointDamaged: a file is not what was written, or the state is not that of a run.
         """
+        config, model, ranks, where = self.config, self.model, self.engine.ranks, build.step_uri(storage, manifest.step)
         if strict is None:
-            strict = self.config.run.checkpoint.strict
+            strict = config.run.checkpoint.strict
         optimizer = None if weights_only else self.built_optimizer
-        saved, same_layout = load_saved(
-            storage,
-            manifest,
-            config=self.config,
-            engine=self.engine,
-            model=self.model,
-            optimizer=optimizer,
-            average=self.average,
-            strict=strict,
-        )
-        with state_explained(build.step_uri(storage, manifest.step)):
+        continues = optimizer is None or continues_optimizer(config, manifest, where)
+        more_rows = optimizer is None and build.added_tokens(config)  # than the table of a checkpoint without them has
+        try:
+            weights = load_weights(
+                storage,
+                manifest,
+                engine=self.engine,
+                model=model,
+                strict=strict,
+                with_optimizer=optimizer is not None,
+                table_rows=build.model_builder(config).vocab_size if more_rows else None,
+            )
+            # The state without tensors is that of this rank, or of rank 0 where the layout is another.
+            same_layout = dict(manifest.facts.mesh) == dict(self.engine.rank_info.mesh)
+            same_layout &= checkpoint.saved_ranks(manifest) == ranks.world_size
+            saved = checkpoint.load_state(storage, manifest, rank=ranks.rank if same_layout else 0, ranks=ranks)
+            if optimizer is not None:
+                of_optimizer = checkpoint.load_optimizer_like(
+                    storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict
+                )
+                suffix = f"/{MASTER_WEIGHT}"  # the wider weights of :func:`round_to_bfloat16`
+                wider = [key for key in of_optimizer if key.endswith(suffix)]
+                model.load_state_dict({key.removesuffix(suffix): of_optimizer.pop(key) for key in wider}, strict=False)
+                averaged = pop_average(of_optimizer)
+                if self.average is not None:
+                    self.average.load_state_dict(averaged)
+                if continues:
+                    optimizer.load_state_dict(of_optimizer)
+        except WeightsDoNotFit as error:  # say which keys of the model differ between the two
+            before = manifest.facts.config.get("model", {})
+            before = before if isinstance(before, Mapping) else {}
+            shown, values = config.to_dict()["model"], config.to_values()["model"]
+            cls: Any = type(config.selected("model").config)
+            keys = [key for key in ("name", *keys_of(cls)) if key in before]
+            differing = [key for key in keys if before[key] not in (shown.get(key), values.get(key))]
+            error.saved = [f"model.{key}={before[key]}" for key in differing]
+            raise
+        with state_explained(where):
             if optimizer is not None and same_layout:
                 restore_rng(saved["rng"], self.engine.device)
             if not weights_only:
@@ -547,20 +624,3 @@ class TrainSession:
             return frozenset()
         theirs = () if source is None else source.stops_of(tokenizer)
         return frozenset((*stop_ids(build.chat_keys(self.config), tokenizer), *theirs))
-
-    def _parts(self, extra: dict[str, Any] | None, about: SaveFacts) -> SaveParts:
-        parts = save_parts(
-            self.config,
-            self.engine,
-            self.model,
-            self.built_optimizer,
-            self.average,
-            self.state,
-            extra=extra or {},
-            about=about,
-            saved_config=self._saved_config,
-            elements=self._elements,
-            hf=self.hf_facts,
-        )
-        self._elements = parts["facts"].elements
-        return parts

@@ -1,31 +1,33 @@
-"""Progress of a run: counters, data position and random-number generators, as a checkpoint stores them."""
+"""Content of a checkpoint of a run besides its tensors: counters, data position, random-number generators, facts.
+
+With ``checkpoint.save_bf16``, weights are in bfloat16. Where a run updates wider weights (masters, or float32 weights
+themselves), the section ``model`` gets them rounded to the nearest, for those who only want a model. The section
+``optim`` gets them as they are, under ``<parameter name>/master_weight``, so that a resume is exact.
+"""
 
 from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from nxdt_core._version import __version__
+from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.distributed.devices import HOST, max_memory_bytes, profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.kernel import Kernel
+from nxdt_core.protocols.piece import Piece
 
-__all__ = [
-    "TrainState",
-    "capture_rng",
-    "free_earlier_runs",
-    "restore_rng",
-    "seed_all",
-    "state_explained",
-    "versions_of",
-]
+if TYPE_CHECKING:
+    from nxdt_core.checkpoint.format.manifest import Keep
+
+Tensors = dict[str, torch.Tensor | Piece]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -56,6 +58,18 @@ class TrainState:
             if type(value) is not type(getattr(self, name)):
                 raise TypeError(f"'{name}' is {value!r}")
             setattr(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveFacts:
+    """Facts of a checkpoint that a loop adds to its state."""
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Metrics by which retention may rank it."""
+    keep: Keep = "regular"
+    """Treatment of the checkpoint by retention."""
+    fencing: int = 0
+    """Number of the ownership under which it is saved; 0 where the store has no owner."""
 
 
 def seed_all(seed: int, device: torch.device = HOST) -> None:
@@ -123,3 +137,22 @@ def free_earlier_runs(device: torch.device) -> None:
     """
     if not profile_of(device).host and max_memory_bytes(device):
         gc.collect()
+
+
+def round_to_bfloat16(weights: Tensors, parameters: Collection[str]) -> tuple[Tensors, Tensors]:
+    """Round those of ``weights`` that are ``parameters`` and wider than bfloat16.
+
+    The rounded ones are 2 bytes per element of new memory on the device, until they are saved.
+
+    Returns:
+        The weights, and those that were rounded, as they were, under the names of optimizer state.
+    """
+    rounded, masters = dict(weights), Tensors()
+    for name, weight in weights.items():
+        dtype = (weight.tensor if isinstance(weight, Piece) else weight).dtype
+        if name in parameters and dtype.is_floating_point and dtype.itemsize > torch.bfloat16.itemsize:
+            masters[f"{name}/{MASTER_WEIGHT}"] = weight
+            rounded[name] = (
+                replace(weight, tensor=weight.tensor.bfloat16()) if isinstance(weight, Piece) else weight.bfloat16()
+            )
+    return rounded, masters

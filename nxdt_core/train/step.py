@@ -25,16 +25,6 @@ from nxdt_core.train import build
 from nxdt_core.train.hidden_state import watch_optimizer
 from nxdt_core.train.state import TrainState
 
-__all__ = [
-    "StepResult",
-    "initialize_parallel_model",
-    "initialize_parallel_optimizer",
-    "mean_loss",
-    "start_engine",
-    "train_step",
-    "without_gradients",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepResult:

@@ -20,7 +20,7 @@ from nxdt_core.cli.plot import read_run as read_plotted
 from nxdt_core.cli.report import POLICY, notice, page, read_run
 from nxdt_core.cli.report_plot import plot
 from nxdt_core.errors.training import NotARunDirectory
-from nxdt_core.run import metric_files
+from nxdt_core.run import metric_rows
 from tests import processes
 
 ROOT = Path(__file__).parents[2]
@@ -268,7 +268,7 @@ def test_many_rows_are_thinned_to_their_extremes_while_they_are_read(tmp_path, m
     (tmp_path / "metrics.jsonl").write_text(text)
     (tmp_path / "metrics.replaced.jsonl").write_text(text)
     whole = read_run(tmp_path)
-    monkeypatch.setattr(metric_files, "_MOST_ROWS", 512)
+    monkeypatch.setattr(metric_rows, "_MOST_ROWS", 512)
     thinned = read_run(tmp_path)
     for name, curve in whole.curves.items():
         kept = thinned.curves[name]

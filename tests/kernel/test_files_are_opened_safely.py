@@ -62,19 +62,18 @@ ALLOWED = {
         f"{CORE}/cli/plugins.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
         f"{CORE}/kernel/lock.py: open(path, 'rb', buffering=0)",
         f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
-        f"{CORE}/run/environment.py: module.read_bytes()",
+        f"{CORE}/cli/env.py: module.read_bytes()",
     },
     "files of the operating system": {
         f"{CORE}/system/file_lock.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
         f"{CORE}/system/file_lock.py: (_PROC / str(pid) / 'stat').read_text()",
         f"{CORE}/cli/app.py: open(os.devnull, 'w', encoding='utf-8')",
-        f"{CORE}/cli/app.py: os.open(os.devnull, os.O_WRONLY)",
-        f"{CORE}/cli/train.py: os.open(os.devnull, os.O_WRONLY)",
+        f"{CORE}/cli/verb.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",
         f"{CORE}/system/file_lock.py: MOUNTS.read_bytes()",
         f"{CORE}/system/progress.py: Path(f'/proc/{{pid}}/stat').read_text(encoding='utf-8', errors='replace')",
         f"{CORE}/distributed/device_operations.py: (system / file).read_text()",
-        f"{CORE}/run/environment.py: file.read_text()",
+        f"{CORE}/cli/env.py: file.read_text()",
     },
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
@@ -102,7 +101,7 @@ ALLOWED = {
     },
     "checked by `require_regular` or `require_plain_files` before; the library opens paths only": {
         f"{CORE}/data/cache.py: open_memmap(path, mode='r')",
-        f"{CORE}/run/callbacks/profiler.py: found.export_chrome_trace(str(self._directory / 'training_steps.json'))",
+        f"{CORE}/run/callbacks/profiler.py: trace.export_chrome_trace(target)",
     },
     "of the store of checkpoints: a directory, and a name for a file that it has made": {
         f"{CORE}/checkpoint/stores/local.py: os.link(temporary, path)",

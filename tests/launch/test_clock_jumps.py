@@ -52,15 +52,14 @@ def test_a_run_does_not_care_what_time_it_is(tmp_path, metric_rows):
 
 def test_runs_that_begin_at_the_same_time_have_directories_of_their_own(small_run, tmp_path, monkeypatch):
     """As after a clock was set back: the second run must not write into the directory of the first."""
-    from nxdt_core.run import files as run_files
-    from nxdt_core.run import train
+    from nxdt_core.run import start, train
 
-    class Stopped(run_files.datetime):
+    class Stopped(start.datetime):
         @classmethod
         def now(cls, tz=None):
             return cls(2026, 11, 23, 4, 5, 6)
 
-    monkeypatch.setattr(run_files, "datetime", Stopped)
+    monkeypatch.setattr(start, "datetime", Stopped)
     keys = ("trainer.max_steps=1", "exp_manager.use_datetime_version=true", "checkpoint.resume_if_exists=false")
     for _ in range(3):
         train(small_run(*keys))

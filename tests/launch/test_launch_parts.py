@@ -361,7 +361,7 @@ class TwoRanks:
     def __init__(self):
         self.before = 0
 
-    def largest_before(self, value):
+    def largest_before(self, value, *, topic=""):
         answer, self.before = self.before, value
         return answer
 

@@ -14,7 +14,7 @@ from nxdt_core.cli import main
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import CheckpointNotFound, NoBestCheckpoint
 from nxdt_core.run.training import train
-from nxdt_core.train.generate import generate
+from nxdt_core.train.generate import Sampling, load_model
 from nxdt_core.train.weights.export import export_hf
 from nxdt_core.train.weights.loading import find_weights
 from nxdt_core.train.weights.saved_config import locate
@@ -24,6 +24,12 @@ TINY = (
     *("checkpoint.every_n_train_steps=1", "trainer.val_check_interval=1", "trainer.limit_val_batches=1"),
 )
 WORSENING = ("model.optim.sched={name: constant}", "model.optim.lr=0.3")
+
+
+def written(uri, prompt, tokens):
+    """Return what the model at an address writes behind a prompt."""
+    model = load_model(uri)
+    return "".join(model.writer.pieces(model.prompt(prompt), Sampling(max_new_tokens=tokens)))
 
 
 @pytest.fixture
@@ -81,7 +87,7 @@ def test_it_outlives_retention_and_is_what_is_generated_with_and_exported(run, t
     assert kept == sorted({best, 4})
     assert best < 4, "the newest is the best, and hides mistakes"
     step = directory / "checkpoints" / f"step-{best:08}"
-    words = ["".join(generate(str(each), "In the", max_new_tokens=6)) for each in (directory / "best", step)]
+    words = [written(str(each), "In the", 6) for each in (directory / "best", step)]
     assert words[0] == words[1]
     for name, source in {"best": directory / "best", "step": step}.items():
         export_hf(str(source), str(tmp_path / name))

@@ -29,7 +29,7 @@ from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
 from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.run.training import train
 from nxdt_core.system.visible_text import visible
-from nxdt_core.train.generate import Answer, Question, generate, questions, scores
+from nxdt_core.train.generate import Answer, Question, Sampling, load_model, questions, scores
 from tests import processes
 from tests.train.small import SMALL
 
@@ -270,9 +270,10 @@ def test_a_question_that_the_model_cannot_see_whole_is_refused(trained, tmp_path
 
 def test_a_prompt_of_which_the_model_sees_the_end_alone_is_told(trained, caplog):
     window, uri = trained.selected("model").config.max_position_embeddings, str(trained.run_dir / "checkpoints")
-    list(generate(uri, "a" * window, max_new_tokens=1))
+    model = load_model(uri)
+    list(model.writer.pieces(model.prompt("a" * window), Sampling(max_new_tokens=1)))
     assert "tokens" not in caplog.text
-    list(generate(uri, "a" * (window + 1), max_new_tokens=1))
+    list(model.writer.pieces(model.prompt("a" * (window + 1)), Sampling(max_new_tokens=1)))
     assert f"{window + 1} tokens; the model sees the last {window}" in caplog.text
 
 

@@ -112,10 +112,18 @@ def compare_checkpoints(
         common = [name for name in indexes[0] if name in indexes[1]]
         compared += len(common)
         differing += _compare_section(first, second, section, common, progress)
+    values: list[ValueDifference] = []
+    if "state" in subjects:
+        states = [set(filter(is_state_name, side.manifest.files)) for side in (first, second)]
+        for name in sorted(states[0] | states[1]):
+            trees = [_state(side, name) if name in of else {} for side, of in zip((first, second), states, strict=True)]
+            values += compare_trees(name, *trees)
+    if "config" in subjects:
+        values += compare_trees("config", first.manifest.facts.config, second.manifest.facts.config)
     return Difference(
         only_in=(tuple(only[0]), tuple(only[1])),
         tensors=tuple(differing),
-        values=tuple(_compare_values(first, second, subjects)),
+        values=tuple(values),
         tensors_compared=compared,
     )
 
@@ -237,16 +245,6 @@ def _rows_of_bytes(tensor: torch.Tensor) -> torch.Tensor:
     import torch
 
     return tensor.view(torch.uint8).reshape(tensor.numel(), tensor.element_size())
-
-
-def _compare_values(first: Side, second: Side, subjects: Sequence[Subject]) -> Iterator[ValueDifference]:
-    if "state" in subjects:
-        states = [set(filter(is_state_name, side.manifest.files)) for side in (first, second)]
-        for name in sorted(states[0] | states[1]):
-            trees = [_state(side, name) if name in of else {} for side, of in zip((first, second), states, strict=True)]
-            yield from compare_trees(name, trees[0], trees[1])
-    if "config" in subjects:
-        yield from compare_trees("config", first.manifest.facts.config, second.manifest.facts.config)
 
 
 def _state(side: Side, name: str) -> Any:

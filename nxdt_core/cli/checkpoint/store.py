@@ -43,7 +43,6 @@ from nxdt_core.errors.checkpoints import (
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from nxdt_core.checkpoint.format.tensor_index import TensorEntry
     from nxdt_core.launch.supervision.client import Client
     from nxdt_core.protocols.ranks import RankAgreement
     from nxdt_core.protocols.store import CheckpointStore
@@ -131,7 +130,7 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
     Returns:
         The exit status. The failure of one rank ends all of them, and is reported once.
     """
-    from nxdt_core.launch.joining import find_place
+    from nxdt_core.distributed.environment import find_place
 
     place = find_place()
     if place.world_size == 1:
@@ -230,7 +229,15 @@ def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> No
         print_json(config) if json_output else say(text, end="")
         return
     signer = claimed_signer(storage, manifest)
-    sections = {section: _summary(index) for section, index in manifest.tensors.items()}
+    sections: dict[str, dict[str, Any]] = {}
+    for section, index in manifest.tensors.items():
+        sections[section] = {
+            "tensors": len(index),
+            # Tensors that share the memory of another one count as tensors and have no bytes.
+            "elements": sum(prod(entry.shape) for entry in index.values() if entry.same_as is None),
+            "size_bytes": sum(entry.part_bytes(part) for entry in index.values() for part in entry.parts),
+            "dtypes": dict(Counter(entry.dtype for entry in index.values())),
+        }
     entries = [
         (section, name, entry, sum(map(entry.part_bytes, entry.parts)))
         for section, index in manifest.tensors.items()
@@ -296,17 +303,6 @@ def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> No
         ]
         header = ("SECTION", "DTYPE", "SHAPE", "SIZE", "PARTS", "NAME")
         print_table(header, rows, right=("SIZE", "PARTS"), optional=("PARTS", "SECTION", "SIZE"))
-
-
-def _summary(index: Mapping[str, TensorEntry]) -> dict[str, Any]:
-    """Return the counts of one section; tensors that share the memory of another one count as tensors and have no
-    bytes."""
-    return {
-        "tensors": len(index),
-        "elements": sum(prod(entry.shape) for entry in index.values() if entry.same_as is None),
-        "size_bytes": sum(entry.part_bytes(part) for entry in index.values() for part in entry.parts),
-        "dtypes": dict(Counter(entry.dtype for entry in index.values())),
-    }
 
 
 def _pairs(values: Mapping[str, object]) -> str:

@@ -6,8 +6,9 @@ start ``torchrun``, which reads the variables that the operator sets.
 
 from __future__ import annotations
 
+import json
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import yaml
@@ -74,34 +75,24 @@ def manifests(
     made = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
     objects.append(made(job, {**metadata, **({"annotations": dict(annotations)} if annotations else {})}, options))
     texts = [_text(manifest) for manifest in objects]
-    notes = [*_notes(job, options)]
+    notes = []  # what the objects alone do not ensure
+    if options.workload == "trainjob":
+        notes.append(f"The cluster must have the ClusterTrainingRuntime {options.runtime!r} of Kubeflow Trainer.")
+    if not _limits(job, options).keys() - {"memory"}:
+        notes.append("The pods ask for no devices: set --instance-type or --device-resource.")
+    inside = [*options.claims.values(), *(mount.rpartition(":")[2] for mount in options.mounts)]
+    mounted = any(job.checkpoints.startswith(f"{path.rstrip('/')}/") for path in inside)
+    if not mounted and "://" not in job.checkpoints:
+        lost = f"Checkpoints go to {job.checkpoints}, which is lost with a pod"
+        notes.append(f"{lost}: let --claims or --mounts cover it.")
     text = "\n".join([*header(job), "---\n".join(["", *texts])])
     return Submission(files={MANIFEST: text}, command=("kubectl", "apply", "-f", MANIFEST), notes=tuple(notes))
 
 
-class _Dumper(yaml.SafeDumper):
-    """Writes what several objects share in each of them: anchors are hard to read."""
-
-    def ignore_aliases(self, data: Any) -> bool:
-        """Return True."""
-        return True
-
-
 def _text(value: _Object) -> str:
-    text: str = yaml.dump(value, Dumper=_Dumper, sort_keys=False, width=120)
+    """Return YAML that writes what several objects share in each of them: anchors are hard to read."""
+    text: str = yaml.safe_dump(json.loads(json.dumps(value)), sort_keys=False, width=120)
     return text
-
-
-def _notes(job: Job, options: KubernetesOptions) -> Iterator[str]:
-    """Yield what the objects alone do not ensure."""
-    if options.workload == "trainjob":
-        yield f"The cluster must have the ClusterTrainingRuntime {options.runtime!r} of Kubeflow Trainer."
-    if not _limits(job, options).keys() - {"memory"}:
-        yield "The pods ask for no devices: set --instance-type or --device-resource."
-    inside = [*options.claims.values(), *(mount.rpartition(":")[2] for mount in options.mounts)]
-    mounted = any(job.checkpoints.startswith(f"{path.rstrip('/')}/") for path in inside)
-    if not mounted and "://" not in job.checkpoints:
-        yield f"Checkpoints go to {job.checkpoints}, which is lost with a pod: let --claims or --mounts cover it."
 
 
 def _indexed_job(job: Job, metadata: _Object, options: KubernetesOptions) -> _Object:
@@ -208,21 +199,18 @@ def _container(job: Job, options: KubernetesOptions, variables: list[_Object], *
     for number, mount in enumerate(options.mounts):
         host, _, inside = mount.partition(":")
         mounts.append({"name": f"host-{number}", "mountPath": inside or host})
-    container: _Object = {"name": "nxdt", "image": options.image, "command": _command(job, options, torchrun=torchrun)}
+    words = program(options, module=torchrun)
+    command = [*words, *_placed(job, job.train)]
+    if job.compile:
+        first = shlex.join([*words, *_placed(job, job.compile)])
+        command = ["/bin/sh", "-c", f"{first} && exec {shlex.join(command)}"]
+    container: _Object = {"name": "nxdt", "image": options.image, "command": command}
     container["env"] = [*variables, *extra]
     limits = _limits(job, options)
     if limits:
         container["resources"] = {"requests": limits, "limits": limits}
     container["volumeMounts"] = mounts
     return container
-
-
-def _command(job: Job, options: KubernetesOptions, *, torchrun: bool) -> list[str]:
-    words = program(options, module=torchrun)
-    train = [*words, *_placed(job, job.train)]
-    if not job.compile:
-        return train
-    return ["/bin/sh", "-c", f"{shlex.join([*words, *_placed(job, job.compile)])} && exec {shlex.join(train)}"]
 
 
 def _placed(job: Job, arguments: tuple[str, ...]) -> list[str]:

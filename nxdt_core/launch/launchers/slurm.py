@@ -1,4 +1,6 @@
-"""Slurm: joins the tasks of ``srun``, and writes a batch script that compiles, trains, and requeues itself."""
+"""Slurm: joins the tasks of ``srun``, and writes a batch script that compiles, trains, and requeues itself.
+SageMaker HyperPod: Slurm or EKS, where a node that fails is replaced and the job resumes.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +9,13 @@ import socket
 from collections.abc import Mapping, Sequence
 
 from nxdt_core.distributed.environment import join_slurm
-from nxdt_core.launch.launchers.config import SlurmOptions, exports, header, program
+from nxdt_core.launch.launchers.config import HyperPodOptions, SlurmOptions, exports, header, program
+from nxdt_core.launch.launchers.kubernetes import manifests
 from nxdt_core.protocols.launcher import Job, Launcher, RankEnvironment, Submission
 
-SCRIPT = "job.sbatch"
+_SCRIPT = "job.sbatch"
+_HEALTHY = {"sagemaker.amazonaws.com/node-health-status": "Schedulable"}
+"""Label of nodes that HyperPod has checked."""
 _BEGIN = """\
 # Slurm signals this shell if the job is cancelled or requeued, and the tasks alone before the limit of time.
 ended=0
@@ -53,10 +58,30 @@ class SlurmLauncher(Launcher):
 
     def submission(self, job: Job, options: SlurmOptions) -> Submission:
         """Return a batch script."""
-        return Submission(files={SCRIPT: batch_script(job, options)}, command=("sbatch", SCRIPT))
+        return Submission(files={_SCRIPT: _batch_script(job, options)}, command=("sbatch", _SCRIPT))
 
 
-def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = ()) -> str:
+class HyperPodLauncher(SlurmLauncher):
+    """Slurm with ``--auto-resume``, or a PyTorchJob that HyperPod resumes."""
+
+    def submission(self, job: Job, options: HyperPodOptions) -> Submission:  # type: ignore[override]
+        """Return a batch script, or the manifests for EKS."""
+        if options.orchestrator == "slurm":
+            script = _batch_script(job, options.changed(exclusive=True), ["--auto-resume=1"])
+            return Submission(files={_SCRIPT: script}, command=("sbatch", _SCRIPT))
+        annotations = {
+            "sagemaker.amazonaws.com/enable-job-auto-resume": "true",
+            "sagemaker.amazonaws.com/job-max-retry-count": str(options.max_restarts),
+        }
+        placed = options.changed(
+            workload="pytorchjob",
+            namespace=options.namespace or "kubeflow",
+            node_selector={**_HEALTHY, **options.node_selector},
+        )
+        return manifests(job, placed, launcher="hyperpod", annotations=annotations)
+
+
+def _batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = ()) -> str:
     """Return the text of a batch script.
 
     Args:
@@ -67,7 +92,12 @@ def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = 
     tasks = options.tasks or ("node" if job.needs_agent else "device")
     by_node = tasks == "node"
     logs = job.directory / "logs"
-    call = [_srun(job.train, options, srun_options, by_node=by_node), "status=$?"]
+    compile_first = [
+        "# Compile the graphs, so that the first step finds them.",
+        _srun(job.compile, options, by_node=True),
+        "status=$?",
+        'if [ "$status" -ne 0 ]; then exit "$status"; fi',
+    ]
     values = {"partition": options.partition, "account": options.account, "time": options.time}
     words = [
         f"--job-name={job.name}",
@@ -92,20 +122,12 @@ def batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = 
         *options.setup,
         *_BEGIN.splitlines(),
         *(_NODE_VARIABLES.splitlines() if by_node or job.compile else ()),
-        *(_compile(job, options) if job.compile else ()),
-        *call,
+        *(compile_first if job.compile else ()),
+        _srun(job.train, options, srun_options, by_node=by_node),
+        "status=$?",
         *(_REQUEUE.format(limit=options.max_requeues).splitlines() if options.requeue else ['exit "$status"']),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _compile(job: Job, options: SlurmOptions) -> list[str]:
-    return [
-        "# Compile the graphs, so that the first step finds them.",
-        _srun(job.compile, options, by_node=True),
-        "status=$?",
-        'if [ "$status" -ne 0 ]; then exit "$status"; fi',
-    ]
 
 
 def _srun(arguments: Sequence[str], options: SlurmOptions, more: Sequence[str] = (), *, by_node: bool) -> str:

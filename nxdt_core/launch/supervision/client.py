@@ -127,21 +127,18 @@ class Client:
         self._end: End | None = None
         self._down: Down | None = None
         self._heartbeat: Heartbeat | None = None
-        self._ended = threading.Event()
+        self.ended = threading.Event()
+        """Set once the run has ended, or the connection."""
         self._sending = threading.Lock()
         self._connection = socket.create_connection((place.master_addr, supervisor.port))
         keep_alive(self._connection)
-        self._send(Hello(token=supervisor.token, rank=place.rank if is_rank else None, host=place.host))
+        self.send(Hello(token=supervisor.token, rank=place.rank if is_rank else None, host=place.host))
         threading.Thread(target=self._listen, name="client", daemon=True).start()
 
     @property
     def is_first(self) -> bool:
         """Return whether this process is the run's first to read the configuration: rank 0, without our launcher."""
         return self.place.rank == 0 and self._supervisor.in_rank_zero
-
-    def is_watched_by(self, pid: int) -> bool:
-        """Return whether the supervisor is in that process of this host: the connection ends with it."""
-        return (self._supervisor.host, self._supervisor.pid) == (self.place.host, pid)
 
     def watch(self, limit_s: float) -> None:
         """Send heartbeats from now on, so that the supervisor finds out whether this rank hangs.
@@ -153,7 +150,7 @@ class Client:
         PROGRESS.supervised = True
         self._heartbeat = Heartbeat(
             self.place,
-            self._send,
+            self.send,
             limit_s=limit_s,
             on_silence=self._supervisor_hangs if self._supervisor.in_rank_zero and self.place.rank != 0 else None,
         )
@@ -166,8 +163,8 @@ class Client:
 
     def fail(self, kind: FailureKind, text: str, status: int) -> NoReturn:
         """Report a failure; the supervisor decides whose is printed, and this process ends with all others."""
-        self._send(self._failure(kind, text, status))
-        self._ended.wait(_SHUTDOWN_S)
+        self.send(self._failure(kind, text, status))
+        self.ended.wait(_SHUTDOWN_S)
         _leave(status)
 
     def done(self, status: int) -> int:
@@ -177,38 +174,31 @@ class Client:
         """
         if self._heartbeat is not None:
             self._heartbeat.stop()
-        self._send(Done(rank=self.place.rank, status=status))
-        self._ended.wait()
+        self.send(Done(rank=self.place.rank, status=status))
+        self.ended.wait()
         return status if self._supervisor.in_rank_zero else 0
-
-    def wait_for_end(self) -> None:
-        """Return once the run has ended, or the connection."""
-        self._ended.wait()
 
     def outcome(self) -> tuple[int, str | None]:
         """Return the exit status and why the run failed (None where it did not), once a launcher's ranks have ended."""
-        self._ended.wait(_SHUTDOWN_S)
+        self.ended.wait(_SHUTDOWN_S)
         if self._down is not None:
             return self._down.status, self._down.cause
         if self._end is not None:
             return self._end.status, None
-        if self._ended.is_set():  # the connection broke, and no message said why
+        if self.ended.is_set():  # the connection broke, and no message said why
             return RankDied.exit_status, f"the launcher on {self._supervisor.host}, of node 0, died"
         return 0, None
-
-    def ask_to_stop(self, signal: int, *, urgent: bool) -> None:
-        """Let the supervisor stop all ranks, or end them at once if ``urgent``."""
-        self._send(Stop(signal=signal, urgent=urgent))
 
     def _failure(self, kind: FailureKind, text: str, status: int) -> Failure:
         return Failure(rank=self.place.rank, host=self.place.host, kind=kind, text=text, status=status)
 
-    def _send(self, message: Message) -> None:
+    def send(self, message: Message) -> None:
+        """Send a message to the supervisor."""
         try:
             with self._sending:
                 self._connection.sendall(encode(message))
         except OSError:  # the supervisor is gone, and the listening thread deals with that
-            self._ended.wait(_SHUTDOWN_S)
+            self.ended.wait(_SHUTDOWN_S)
 
     def _listen(self) -> None:
         try:
@@ -223,36 +213,33 @@ class Client:
                 launcher = f"The launcher on {self._supervisor.host} died; its ranks end."
                 print(error if self._supervisor.in_rank_zero else launcher, file=sys.stderr, flush=True)
             _leave(RankDied.exit_status)
-        self._ended.set()
+        self.ended.set()
 
     def _receive(self, message: Message) -> None:
         match message:
             case Stop():
                 take = self.on_stop
                 if take is None:
-                    self._send(self._failure("interrupt", "", 128 + message.signal))
+                    self.send(self._failure("interrupt", "", 128 + message.signal))
                 else:
                     take(message.signal)
             case BeatReceived():
                 if self._heartbeat is not None:
                     self._heartbeat.answered()
             case Dump():
-                self._dump(message)
+                continue_stopped(message.silent.get(self.place.host, ()))
+                if self._heartbeat is not None:
+                    self.send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
             case End():
                 self._end = message
-                self._ended.set()
+                self.ended.set()
             case Down() if self._is_rank:
                 _leave(message.status)
             case Down():
                 self._down = message
-                self._ended.set()
+                self.ended.set()
             case _:
                 raise ValueError(f"the supervisor sent {message}")
-
-    def _dump(self, message: Dump) -> None:
-        continue_stopped(message.silent.get(self.place.host, ()))
-        if self._heartbeat is not None:
-            self._send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
 
     def _supervisor_hangs(self, silence_s: float) -> NoReturn:
         """Rank 0, which has the supervisor, is silent; the lowest rank that is left reports it."""

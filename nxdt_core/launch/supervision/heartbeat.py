@@ -140,17 +140,14 @@ class Heartbeat:
         try:
             path = make_directory(directory) / f"rank-{self._place.rank:05d}.txt"
             with open(path, "w", encoding="utf-8", opener=regular_opener) as stream:
-                stream.write(self._summary())
+                stream.write(f"Rank {self._place.rank} on {self._place.host}, process {os.getpid()}, ")
+                stream.write(f"step {PROGRESS.step}, {PROGRESS.phase}\n\nNewest collectives:\n")
+                stream.write("\n".join(read_collectives(_COLLECTIVES).newest or ["none recorded"]) + "\n\n")
                 stream.flush()
                 faulthandler.dump_traceback(stream, all_threads=True)
         except OSError:
             return ""
         return str(directory)
-
-    def _summary(self) -> str:
-        head = f"Rank {self._place.rank} on {self._place.host}, process {os.getpid()}, step {PROGRESS.step}"
-        lines = read_collectives(_COLLECTIVES).newest or ["none recorded"]
-        return "\n".join([f"{head}, {PROGRESS.phase}", "", "Newest collectives:", *lines, "", ""])
 
     def _beat(self) -> None:
         pace_s = min(_LONGEST_S, self._limit_s / _BEATS_PER_LIMIT)
@@ -198,17 +195,14 @@ def is_stopped(pid: int) -> bool:
 
 def _cpu_of_children_s(pid: int) -> float:
     """CPU time of a process's descendants, such as compilers; 0 where the system does not show it."""
+    try:
+        threads = list(Path(f"/proc/{pid}/task").iterdir())
+        children = [int(child) for thread in threads for child in (thread / "children").read_text().split()]
+    except OSError:
+        return 0.0
     seconds = 0.0
-    for child in _children(pid):
+    for child in children:
         fields = process_stat(child)
         if fields:
             seconds += (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") + _cpu_of_children_s(child)
     return seconds
-
-
-def _children(pid: int) -> list[int]:
-    try:
-        threads = list(Path(f"/proc/{pid}/task").iterdir())
-        return [int(child) for thread in threads for child in (thread / "children").read_text().split()]
-    except OSError:
-        return []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -52,7 +52,9 @@ class HangWatch:
         if seen is None:
             self._seen[beat.rank] = _Seen(beat, now, now)
             return
-        if _moved(seen.beat, beat, now - seen.received_at):
+        before, counters = seen.beat, (beat.count, beat.begun, beat.done)
+        computes = not beat.waiting and beat.cpu_s - before.cpu_s > _BUSY * (now - seen.received_at)
+        if computes or (before.count, before.begun, before.done) != counters:
             seen.moved_at = now
         seen.beat, seen.received_at = beat, now
 
@@ -69,36 +71,25 @@ class HangWatch:
         """Return what hangs, or None while nothing does."""
         if not self._seen:
             return None
-        limit_s = max(seen.beat.limit_s for seen in self._seen.values())
-        silent = [seen for seen in self._seen.values() if now - seen.received_at >= limit_s]
+        in_order = [self._seen[rank] for rank in sorted(self._seen)]
+        limit_s = max(seen.beat.limit_s for seen in in_order)
+        silent = [seen for seen in in_order if now - seen.received_at >= limit_s]
+        kind: Literal["silent", "stuck"]
         if silent:
-            return self._hang("silent", silent, now - max(seen.received_at for seen in silent))
-        idle_s = now - max(seen.moved_at for seen in self._seen.values())
-        longest_s = max((now - seen.moved_at for seen in self._seen.values() if seen.beat.waiting), default=0.0)
-        if idle_s < limit_s and longest_s < BUSY_FACTOR * limit_s:
-            return None
-        absent = [seen for seen in self._seen.values() if not seen.beat.waiting]
-        return self._hang("stuck", absent or self._behind(), max(idle_s, longest_s))
-
-    def _behind(self) -> list[_Seen]:
-        """The ranks that have begun the fewest collectives, where all wait."""
-        fewest = min(seen.beat.begun for seen in self._seen.values())
-        return [seen for seen in self._seen.values() if seen.beat.begun == fewest]
-
-    def _hang(self, kind: Literal["silent", "stuck"], entries: Iterable[_Seen], seconds: float) -> Hang:
-        ranks = _in_order(entries)
-        waiting = [seen for seen in self._seen.values() if seen.beat.waiting and seen.beat not in ranks]
-        return Hang(kind=kind, ranks=ranks, waiting=_in_order(waiting), seconds=seconds)
-
-
-def _moved(before: Beat, after: Beat, seconds: float) -> bool:
-    if (before.count, before.begun, before.done) != (after.count, after.begun, after.done):
-        return True
-    return not after.waiting and after.cpu_s - before.cpu_s > _BUSY * seconds
-
-
-def _in_order(entries: Iterable[_Seen]) -> tuple[Beat, ...]:
-    return tuple(sorted((seen.beat for seen in entries), key=lambda beat: beat.rank))
+            kind, hanging, seconds = "silent", silent, now - max(seen.received_at for seen in silent)
+        else:
+            idle_s = now - max(seen.moved_at for seen in in_order)
+            longest_s = max((now - seen.moved_at for seen in in_order if seen.beat.waiting), default=0.0)
+            if idle_s < limit_s and longest_s < BUSY_FACTOR * limit_s:
+                return None
+            kind, seconds = "stuck", max(idle_s, longest_s)
+            hanging = [seen for seen in in_order if not seen.beat.waiting]
+            if not hanging:  # all wait: those that have begun the fewest collectives
+                fewest = min(seen.beat.begun for seen in in_order)
+                hanging = [seen for seen in in_order if seen.beat.begun == fewest]
+        ranks = tuple(seen.beat for seen in hanging)
+        waiting = tuple(seen.beat for seen in in_order if seen.beat.waiting and seen.beat not in ranks)
+        return Hang(kind=kind, ranks=ranks, waiting=waiting, seconds=seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,18 +141,18 @@ def hung(hang: Hang, stopped: AbstractSet[int], stacks: Mapping[int, str]) -> Ro
         stopped: ranks whose process was found stopped.
         stacks: the directory where each rank has written its stacks; empty for a rank that could not.
     """
+    last_seen = []
+    for beat in hang.ranks:
+        process = f"process {beat.pid}" + (" was stopped by a signal" if beat.rank in stopped else "")
+        last = f", last collective: {beat.last}" if beat.last else ""
+        heartbeat = f"last heartbeat: step {beat.step}, {beat.phase}{last}"
+        last_seen.append(f"rank {beat.rank} on {beat.host} ({process}; {heartbeat})")
     error = RankHung(
         kind=hang.kind,
         seconds=hang.seconds,
-        ranks=tuple(_last_seen(beat, stopped=beat.rank in stopped) for beat in hang.ranks),
+        ranks=tuple(last_seen),
         waits=tuple(f"rank {beat.rank} in {beat.last or 'a collective'}" for beat in hang.waiting),
         stacks=next(filter(None, stacks.values()), ""),
     )
     names = ", ".join(f"rank {beat.rank} on {beat.host}" for beat in hang.ranks[:1])
     return RootCause(status=error.exit_status, text=str(error), cause=f"{names} made no progress")
-
-
-def _last_seen(beat: Beat, *, stopped: bool) -> str:
-    process = f"process {beat.pid}" + (" was stopped by a signal" if stopped else "")
-    last = f", last collective: {beat.last}" if beat.last else ""
-    return f"rank {beat.rank} on {beat.host} ({process}; last heartbeat: step {beat.step}, {beat.phase}{last})"

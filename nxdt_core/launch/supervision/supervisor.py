@@ -137,15 +137,6 @@ class Supervisor:
         if not isinstance(hello, Hello) or not secrets.compare_digest(hello.token, self.token):
             writer.close()  # a stranger
             return
-        self._add_member(hello, writer)
-        with suppress(OSError, ValueError):
-            while line := await reader.readline():
-                self._receive(decode(line), hello, writer)
-        del self._members[writer]
-        writer.close()
-        self._remove_member(hello)
-
-    def _add_member(self, hello: Hello, writer: asyncio.StreamWriter) -> None:
         self._members[writer] = hello
         if hello.rank is not None:
             self._arrived.add(hello.rank)
@@ -153,6 +144,17 @@ class Supervisor:
             self._send(_down(self.root_cause), [writer])
         elif self._stop is not None:
             self._send(self._stop, [writer])
+        with suppress(OSError, ValueError):
+            while line := await reader.readline():
+                self._receive(decode(line), hello, writer)
+        del self._members[writer]
+        writer.close()
+        if hello.rank is None:
+            self._schedule(self._end_without(hello.host))
+            return
+        silent = hello.rank not in self._done and all(failure.rank != hello.rank for failure in self._failures)
+        if silent and self.root_cause is None:
+            self._add_failure(Failure(rank=hello.rank, host=hello.host, kind="death", text="", status=1))
 
     def _receive(self, message: Message, sender: Hello, writer: asyncio.StreamWriter) -> None:
         match message:
@@ -172,14 +174,6 @@ class Supervisor:
                     self._send(End(status=self.status), self._members)
             case _:
                 raise ValueError(f"{sender} sent {message}")
-
-    def _remove_member(self, hello: Hello) -> None:
-        """A connection ended."""
-        silent = hello.rank not in self._done and all(failure.rank != hello.rank for failure in self._failures)
-        if hello.rank is None:
-            self._schedule(self._end_without(hello.host))
-        elif silent and self.root_cause is None:
-            self._add_failure(Failure(rank=hello.rank, host=hello.host, kind="death", text="", status=1))
 
     async def _end_without(self, host: str) -> None:
         """End the run of a further launcher that has ended: its ranks end with it, also those that are still to come.

@@ -17,10 +17,10 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.schema import mode_of
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.run.metric_files import MetricFiles
+from nxdt_core.run.callbacks.metrics import MetricFiles
 from nxdt_core.train import build
 from nxdt_core.train.loop import validates_after
-from nxdt_core.train.session import SaveFacts
+from nxdt_core.train.state import SaveFacts
 from nxdt_core.train.weights.export import HFForm
 
 STEPS = 10
@@ -112,9 +112,8 @@ class SaveMetrics:
         self._captured_at: float | None = None
         """Time of the state that the newest committed checkpoint holds, in seconds since the epoch."""
 
-    @property
-    def row(self) -> dict[str, float | int | None]:
-        """Columns for the metrics; none until a checkpoint exists."""
+    def columns(self) -> dict[str, float | int | None]:
+        """Return the columns about saves for a row of metrics; none until a checkpoint exists."""
         if self._captured_at is None:
             return {}
         newest = {} if self._newest is None else self._newest.columns()
@@ -131,7 +130,7 @@ class SaveMetrics:
         if self._step_began_at is not None:
             self._times.step(now - self._step_began_at)
             if self._times.complete:
-                self._close_mark()
+                self.close()
         self._step_began_at = now
 
     def step_began(self) -> None:
@@ -140,7 +139,7 @@ class SaveMetrics:
 
     def begun(self, step: int) -> None:
         """Note that the save of ``step`` has begun: the steps from here on are compared with those before."""
-        self._close_mark()
+        self.close()
         self._marked = self._pending[step] = _Save(step)
         self._times.mark()
 
@@ -152,10 +151,7 @@ class SaveMetrics:
         self._write_complete()
 
     def close(self) -> None:
-        """Note the end of the run: no steps follow."""
-        self._close_mark()
-
-    def _close_mark(self) -> None:
+        """Note the end of the steps that are compared: all are there, another save begins, or the run ends."""
         if self._marked is not None:
             self._marked.slowdown, self._marked.over = self._times.slowdown, True
             self._marked = None
@@ -193,7 +189,7 @@ class CheckpointSaver(Callback):
     ) -> None:
         self._config = config.run.checkpoint
         self._storage = storage
-        self._save_metrics = SaveMetrics(files)
+        self.save_metrics = SaveMetrics(files)
         self._ownership = ownership
         self._retention = RunRetention(
             storage,
@@ -212,10 +208,6 @@ class CheckpointSaver(Callback):
         """Step of the newest save that was begun."""
         self._saved_at = 0.0
         self._after_validation: Keep | None = None
-
-    def columns(self) -> dict[str, float | int | None]:
-        """Return the columns about saves for a row of metrics; none until a checkpoint exists."""
-        return self._save_metrics.row
 
     def on_fit_start(self, run: Run) -> None:
         """Get ready to save; a resumed step is saved already."""
@@ -237,25 +229,25 @@ class CheckpointSaver(Callback):
         )
         if resumed is not None:
             self._retention.resumed(resumed)
-            self._save_metrics.resumed(resumed)
+            self.save_metrics.resumed(resumed)
 
     def on_step_end(self, run: Run) -> None:
         """Complete a save that has ended; begin one that is due."""
-        self._save_metrics.step_ended()
+        self.save_metrics.step_ended()
         self._manager_made.poll()
         due = self._due(run)
         if due is not None and self._config.monitor != "step" and validates_after(run):
             self._after_validation = due
         elif due is not None:
             self._save(run, due, without=("val_",) if validates_after(run) else ())
-        self._save_metrics.step_began()
+        self.save_metrics.step_began()
 
     def on_validation_end(self, run: Run) -> None:
         """Save what waited for the metrics of this validation."""
         due, self._after_validation = self._after_validation, None
         if due is not None:
             self._save(run, due)
-        self._save_metrics.step_began()
+        self.save_metrics.step_began()
 
     def on_fit_end(self, run: Run) -> None:
         """Save the last step (a run that was asked to stop early always does), and wait until it is committed."""
@@ -265,7 +257,7 @@ class CheckpointSaver(Callback):
         if self._config.save_last or run.step < run.max_steps:
             self._save(run, self._kind(run.step) or "regular")
             self._manager_made.wait()
-        self._save_metrics.close()
+        self.save_metrics.close()
 
     def close(self, run: Run) -> None:
         """Let the save in flight of a run that breaks end; what broke it may concern this rank only, so no other is
@@ -315,7 +307,7 @@ class CheckpointSaver(Callback):
             run.say(f"step {run.step}: no checkpoint, the one before is still being written")
             return
         self._saved = run.step
-        self._save_metrics.begun(run.step)
+        self.save_metrics.begun(run.step)
 
     def _prune(self, manifest: Manifest) -> None:
         """Delete checkpoints after a commit, on the first rank, in the background."""
@@ -325,6 +317,6 @@ class CheckpointSaver(Callback):
 
     def _report_saved(self, run: Run, report: SaveReport) -> None:
         manifest = run.saved = report.manifest
-        self._save_metrics.saved(report)
+        self.save_metrics.saved(report)
         run.say(f"step {manifest.step}: checkpoint saved to {build.step_uri(self._storage, manifest.step)} ({report})")
         run.call("on_checkpoint_saved", manifest)

@@ -51,7 +51,8 @@ class Console:
         stream: TextIO | None = None,
         prints: bool = True,
     ) -> None:
-        self._total = max_steps if max_steps > 0 else None
+        self.max_steps = max_steps
+        """End of the run; -1 for none."""
         self._stream = stream or sys.stderr
         self._draws = prints and (self._stream.isatty() if bar is None else bar)
         wanted = colours_wanted()
@@ -61,10 +62,6 @@ class Console:
         self._bar: Any = None
         self._ticker: threading.Thread | None = None
         self._closed = threading.Event()
-
-    def set_max_steps(self, max_steps: int) -> None:
-        """Set another last step of the run."""
-        self._total = max_steps
 
     def say(self, line: str, row: Mapping[str, Any] | None = None) -> None:
         """Print a line above the bar; ``row`` has its values for logs that keep them."""
@@ -76,34 +73,31 @@ class Console:
         with tqdm.get_lock():  # the thread that ticks waits
             if self._bar is not None:
                 self._bar.clear()
-            self._print(line)
+            text = visible(line)
+            if self._stream.isatty():  # words stay whole: a path can be copied
+                wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="  ")
+                wrapper.break_long_words = wrapper.break_on_hyphens = False
+                text = wrapper.fill(from_here(text))
+            for pattern, style in _STYLES.items() if self._coloured else ():
+                if start := re.match(pattern, text):
+                    text = click.style(start[0], **style) + text[start.end() :]
+                    break
+            print(text, file=self._stream, flush=True)
             if self._bar is not None:
                 self._bar.refresh()
-
-    def _print(self, line: str) -> None:
-        text = visible(line)
-        if self._stream.isatty():  # words stay whole: a path can be copied
-            wrapper = textwrap.TextWrapper(shutil.get_terminal_size().columns, subsequent_indent="  ")
-            wrapper.break_long_words = wrapper.break_on_hyphens = False
-            text = wrapper.fill(from_here(text))
-        for pattern, style in _STYLES.items() if self._coloured else ():
-            if start := re.match(pattern, text):
-                text = click.style(start[0], **style) + text[start.end() :]
-                break
-        print(text, file=self._stream, flush=True)
 
     def begin(self, step: int) -> None:
         """Draw the bar of a run that trains from ``step``, where one is drawn; its clock ticks during long steps."""
         if not (self._speaks and self._draws) or self._bar is not None:
             return
         self._bar = tqdm(
-            total=self._total,
+            total=self.max_steps if self.max_steps > 0 else None,
             initial=step,
             file=self._stream,
             mininterval=0.1,  # a redraw takes 0.3 ms of a core
             miniters=1,
             dynamic_ncols=True,
-            bar_format=_BAR if self._total else _NO_END,
+            bar_format=_BAR if self.max_steps > 0 else _NO_END,
             colour="green" if self._coloured else None,
         )
         self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
@@ -125,9 +119,11 @@ class Console:
             self._bar.set_postfix_str(f"loss {row['loss']:.4f}, {human(row['tokens_per_s'])} tokens/s", refresh=False)
             self.advance(row["step"])
         done = f"step {row['step']}"
-        if self._total is not None:  # as wide as the last one, so that the values are columns
-            done = f"{done}/{self._total}".ljust(len(f"step {self._total}/{self._total}"))
-        values = f"loss {row['loss']:.4f}{_reward(row, '  ')}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}"
+        if self.max_steps > 0:  # as wide as the last one, so that the values are columns
+            done = f"{done}/{self.max_steps}".ljust(len(f"step {self.max_steps}/{self.max_steps}"))
+        # The mean reward, of which an objective that draws answers makes a loss near zero.
+        reward = "" if row.get("reward") is None else f"  reward {row['reward']:.4f}"
+        values = f"loss {row['loss']:.4f}{reward}  grad_norm {row['grad_norm']:.3f}  lr {row['lr']:.2e}"
         mfu = "" if row["mfu"] is None else f"  mfu {100 * row['mfu']:.1f} %"
         self.say(f"{done}  {values}  {human(row['tokens_per_s'])} tokens/s{mfu}", row)
 
@@ -149,12 +145,8 @@ class Console:
 def _validation_text(metrics: Mapping[str, Any], unit: str) -> str:
     loss = "none" if metrics["loss"] is None else f"{metrics['loss']:.4f}"
     perplexity = f", perplexity {metrics['perplexity']:.4g}" if metrics.get("perplexity") else ""
-    return f"loss {loss}{_reward(metrics, ', ')}{perplexity} over {metrics[unit]:,} {unit}"
-
-
-def _reward(row: Mapping[str, Any], before: str) -> str:
-    """The mean reward, of which an objective that draws answers makes a loss near zero."""
-    return f"{before}reward {row['reward']:.4f}" if row.get("reward") is not None else ""
+    reward = "" if metrics.get("reward") is None else f", reward {metrics['reward']:.4f}"
+    return f"loss {loss}{reward}{perplexity} over {metrics[unit]:,} {unit}"
 
 
 def human(number: float) -> str:

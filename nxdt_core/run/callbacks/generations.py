@@ -10,7 +10,6 @@ from typing import Any, final
 
 from nxdt_core.callback import Callback, Run
 from nxdt_core.data.chat.rendering import prompt_ids
-from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.training import GenerationsNeedTokenizer
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -74,16 +73,16 @@ class Generations(TextLog):
         keys = build.chat_keys(run.config)
         window = build.window(run.config)
         writer = Writer(model=run.session.model, tokenizer=tokenizer, window=window, stop_ids=run.session.stop_ids)
-        prompts = [self._ids(prompt, tokenizer, keys) for prompt in config.prompts]
+        prompts = []
+        for prompt in config.prompts:
+            if config.chat:
+                turn = [{"role": "user", "content": prompt}]
+                prompts.append(prompt_ids(turn, tokenizer, keys, place="trainer.callbacks: generations"))
+            else:
+                prompts.append(text_ids(prompt, tokenizer, add_bos=keys.add_bos))
         for number, (prompt, (text,)) in enumerate(zip(config.prompts, writer.texts(prompts, sampling), strict=True)):
             if run.rank == 0:
                 self._log(run, f"generations/{number}", [{"prompt": prompt, "text": text}], prompt + text)
-
-    def _ids(self, prompt: str, tokenizer: Tokenizer, keys: ChatKeys) -> list[int]:
-        if self._config.chat:
-            messages = [{"role": "user", "content": prompt}]
-            return prompt_ids(messages, tokenizer, keys, place="trainer.callbacks: generations")
-        return text_ids(prompt, tokenizer, add_bos=keys.add_bos)
 
 
 def _tokenizer_of(run: Run) -> Tokenizer:

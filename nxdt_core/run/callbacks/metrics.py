@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import Any, final
+from pathlib import Path
+from typing import Any, TextIO, final
 
 import torch
 
 from nxdt_core.callback import Callback, Run
 from nxdt_core.distributed.devices import max_memory_bytes, peak_flops, reset_max_memory
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.token_flops import TokenFlops
 from nxdt_core.run.callbacks.console import Console
-from nxdt_core.run.metric_files import MetricFiles
+from nxdt_core.run.log import strict_json
+from nxdt_core.run.metric_rows import json_object
 from nxdt_core.system.progress import PROGRESS
+from nxdt_core.system.regular_files import regular_opener, replacing
+from nxdt_core.train.build import cannot_write
 from nxdt_core.train.state import versions_of
-
-__all__ = ["METRICS_FILE", "RESUMES_FILE", "VALIDATION_FILE", "MetricsWriter", "scalars"]
 
 _log = logging.getLogger(__name__)
 
-Metrics = dict[str, float | int | None]
+METRICS_FILE = "metrics.jsonl"
+"""One JSON object per logged training step, each step once."""
+VALIDATION_FILE = "validation.jsonl"
+"""One JSON object per validation."""
+RESUMES_FILE = "resumes.jsonl"
+"""One JSON object each time that the run resumed: the step, and when."""
+_ASIDE = ".replaced.jsonl"
 
 
 def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, float | None]:
@@ -35,12 +46,94 @@ def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, 
     return found
 
 
-METRICS_FILE = "metrics.jsonl"
-"""One JSON object per logged training step, each step once; see :mod:`nxdt_core.run.metric_files`."""
-VALIDATION_FILE = "validation.jsonl"
-"""One JSON object per validation."""
-RESUMES_FILE = "resumes.jsonl"
-"""One JSON object each time that the run resumed: the step, and when."""
+@final
+class MetricFiles:
+    """Appends rows to the metric files of a run; a run that cannot write one of them is not worth continuing.
+
+    A run that resumes repeats the steps that a crash lost, and one that starts from step 0 in a used directory repeats
+    all of them. Rows of steps that are about to be repeated move to a separate file: none is lost, and a reader of
+    the metrics sees each step once.
+
+    Args:
+        run_dir: directory of the files; None writes nothing.
+        fail: called with the error when a row cannot be written. That file gets no more rows.
+    """
+
+    def __init__(self, run_dir: Path | None, fail: Callable[[NxdtError], None]) -> None:
+        self._run_dir = run_dir
+        self._fail = fail
+        self._failed: set[str] = set()
+        self._files: dict[str, TextIO] = {}
+
+    def begin(self, step: int, name: str) -> None:
+        """Set the rows of steps after ``step`` aside, and open the file ``name``.
+
+        Those rows, and a last row that a crash cut short, move to ``<name>.replaced.jsonl``. Files whose rows have no
+        ``step`` are left as they are.
+
+        Raises:
+            CannotWriteRunDirectory: the directory cannot be written.
+        """
+        if self._run_dir is None:
+            return
+        try:
+            for path in sorted(self._run_dir.glob("*.jsonl")):
+                if path.name.endswith(_ASIDE):
+                    continue
+                with open(path, encoding="utf-8", errors="replace", newline="\n", opener=regular_opener) as rows:
+                    if _step(rows.readline()) is None:
+                        continue
+                    rows.seek(0)
+                    earlier, later = list[str](), list[str]()
+                    for row in rows:
+                        done = _step(row)
+                        (earlier if done is not None and done <= step else later).append(row.rstrip("\n") + "\n")
+                if not later:
+                    continue
+                aside = path.with_name(path.name.removesuffix(".jsonl") + _ASIDE)
+                with open(aside, "a", encoding="utf-8", newline="\n", opener=regular_opener) as file:
+                    file.writelines(later)
+                    file.flush()
+                    os.fsync(file.fileno())
+                with replacing(path) as whole:
+                    whole.write("".join(earlier).encode("utf-8"))
+                    whole.flush()
+                    os.fsync(whole.fileno())
+            self._open(self._run_dir, name)
+        except OSError as error:
+            raise cannot_write(self._run_dir, error) from error
+
+    def append(self, name: str, row: Mapping[str, Any]) -> None:
+        """Write a row to the file ``name``, through to the operating system."""
+        if self._run_dir is None or name in self._failed:
+            return
+        try:
+            file = self._open(self._run_dir, name)
+            file.write(strict_json(row) + "\n")
+            file.flush()
+        except OSError as error:
+            self._failed.add(name)
+            self._fail(cannot_write(self._run_dir, error))
+
+    def close(self) -> None:
+        """Close all metric files."""
+        for file in self._files.values():
+            with suppress(OSError):  # what could not be written was reported already
+                file.close()
+        self._files.clear()
+
+    def _open(self, run_dir: Path, name: str) -> TextIO:
+        if name not in self._files:
+            self._files[name] = open(run_dir / name, "a", encoding="utf-8", opener=regular_opener)  # noqa: SIM115
+        return self._files[name]
+
+
+def _step(row: str) -> int | None:
+    """The step of a whole row; None where there is none."""
+    if not row.endswith("\n"):
+        return None
+    step = json_object(row).get("step")
+    return step if type(step) is int else None
 
 
 @final
@@ -80,7 +173,8 @@ class MetricsWriter(Callback):
         self._peak: float | None = None
         self._begun = self._waited = 0.0
         self._logged_step = self._logged_tokens = 0
-        self._tokens_per_s: list[float] = []
+        self.rates: list[float] = []
+        """Tokens per second of each logged interval of this process."""
         self._weightless: torch.Tensor | int = 0
         """Steps of this process without a label with a weight; on the device, and read for a row alone."""
         self._warned = False
@@ -88,12 +182,6 @@ class MetricsWriter(Callback):
         """Columns of the next row: what the time until the first step was spent on."""
         self.last: dict[str, Any] = {}
         """The newest row."""
-
-    @property
-    def typical_tokens_per_s(self) -> float | None:
-        """Median over the logged intervals of this process, the first (warm-up) left out where there are more."""
-        rows = sorted(self._tokens_per_s[1:] or self._tokens_per_s)
-        return rows[len(rows) // 2] if rows else None
 
     def on_fit_start(self, run: Run) -> None:
         """Open the file and start the clocks."""
@@ -149,10 +237,6 @@ class MetricsWriter(Callback):
         if run.last is not None and run.step != self._logged_step:
             self._log(run)
 
-    def close(self, run: Run) -> None:
-        """Close the metric files."""
-        self._files.close()
-
     def _restart(self, run: Run) -> None:
         """Leave out what happened since the last row."""
         self._begun, self._waited = time.perf_counter(), run.waited_s
@@ -171,7 +255,7 @@ class MetricsWriter(Callback):
         steps = max(1, state.step - self._logged_step)
         seconds = max(time.perf_counter() - self._begun, 1e-9)
         tokens_per_s = (state.consumed_tokens - self._logged_tokens) / seconds
-        self._tokens_per_s.append(tokens_per_s)
+        self.rates.append(tokens_per_s)
         scalars = dict(zip(named, values, strict=True))
         if (count := scalars.pop("weightless")) and run.rank == 0 and not self._warned:
             self._warned = True

@@ -8,11 +8,12 @@ import json
 import logging
 import math
 import os
+import re
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, final, get_args
@@ -22,12 +23,15 @@ from nxdt_core import __version__
 from nxdt_core.callback import Callback, Run
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.run.callbacks.metrics import MetricsWriter
 from nxdt_core.run.log import strict_json
+from nxdt_core.run.metric_rows import json_object
+from nxdt_core.run.start import directory_lock
 from nxdt_core.system.http_server import Handler, Server
-from nxdt_core.system.regular_files import replace_text
+from nxdt_core.system.regular_files import read_text, replace_text
 
 _log = logging.getLogger(__name__)
 
@@ -87,6 +91,7 @@ _COUNTS = ("step", "consumed_tokens")
 _LEFT_OUT = frozenset({"checkpoint_age_s", "checkpoint_gb_per_s", "checkpoint_slowdown"})
 """Columns that follow from others, or that are ``null`` at most steps."""
 _VALIDATION = "val_"
+_LIVING = ("starting", "running")
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 
 
@@ -187,15 +192,7 @@ class Monitor:
             MonitoringFileUnwritable: a file cannot be written.
             MonitoringPortUnusable: the port cannot be opened.
         """
-        if self.enabled:
-            self._render()
-        for key, path in self._files.items():
-            try:
-                self._write(key, path)
-            except OSError as error:
-                raise MonitoringFileUnwritable(
-                    key=f"exp_manager.monitoring.{key}", path=str(path), reason=error.strerror or str(error)
-                ) from error
+        self.update(at_once=True, first=True)
         if self._serves:
             host, port = self._settings.host, self._settings.port or 0
             try:
@@ -221,17 +218,26 @@ class Monitor:
         """Keep which checkpoint is the newest; it goes out with the next update."""
         self._checkpoint = (step, datetime.fromisoformat(created).timestamp())
 
-    def update(self, *, at_once: bool = False) -> None:
-        """Write the state where the last time is ``interval_s`` ago."""
+    def update(self, *, at_once: bool = False, first: bool = False) -> None:
+        """Write the state where the last time is ``interval_s`` ago, or ``at_once``.
+
+        Raises:
+            MonitoringFileUnwritable: the ``first`` time. Later, a warning says so.
+        """
         if not self.enabled or not (at_once or time.monotonic() - self._written_at >= self._settings.interval_s):
             return
         self._render()
         for key, path in list(self._files.items()):
             try:
-                self._write(key, path)
+                if path.is_relative_to(self._config.run_dir):
+                    path.parent.mkdir(parents=True, exist_ok=True)
+                replace_text(path, self._texts[1] + "\n" if key == "health_file" else self._texts[0])
             except OSError as error:
-                del self._files[key]
                 reason = error.strerror or str(error)
+                if first:
+                    name = f"exp_manager.monitoring.{key}"
+                    raise MonitoringFileUnwritable(key=name, path=str(path), reason=reason) from error
+                del self._files[key]
                 _log.warning("exp_manager.monitoring.%s: %s gets no more updates: %s", key, path, reason)
 
     def close(self) -> None:
@@ -240,11 +246,6 @@ class Monitor:
             self._server.shutdown()
             self._server.server_close()
             self._server = None
-
-    def _write(self, key: str, path: Path) -> None:
-        if path.is_relative_to(self._config.run_dir):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        replace_text(path, self._texts[1] + "\n" if key == "health_file" else self._texts[0])
 
     def _render(self) -> None:
         self._written_at, now = time.monotonic(), time.time()
@@ -351,3 +352,42 @@ class MonitorReports(Callback):
         self._monitor.row({**self._metrics.last, **counters})
         if newest is not None:
             self._monitor.checkpoint(newest.step, newest.created)
+
+
+def mark_failed(config: ResolvedConfig, text: str, *, interrupted: bool = False) -> None:
+    """Mark the run as failed or interrupted in those of its files that still describe it as running.
+
+    Files of a run directory that a living process owns stay unchanged: they are those of another run, which this one
+    could not replace.
+
+    The first rank may have ended with a different exception because another rank had died. The code in the text then
+    replaces the name of that exception.
+
+    Args:
+        config: of the run. With ``use_datetime_version``, files below its directory are not found and stay unchanged.
+        text: what the launcher prints about the failure; the code in it becomes the error.
+        interrupted: whether a signal stopped it at once.
+    """
+    settings, code = config.run.exp_manager.monitoring, re.search(r"\[(NXDT-[A-Z0-9]+)\]", text)
+    state = "interrupted" if interrupted else "failed"
+    files = {key: getattr(settings, key) for key in ("health_file", "metrics_file")}
+    paths = {key: config.run_dir / Path(name).expanduser() for key, name in files.items() if name is not None}
+    if not paths or (code and code[1] == StoreInUse.code):
+        return
+    from nxdt_core.checkpoint.ownership import is_owned
+
+    with suppress(OSError, StorageError):
+        if is_owned(directory_lock(config.run_dir)):
+            return
+    with suppress(OSError, ValueError, KeyError, RecursionError):
+        path = paths["health_file"]
+        health = json_object(read_text(path))
+        has_consequence = health["state"] == "failed" and not str(health.get("error")).startswith("NXDT-")
+        if health["state"] in _LIVING or (code and has_consequence):
+            replace_text(path, strict_json({**health, "state": state, "error": code and code[1]}) + "\n")
+    with suppress(OSError, ValueError, KeyError, RecursionError):
+        path = paths["metrics_file"]
+        metrics = read_text(path)
+        if any(re.search(rf'^nxdt_state{{.*state="{living}"}} 1$', metrics, re.MULTILINE) for living in _LIVING):
+            none = re.sub(r"^(nxdt_state{.*}) 1$", r"\1 0", metrics, flags=re.MULTILINE)
+            replace_text(path, re.sub(rf'^(nxdt_state{{.*state="{state}"}}) 0$', r"\1 1", none, flags=re.MULTILINE))

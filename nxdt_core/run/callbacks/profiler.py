@@ -34,7 +34,10 @@ class Profiler(Callback):
         self._kind = kind
         self._directory = directory
         self._python = cProfile.Profile()
-        self._torch = profile(schedule=_STEPS, on_trace_ready=self._export) if kind == "pytorch" else None
+        self._torch = None
+        if kind == "pytorch":
+            target = str(directory / "training_steps.json")
+            self._torch = profile(schedule=_STEPS, on_trace_ready=lambda trace: trace.export_chrome_trace(target))
 
     def on_fit_start(self, run: Run) -> None:
         """Begin to measure."""
@@ -55,13 +58,10 @@ class Profiler(Callback):
             return
         self._python.disable()
         table = io.StringIO()
-        found = pstats.Stats(self._python, stream=table).sort_stats("cumulative")
+        statistics = pstats.Stats(self._python, stream=table).sort_stats("cumulative")
         wanted: tuple[str | int, ...] = (r"nxdt_(core|plugin_)", 40) if self._kind == "simple" else ()
-        found.print_stats(*wanted)
+        statistics.print_stats(*wanted)
         replace_text(self._directory / f"{self._kind}.txt", table.getvalue())
-
-    def _export(self, found: profile) -> None:
-        found.export_chrome_trace(str(self._directory / "training_steps.json"))
 
 
 @final

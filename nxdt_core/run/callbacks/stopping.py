@@ -75,23 +75,11 @@ class StopSignals(Callback):
         if self._supervisor is not None:
             self._supervisor.on_stop = self._want
 
-    def on_step_end(self, run: Run) -> None:
+    def on_step_end(self, run: Run, topic: str = "", *, last: bool = False) -> None:
         """Stop the run once a signal has reached any rank."""
-        self._stop(run, self._ranks.largest_before(self._request(run)))
-
-    def on_validation_batch_end(self, run: Run) -> None:
-        """End the validation once a signal has reached any rank."""
-        self._stop(run, self._ranks.largest_before(self._request(run), topic=_VALIDATION))
-
-    def on_validation_end(self, run: Run) -> None:
-        """Learn of signals during the last batch, so that no further step is trained."""
-        before = self._ranks.largest_before(self._request(run), topic=_VALIDATION)
-        self._stop(run, max(before, self._ranks.last_answer(topic=_VALIDATION)))
-
-    def _request(self, run: Run) -> int:
-        return self._wanted or (_BY_CALLBACK if run.stop_reason else 0)
-
-    def _stop(self, run: Run, agreed: int) -> None:
+        agreed = self._ranks.largest_before(self._wanted or (_BY_CALLBACK if run.stop_reason else 0), topic=topic)
+        if last:
+            agreed = max(agreed, self._ranks.last_answer(topic=topic))
         if not agreed or run.stopping:
             return
         run.stopping, run.status = True, "stopped"
@@ -100,6 +88,14 @@ class StopSignals(Callback):
             return
         self.received = signal.Signals(agreed)
         self._announce(self.received)
+
+    def on_validation_batch_end(self, run: Run) -> None:
+        """End the validation once a signal has reached any rank."""
+        self.on_step_end(run, _VALIDATION)
+
+    def on_validation_end(self, run: Run) -> None:
+        """Learn of signals during the last batch, so that no further step is trained."""
+        self.on_step_end(run, _VALIDATION, last=True)
 
     def request(self, number: signal.Signals, *, because: str) -> None:
         """Stop as if the signal had reached this rank; ``because`` is the reason shown. Later requests are ignored."""

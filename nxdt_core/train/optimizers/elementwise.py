@@ -12,17 +12,7 @@ from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.optim.state import EagerOptimizer, eager
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
-from nxdt_core.train.optimizers.config import (
-    AdadeltaConfig,
-    AdagradConfig,
-    AdamaxConfig,
-    AdamConfig,
-    AdamWConfig,
-    LionConfig,
-    RMSpropConfig,
-    RpropConfig,
-    SGDConfig,
-)
+from nxdt_core.train.optimizers.config import AdamConfig, AdamWConfig, LionConfig
 
 
 def adamw(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:
@@ -35,57 +25,30 @@ def adam(groups: list[ParameterGroup], config: AdamConfig) -> torch.optim.Optimi
     return eager(torch.optim.Adam)(as_torch(groups), **_adam(groups, config))
 
 
-def sgd(groups: list[ParameterGroup], config: SGDConfig) -> torch.optim.Optimizer:
-    """Return torch's SGD over ``groups``."""
-    return eager(torch.optim.SGD)(
-        as_torch(groups), momentum=config.momentum, dampening=config.dampening, nesterov=config.nesterov
-    )
+def _of_torch(kind: Any, *keys: str) -> Callable[[list[ParameterGroup], Any], torch.optim.Optimizer]:
+    """Return what makes an optimizer of torch over groups; ``keys`` of its section have the names that torch gives."""
+
+    def make(groups: list[ParameterGroup], config: Any) -> torch.optim.Optimizer:
+        return eager(kind)(as_torch(groups), **{key: getattr(config, key) for key in keys})
+
+    return make
 
 
-def adadelta(groups: list[ParameterGroup], config: AdadeltaConfig) -> torch.optim.Optimizer:
-    """Return torch's Adadelta over ``groups``."""
-    return eager(torch.optim.Adadelta)(as_torch(groups), rho=config.rho, eps=config.eps)
-
-
-def adamax(groups: list[ParameterGroup], config: AdamaxConfig) -> torch.optim.Optimizer:
-    """Return torch's Adamax over ``groups``."""
-    return eager(torch.optim.Adamax)(as_torch(groups), betas=config.betas, eps=config.eps)
-
-
-def adagrad(groups: list[ParameterGroup], config: AdagradConfig) -> torch.optim.Optimizer:
-    """Return torch's Adagrad over ``groups``."""
-    return eager(torch.optim.Adagrad)(
-        as_torch(groups),
-        lr_decay=config.lr_decay,
-        initial_accumulator_value=config.initial_accumulator_value,
-        eps=config.eps,
-    )
-
-
-def rmsprop(groups: list[ParameterGroup], config: RMSpropConfig) -> torch.optim.Optimizer:
-    """Return torch's RMSprop over ``groups``."""
-    return eager(torch.optim.RMSprop)(
-        as_torch(groups), alpha=config.alpha, eps=config.eps, momentum=config.momentum, centered=config.centered
-    )
-
-
-def rprop(groups: list[ParameterGroup], config: RpropConfig) -> torch.optim.Optimizer:
-    """Return torch's Rprop over ``groups``."""
-    return eager(torch.optim.Rprop)(as_torch(groups), etas=config.etas, step_sizes=config.step_sizes)
-
-
-def fused_kernels(groups: list[ParameterGroup]) -> bool:
-    """Return whether the parameters' device has torch's fused kernels."""
-    return profile_of(next(p.device for group in groups for p in group["params"])).fused_optimizers
+sgd = _of_torch(torch.optim.SGD, "momentum", "dampening", "nesterov")
+adadelta = _of_torch(torch.optim.Adadelta, "rho", "eps")
+adamax = _of_torch(torch.optim.Adamax, "betas", "eps")
+adagrad = _of_torch(torch.optim.Adagrad, "lr_decay", "initial_accumulator_value", "eps")
+rmsprop = _of_torch(torch.optim.RMSprop, "alpha", "eps", "momentum", "centered")
+rprop = _of_torch(torch.optim.Rprop, "etas", "step_sizes")
 
 
 def _adam(groups: list[ParameterGroup], config: AdamConfig) -> dict[str, Any]:
-    return {
-        "betas": config.betas,
-        "eps": config.eps,
-        "fused": fused_kernels(groups) if config.fused is None else config.fused,
-        "capturable": config.capturable,
-    }
+    """Return the settings of Adam; kernels are fused where the parameters' device has such, unless the section says."""
+    fused = config.fused
+    if fused is None:
+        first = next(parameter for group in groups for parameter in group["params"])
+        fused = profile_of(first.device).fused_optimizers
+    return {"betas": config.betas, "eps": config.eps, "fused": fused, "capturable": config.capturable}
 
 
 BUCKET_ELEMENTS = 2**25
@@ -103,13 +66,7 @@ class AdamWFloat32State(EagerOptimizer):
     """Running means in float32, so that small squares of gradients neither vanish nor stop changing."""
 
     def __init__(self, groups: list[ParameterGroup], config: AdamWConfig) -> None:
-        defaults = {
-            "betas": config.betas,
-            "eps": config.eps,
-            "fused": fused_kernels(groups) if config.fused is None else config.fused,
-            "capturable": config.capturable,
-        }
-        super().__init__(as_torch(groups), defaults)
+        super().__init__(as_torch(groups), _adam(groups, config))
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -121,7 +78,13 @@ class AdamWFloat32State(EagerOptimizer):
 
     def _update(self, parameters: list[torch.Tensor], group: dict[str, Any]) -> None:
         """Update one bucket, in a separate function so that its float32 copies are freed before the next bucket."""
-        states = [self._state_of(p, on_device=group["fused"] or group["capturable"]) for p in parameters]
+        states: list[dict[str, torch.Tensor]] = [self.state[parameter] for parameter in parameters]
+        for parameter, state in zip(parameters, states, strict=True):
+            if not state:
+                on_device = group["fused"] or group["capturable"]
+                state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
+                state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
+                state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
         weights = [p.float() for p in parameters]
         beta1, beta2 = group["betas"]
         adamw_update(
@@ -143,14 +106,6 @@ class AdamWFloat32State(EagerOptimizer):
         )
         torch._foreach_copy_(parameters, weights)
 
-    def _state_of(self, parameter: torch.Tensor, *, on_device: bool) -> dict[str, torch.Tensor]:
-        state: dict[str, torch.Tensor] = self.state[parameter]
-        if not state:
-            state["step"] = torch.zeros((), device=parameter.device if on_device else HOST)
-            state["exp_avg"] = torch.zeros_like(parameter, dtype=torch.float32)
-            state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=torch.float32)
-        return state
-
 
 class Lion(EagerOptimizer):
     """One running mean a weight; every weight moves by the learning rate."""
@@ -166,17 +121,13 @@ class Lion(EagerOptimizer):
             if not weights:
                 continue
             grads = [p.grad for p in weights]
-            means = [self._mean(p) for p in weights]
+            for p in weights:
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+            means = [self.state[p]["exp_avg"] for p in weights]
             in_update, in_mean = group["betas"]
             updates = torch._foreach_lerp(means, grads, 1 - in_update)
             torch._foreach_sign_(updates)
             torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
             torch._foreach_add_(weights, updates, alpha=-group["lr"])
             torch._foreach_lerp_(means, grads, 1 - in_mean)
-
-    def _mean(self, parameter: torch.Tensor) -> torch.Tensor:
-        state = self.state[parameter]
-        if not state:
-            state["exp_avg"] = torch.zeros_like(parameter)
-        mean: torch.Tensor = state["exp_avg"]
-        return mean

@@ -11,7 +11,7 @@ the iterations are shared out over data and tensor parallel ranks; replicas repe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -38,10 +38,6 @@ class TrainedPiece:
     group: dict[str, Any]
     weight: torch.Tensor
     grad: torch.Tensor
-
-    def real(self, state: torch.Tensor) -> torch.Tensor:
-        """Return the part of a state tensor of the parameter's shape that belongs to ``weight``."""
-        return self.shard.real(state)
 
 
 def trained_pieces(
@@ -113,7 +109,7 @@ class Adafactor(EagerOptimizer):
                 state["row_var"].lerp_(rows.view_as(state["row_var"]), weight)
                 state["col_var"].lerp_(columns.view_as(state["col_var"]), weight)
             else:
-                piece.real(state["variance"]).lerp_(to_float32(piece.grad).square(), weight)
+                piece.shard.real(state["variance"]).lerp_(to_float32(piece.grad).square(), weight)
             piece.grad.mul_(self._inverse_root(piece).to(piece.grad.dtype))
         update_squares = [square_sum(piece.grad) for piece in trained]
         sum_over_pieces(trained, update_squares)
@@ -126,7 +122,7 @@ class Adafactor(EagerOptimizer):
         lowest: float | None = piece.group["eps"][0]
         eps = float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
         if not _factored(piece.shard):
-            return piece.real(state["variance"]).clamp(min=eps * eps).rsqrt_()
+            return piece.shard.real(state["variance"]).clamp(min=eps * eps).rsqrt_()
         row_mean = state["row_var"].mean(dim=-1, keepdim=True).clamp_(min=eps)
         row_box, column_box = _boxes(piece.shard)
         rows: torch.Tensor = (state["row_var"] / row_mean)[row_box].unsqueeze(-1)
@@ -192,7 +188,7 @@ class Novograd(EagerOptimizer):
             update.add_(piece.weight, alpha=group["weight_decay"])
             if group["grad_averaging"]:
                 update.mul_(1 - beta1)
-            mean = piece.real(state["exp_avg"])
+            mean = piece.shard.real(state["exp_avg"])
             mean.mul_(beta1).add_(update)
             piece.weight.add_(mean, alpha=-group["lr"])
 
@@ -219,7 +215,7 @@ class ShardExchange:
         self._nothing = torch.empty(0, device=device, dtype=dtype)
         self._sizes = tuple(group.size() for group in self._groups)
         self._here = tuple(group.rank() for group in self._groups)
-        self._places = list(_grid_positions(self._sizes))
+        self._places: list[_Place] = list(product(*map(range, self._sizes)))
         dims = max(len(shard.shape) for shard in shards)
         padding = [0] * dims
         own = [[[*s.box.offsets, *padding][:dims], [*s.box.shape, *padding][:dims]] for s in shards]
@@ -236,13 +232,10 @@ class ShardExchange:
         }
         by_size = sorted(range(len(shards)), key=lambda index: -math.prod(shards[index].shape))
         ranks = len(self._places)
-        self._rounds = [by_size[start : start + ranks] for start in range(0, len(shards), ranks)]
-        self._owner = {index: self._places[at] for indexes in self._rounds for at, index in enumerate(indexes)}
+        self.rounds = [by_size[start : start + ranks] for start in range(0, len(shards), ranks)]
+        """Parameters of similar size to bring together at a time, at most one per rank."""
+        self._owner = {index: self._places[at] for indexes in self.rounds for at, index in enumerate(indexes)}
         self._shapes = [shard.shape for shard in shards]
-
-    def rounds(self) -> Iterator[list[int]]:
-        """Yield the parameters of similar size to bring together at a time, at most one per rank."""
-        return iter(self._rounds)
 
     def gather(self, pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the whole parameters that this rank owns of those of a round, from all ranks' pieces. Collective."""
@@ -279,7 +272,7 @@ class ShardExchange:
             owner = self._owner[index]
             if owner[axis + 1 :] != self._here[axis + 1 :]:
                 continue
-            for inner in _grid_positions(self._sizes[axis + 1 :]):
+            for inner in product(*map(range, self._sizes[axis + 1 :])):
                 sent[owner[axis]].append((index, (*self._here[: axis + 1], *inner)))
                 if owner[axis] == self._here[axis]:
                     for rank in ranks:
@@ -305,10 +298,6 @@ class ShardExchange:
     def _elements(self, key: _Key) -> int:
         index, place = key
         return self._boxes[place][index].elements
-
-
-def _grid_positions(sizes: tuple[int, ...]) -> Iterator[_Place]:
-    return product(*map(range, sizes))
 
 
 _QUINTIC = (3.4445, -4.7750, 2.0315)
@@ -351,25 +340,22 @@ class Muon(EagerOptimizer, torch.optim.AdamW):
             self._exchanges[key] = ShardExchange(
                 [piece.shard for piece in pieces], device=pieces[0].parameter.device, dtype=self._dtype(pieces[0])
             )
-        exchange = self._exchanges[key]
-        for indexes in exchange.rounds():
-            updates = {index: self._momentum(pieces[index]) for index in indexes}
+        exchange, keep = self._exchanges[key], self._config.momentum
+        for indexes in exchange.rounds:
+            updates: dict[int, torch.Tensor] = {}  # before they are made orthogonal, in the dtype of the iterations
+            for index in indexes:
+                piece, state = pieces[index], self.state[pieces[index].parameter]
+                if not state:
+                    state["momentum_buffer"] = torch.zeros_like(piece.parameter)
+                mean = piece.shard.real(state["momentum_buffer"])
+                mean.lerp_(piece.grad, 1 - keep)
+                update = piece.grad.lerp(mean, keep) if self._config.nesterov else mean
+                updates[index] = update.to(self._dtype(piece))
             wholes = exchange.gather(updates)
             for index, whole in wholes.items():
                 wholes[index] = orthogonal(whole, self._config.ns_steps)
             for index, update in exchange.scatter(wholes, indexes).items():
                 self._apply(pieces[index], update)
-
-    def _momentum(self, piece: TrainedPiece) -> torch.Tensor:
-        """This rank's elements of the update before it is made orthogonal, in the dtype of the iterations."""
-        state: dict[str, torch.Tensor] = self.state[piece.parameter]
-        keep = self._config.momentum
-        if not state:
-            state["momentum_buffer"] = torch.zeros_like(piece.parameter)
-        mean = piece.real(state["momentum_buffer"])
-        mean.lerp_(piece.grad, 1 - keep)
-        update = piece.grad.lerp(mean, keep) if self._config.nesterov else mean
-        return update.to(self._dtype(piece))
 
     def _apply(self, piece: TrainedPiece, update: torch.Tensor) -> None:
         rows, columns = piece.shard.shape[-2:]

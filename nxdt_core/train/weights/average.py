@@ -25,8 +25,6 @@ if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
     from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 
-__all__ = ["AVERAGE", "AVERAGE_BYTES", "WeightAverage", "average_index", "has_average", "pop_average"]
-
 
 AVERAGE = "ema"
 """Optimizer state ``<parameter name>/ema``: the exponential moving average of that weight, in float32."""
@@ -74,15 +72,12 @@ class WeightAverage:
                 self._pieces[name] = replace(piece_of(places[name], name), tensor=weight.to(torch.float32, copy=True))
 
     def swap_in(self, model: ParallelModel) -> dict[str, Piece]:
-        """Put the average in the weights' place; give what this returns to :meth:`swap_out`."""
+        """Put the average in the weights' place, and return these; the model's ``load_state_dict`` puts them back, bit
+        for bit."""
         weights = self._weights_of(model)
         kept = {name: replace(piece, tensor=weights[name].clone()) for name, piece in self._pieces.items()}
         model.load_state_dict(self._pieces, strict=False)
         return kept
-
-    def swap_out(self, model: ParallelModel, weights: Mapping[str, Piece]) -> None:
-        """Undo :meth:`swap_in`; the weights are bitwise identical."""
-        model.load_state_dict(weights, strict=False)
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return the average under the names of optimizer state."""

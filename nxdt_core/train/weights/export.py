@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest, TrustedKeys
+from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import hf_name
@@ -31,8 +31,6 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE, average_index
 from nxdt_core.train.weights.saved_config import SavedRun, locate, named_config, own_run, saved_run
-
-__all__ = ["ExportDtype", "Exported", "HFForm", "export_gguf", "export_hf", "plan_export", "tokenizer_files"]
 
 ExportDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -169,7 +167,20 @@ def _find_export(
 ) -> _Export:
     own, keys = named_config(config, trusted)
     storage, step = locate(source, own)
-    manifest = on_all_ranks(ranks, lambda: _find(storage, step, keys) if rank_of(ranks) == 0 else None, where=source)[0]
+
+    def read() -> Manifest | None:
+        """Read the manifest of the step, or of the newest committed one. Damage in its files shows later."""
+        wanted = step
+        if rank_of(ranks) != 0:
+            return None
+        if wanted is None:
+            wanted = next((status.step for status in newest_first(storage) if status.state == "committed"), None)
+        if wanted is None:
+            raise CheckpointNotFound(where=storage.uri, reason=nothing_at(storage, list_checkpoints(storage)))
+        with explained_os_errors(storage.uri):
+            return checkpoint.read_manifest(storage, wanted, trusted=keys)
+
+    manifest = on_all_ranks(ranks, read, where=source)[0]
     assert manifest is not None
     address = build.step_uri(storage, manifest.step)
     index = average_index(manifest, where=address) if average else manifest.tensors.get("model", {})
@@ -238,16 +249,6 @@ def tokenizer_files(saved: SavedRun, tokenizer: Tokenizer | None) -> tuple[Mappi
         return {}, (f"no tokenizer is included: {whose}",)
     template = named_template(saved.chat_keys, tokenizer)
     return (files if template is None else {**files, "chat_template.jinja": template.text.encode()}), ()
-
-
-def _find(storage: CheckpointStore, step: int | None, trusted: TrustedKeys | None) -> Manifest:
-    """Return the manifest of ``step``, or of the newest committed one; damage in its files shows when they are read."""
-    if step is None:
-        step = next((status.step for status in newest_first(storage) if status.state == "committed"), None)
-        if step is None:
-            raise CheckpointNotFound(where=storage.uri, reason=nothing_at(storage, list_checkpoints(storage)))
-    with explained_os_errors(storage.uri):
-        return checkpoint.read_manifest(storage, step, trusted=trusted)
 
 
 class HFForm:

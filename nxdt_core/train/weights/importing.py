@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
-
-__all__ = ["Imported", "check_empty", "described_run", "import_checkpoint", "write_counters"]
 
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
@@ -89,7 +86,7 @@ def import_checkpoint(
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)
     storage = checkpoint.open_storage(target)
-    opened: list[_Foreign] = []
+    opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
 
     def open_source() -> None:
         run = load(config, overrides) if config else None
@@ -104,68 +101,51 @@ def import_checkpoint(
             check_empty(storage)
         listing = reader.listing(build.model_builder(run), weights_only=weights_only)
         hf = read_hf_source(Path(source)) if name == "hf" else None
-        opened.append(_Foreign(format=name, reader=reader, run=run, listing=listing, hf=hf))
+        opened.append((name, reader, run, listing, hf))
 
     on_all_ranks(ranks, open_source, where=source)
-    (foreign,) = opened  # of this rank
+    ((name, reader, run, listing, hf),) = opened  # of this rank
     train = TrainState()
-    if any(section == "optim" for section, _ in foreign.listing):  # else no run can resume at a later step
-        train = TrainState(step=foreign.reader.step, consumed_samples=foreign.reader.consumed_samples)
-    where = build.step_uri(storage, train.step)
-    assignment = Planner(ranks).plan(lambda: foreign.listing, where=where)
-    writes = partial(foreign.write, train=train, rank=rank_of(ranks))
-    facts = CheckpointFacts(
-        consumed_samples=train.consumed_samples,
-        config=config_to_save(foreign.run),
-        plugin_fingerprint=foreign.run.kernel.fingerprint(),
-        versions=versions_of(foreign.run.kernel),
-        hf={} if foreign.hf is None else foreign.hf.facts(),
-    )
-    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=writes)
-    manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(foreign.run))
-    left_out = () if foreign.hf is None else foreign.hf.left_out
-    return Imported(
-        source=source,
-        format=foreign.format,
-        target=where,
-        step=train.step,
-        model=foreign.run.selected("model").component.record.name,
-        tensors=sum(map(len, manifest.tensors.values())),
-        size_bytes=manifest.size_bytes,
-        notes=(f"not in the checkpoint: {enumeration(left_out)}",) if left_out else (),
-    )
+    if any(section == "optim" for section, _ in listing):  # else no run can resume at a later step
+        train = TrainState(step=reader.step, consumed_samples=reader.consumed_samples)
+    where, rank = build.step_uri(storage, train.step), rank_of(ranks)
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Foreign:
-    """A checkpoint of another program."""
-
-    format: str
-    """Name of its format."""
-    reader: CheckpointReader
-    run: ResolvedConfig
-    """A run of its model."""
-    listing: Listing
-    """The tensors that it holds."""
-    hf: HFSource | None
-    """Facts on the model's use from a Hugging Face directory; None for other formats."""
-
-    def write(
-        self, writer: AttemptWriter, mine: AbstractSet[TensorKey], *, train: TrainState, rank: int
-    ) -> dict[TensorKey, TensorPart]:
+    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> dict[TensorKey, TensorPart]:
         """Write the tensors that were given to this rank; rank 0 also writes the state."""
         parts: dict[TensorKey, TensorPart] = {}
         for section in SECTIONS:
-            held = {place[1]: each for place, each in self.listing.items() if place[0] == section and place in mine}
+            specs = {key[1]: spec for key, spec in listing.items() if key[0] == section and key in mine}
 
             def read(names: Sequence[str], section: str = section) -> Any:
-                return self.reader.read([(section, name) for name in names])
+                return reader.read([(section, name) for name in names])
 
-            written = write_listed(writer, section, held, read, rank=rank)
+            written = write_listed(writer, section, specs, read, rank=rank)
             parts |= {(section, name): part for name, part in written.items()}
         if rank == 0:
             write_counters(writer, train)
         return parts
+
+    assignment = Planner(ranks).plan(lambda: listing, where=where)
+    facts = CheckpointFacts(
+        consumed_samples=train.consumed_samples,
+        config=config_to_save(run),
+        plugin_fingerprint=run.kernel.fingerprint(),
+        versions=versions_of(run.kernel),
+        hf={} if hf is None else hf.facts(),
+    )
+    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=write)
+    manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(run))
+    left_out = () if hf is None else hf.left_out
+    return Imported(
+        source=source,
+        format=name,
+        target=where,
+        step=train.step,
+        model=run.selected("model").component.record.name,
+        tensors=sum(map(len, manifest.tensors.values())),
+        size_bytes=manifest.size_bytes,
+        notes=(f"not in the checkpoint: {enumeration(left_out)}",) if left_out else (),
+    )
 
 
 def write_counters(writer: AttemptWriter, train: TrainState) -> None:

@@ -47,23 +47,6 @@ from nxdt_core.train.weights.saved_config import locate, named_config, one_proce
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest, TrustedKeys
 
-__all__ = [
-    "BaseWeights",
-    "FoundWeights",
-    "Sample",
-    "base_digest",
-    "base_weights",
-    "digest_of",
-    "find_weights",
-    "known_tokenizer",
-    "load_weights",
-    "same_tokens",
-    "samples_of",
-    "teacher_of",
-    "teacher_run",
-    "trained_parameters",
-    "without_base",
-]
 
 _log = logging.getLogger(__name__)
 
@@ -176,14 +159,14 @@ def base_weights(
         CheckpointNotFound, ForeignFormatUnknown: the base does not exist.
         CheckpointNotTrusted: it lacks a valid signature of one of the keys.
     """
-    found, dtype = _found(config, storage, manifest, base, trusted), config.run.adapter.base_dtype
+    weights, dtype = _unquantised(config, storage, manifest, base, trusted), config.run.adapter.base_dtype
     if dtype is None:
-        return found
+        return weights
     coded = quantised_weights(build.model_builder(config), build.adapters(config), build.precision(config), dtype)
-    return replace(found, coded=coded)
+    return replace(weights, coded=coded)
 
 
-def _found(
+def _unquantised(
     config: ResolvedConfig, storage: CheckpointStore, manifest: Manifest, base: str | None, trusted: TrustedKeys | None
 ) -> BaseWeights:
     if base is None and not manifest.facts.without_base:
@@ -192,12 +175,18 @@ def _found(
     named = base or (began.resume_from if began.weight_init_only else None)
     if named is None:
         return _fresh(build.model_builder(config), config.run.seed, build.precision(config).parameters)
-    from nxdt_core.checkpoint.foreign import format_of
+    from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
     from nxdt_core.checkpoint.signing import refuse_foreign
 
     if format_of(Path(named), config.kernel) is not None:
         refuse_foreign(trusted, named)
-        return _foreign(named, config)
+        _, reader = open_checkpoint(Path(named), config.kernel, fill_rows=bool(build.added_tokens(config)))
+        listed = reader.listing(build.model_builder(config)).items()
+        return BaseWeights(
+            origin=f"'{named}'",
+            specs={name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"},
+            read=lambda names: iter(reader.read([("model", name) for name in names])),
+        )
     found, step = checkpoint.locate(named, config.kernel)
     return _of_checkpoint(found, checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=trusted))
 
@@ -209,17 +198,6 @@ def _of_checkpoint(storage: CheckpointStore, manifest: Manifest) -> BaseWeights:
         origin=f"'{build.step_uri(storage, manifest.step)}'",
         specs=specs,
         read=lambda names: checkpoint.iterate_model(storage, manifest, names),
-    )
-
-
-def _foreign(path: str, config: ResolvedConfig) -> BaseWeights:
-    from nxdt_core.checkpoint.foreign import open_checkpoint
-
-    _, found = open_checkpoint(Path(path), config.kernel, fill_rows=bool(build.added_tokens(config)))
-    listed = found.listing(build.model_builder(config)).items()
-    specs = {name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"}
-    return BaseWeights(
-        origin=f"'{path}'", specs=specs, read=lambda names: iter(found.read([("model", name) for name in names]))
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,17 +36,6 @@ from nxdt_core.train.build import run_dir_explained
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
-
-__all__ = [
-    "DatasetWithReference",
-    "LogProbs",
-    "check_base_frozen",
-    "compute_log_probs",
-    "first_weights_digest",
-    "weighted_labels",
-    "with_base",
-    "with_reference",
-]
 
 
 class LogProbs:
@@ -139,8 +129,21 @@ def with_reference(
     path = config.run_dir / _DIRECTORY / f"{dataset.fingerprint()}.npz"
 
     def read() -> tuple[str, LogProbs] | None:
-        with run_dir_explained(config):
-            return _read(path, len(dataset))
+        """Return the digest and the values in the file; None where it is missing, or damaged: arrays have a CRC-32."""
+        try:
+            with (
+                run_dir_explained(config),
+                suppress(FileNotFoundError),
+                open(path, "rb", opener=regular_opener) as file,
+                np.load(file, allow_pickle=False) as arrays,
+            ):
+                digest_of_weights, values, counts = str(arrays["weights"]), arrays["values"], arrays["counts"]
+                if counts.shape != (len(dataset),) or counts.min(initial=0) < 0 or counts.sum() != len(values):
+                    raise ValueError(f"it does not hold the values of {len(dataset)} samples")
+                return digest_of_weights, LogProbs(values, counts)
+        except _DAMAGED as error:
+            _log.warning("%s is damaged: %s", path, error)
+        return None
 
     kept = engine.ranks.on_rank_zero(read)
     if kept is not None and weights in (None, kept[0]):
@@ -152,7 +155,12 @@ def with_reference(
 
     def write() -> None:
         with run_dir_explained(config):
-            _write(path, weights, found)
+            for part in make_directory(path.parent).glob(".nxdt-*.part"):  # of a run that was killed: this one owns it
+                part.unlink(missing_ok=True)
+            with replacing(path) as file:
+                np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
+                file.flush()
+                os.fsync(file.fileno())
 
     engine.ranks.on_rank_zero(write)
     return DatasetWithReference(dataset, found, model=weights)
@@ -170,7 +178,11 @@ def compute_log_probs(
     shown = tqdm(loader, total=len(steps), desc="reference", unit="batch", disable=None if place.rank == 0 else True)
     for step, micro_batches in zip(steps, shown, strict=True):
         first = step * data.global_batch_size + place.dp_rank * own
-        for index, values in enumerate(_by_sample(micro_batches, model), start=first):
+        of_samples: list[NDArray[np.float32]] = []  # of each sample's labels, in the samples' own shape
+        for batch, rows in zip(micro_batches, model.log_probs(micro_batches), strict=True):
+            parts = np.split(rows.float().to(HOST).numpy(), batch.samples)
+            of_samples += [part if batch.rows_per_sample > 1 else part[0] for part in parts]
+        for index, values in enumerate(of_samples, start=first):
             if index < min(len(dataset), first + own):  # blank samples fill the last batch up
                 found[index] = values[weighted_labels(dataset[index])]
     readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
@@ -199,40 +211,6 @@ def with_base(micro_batches: Sequence[Batch], model: ParallelModel, *, temperatu
         replace(batch, reference_log_probs=values.to(batch.labels.device))
         for batch, values in zip(micro_batches, found, strict=True)
     ]
-
-
-def _by_sample(micro_batches: Sequence[Batch], model: ParallelModel) -> list[NDArray[np.float32]]:
-    """Log-probabilities of each sample's labels, in the samples' own shape."""
-    found: list[NDArray[np.float32]] = []
-    for batch, rows in zip(micro_batches, model.log_probs(micro_batches), strict=True):
-        values = rows.float().to(HOST).numpy()
-        parts = np.split(values, batch.samples)
-        found += [part if batch.rows_per_sample > 1 else part[0] for part in parts]
-    return found
-
-
-def _read(path: Path, samples: int) -> tuple[str, LogProbs] | None:
-    """Return the digest and the values in a file; None where it is missing, or damaged: each array has a CRC-32."""
-    try:
-        with open(path, "rb", opener=regular_opener) as file, np.load(file, allow_pickle=False) as kept:
-            weights, values, counts = str(kept["weights"]), kept["values"], kept["counts"]
-        if counts.shape != (samples,) or counts.min(initial=0) < 0 or counts.sum() != len(values):
-            raise ValueError(f"it does not hold the values of {samples} samples")
-        return weights, LogProbs(values, counts)
-    except FileNotFoundError:
-        return None
-    except _DAMAGED as error:
-        _log.warning("%s is damaged: %s", path, error)
-        return None
-
-
-def _write(path: Path, weights: str, found: LogProbs) -> None:
-    for part in make_directory(path.parent).glob(".nxdt-*.part"):  # of a run that was killed: this one owns the place
-        part.unlink(missing_ok=True)
-    with replacing(path) as file:
-        np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def first_weights_digest(config: ResolvedConfig, source: Manifest | Path | None) -> str:

@@ -7,7 +7,7 @@ configuration that the user names decides in its place.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -45,21 +45,6 @@ from nxdt_core.train.weights.average import AVERAGE
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest, TrustedKeys
 
-__all__ = [
-    "SavedRun",
-    "base_step",
-    "check_shared_state",
-    "config_to_save",
-    "continues_optimizer",
-    "locate",
-    "named_config",
-    "one_process_run",
-    "own_run",
-    "saved_adapter",
-    "saved_base",
-    "saved_optimizer",
-    "saved_run",
-]
 
 _KEPT: tuple[str, ...] = (
     "seed",
@@ -151,7 +136,7 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     without = _BASE if manifest.facts.without_base and base else ()
     try:
         if config is not None:
-            return one_process_run(config, without, lambda kept: _set_base_step(kept, manifest, config))
+            return one_process_run(config, without, base_step(manifest))
         tree = _saved_tree(manifest, where)
         kept = _kept(tree, (*_KEPT, *without))
         keys = _checked_keys(manifest, tree, kept, where)
@@ -161,22 +146,23 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
         raise _unusable(error.problems, where, files) from error
 
 
-def one_process_run(
-    config: ResolvedConfig, more: Sequence[str] = (), change: Callable[[Tree], None] = lambda kept: None
-) -> SavedRun:
+def one_process_run(config: ResolvedConfig, more: Sequence[str] = (), step: int | None = None) -> SavedRun:
     """Return the run of ``config`` on one process, as far as using its model needs it.
 
     Args:
         config: that the user names.
         more: keys to keep in addition.
-        change: changes what is kept.
+        step: of the weights below an adapter, where ``checkpoint.resume_from`` is kept and names the root of their run.
 
     Raises:
         ConfigError: it cannot be used so.
     """
     tree = Tree.of(config.to_values(), Origin(kind="file", where="the configuration"))
     kept = _kept(tree, (*_KEPT, *_HERE, *more))
-    change(kept)
+    key = "checkpoint.resume_from"
+    began = kept.get(key)
+    if began is not None and step is not None and locate(began, config)[1] is None:
+        kept.set(key, f"{began.rstrip('/')}/{step_name(step)}", kept.origin(key))
     return SavedRun(config=_alone(kept, config.kernel), chat_keys=build.chat_keys(config))
 
 
@@ -193,14 +179,6 @@ def _kept(tree: Tree, paths: Sequence[str]) -> Tree:
 def _alone(kept: Tree, kernel: Kernel | None = None) -> ResolvedConfig:
     kept.merge(Tree.of(_ONE_PROCESS, kept.origins[()]))
     return load(kept.data, kernel=kernel)
-
-
-def _set_base_step(kept: Tree, manifest: Manifest, config: ResolvedConfig) -> None:
-    """Set the step of the weights below an adapter, where ``kept`` names the root of their run."""
-    key, step = "checkpoint.resume_from", base_step(manifest)
-    began = kept.get(key)
-    if began is not None and step is not None and locate(began, config)[1] is None:
-        kept.set(key, f"{began.rstrip('/')}/{step_name(step)}", kept.origin(key))
 
 
 def own_run(config: ResolvedConfig) -> SavedRun:
@@ -223,8 +201,8 @@ def config_to_save(config: ResolvedConfig) -> dict[str, Any]:
     Raises:
         NxdtError: the file cannot be read.
     """
-    written, keys = config.to_dict(), own_run(config).chat_keys
-    if keys != build.chat_keys(config):
+    written, keys = config.to_dict(), build.chat_keys(config)
+    if keys.chat_template_file is not None and (keys := own_run(config).chat_keys).chat_template_file is None:
         written["data"] = {**written["data"], "chat_template": keys.chat_template, "chat_template_file": None}
     return written
 
@@ -238,11 +216,6 @@ def saved_adapter(manifest: Manifest, config: ResolvedConfig) -> Mapping[str, An
         if config.tree.shown_at(key) == text:
             saved.set(key, config.tree.get(key), saved.origin(key))
     return saved.get("adapter") or {}
-
-
-def saved_optimizer(manifest: Manifest) -> Mapping[str, Any]:
-    """Return the section ``model.optim`` that a checkpoint keeps; empty where it keeps none."""
-    return _saved_tree(manifest).get("model.optim") or {}
 
 
 def saved_base(manifest: Manifest) -> str | None:
@@ -272,7 +245,16 @@ def _checked_keys(manifest: Manifest, tree: Tree, kept: Tree, where: str) -> Cha
         SavedConfigUnusable: they do, or have wrong values, or the model is larger than its weights.
     """
     held = {name: value for name in _CHAT if (value := tree.get(f"data.{name}")) is not None}
-    refused = list(_refused(kept, held, where))
+    refused = []  # values that using the checkpoint needs and that a checkpoint may not decide
+    of_chats = ((("data", *path), text) for path, text in interpolations(held))
+    for path, text in (*interpolations(kept.data), *of_chats):
+        if not (path == ("data", "chat_template") and is_template(text)):
+            refused.append(f"{dotted(path)}: it is the reference {text!r}.")
+    if "chat_template_file" in held:
+        refused.append(f"data.chat_template_file: it is the file {held['chat_template_file']!r}.")
+    began = kept.get("checkpoint.resume_from")
+    if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
+        refused.append(f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}.")
     if refused:
         raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
     keys: ChatKeys
@@ -292,19 +274,6 @@ def _checked_keys(manifest: Manifest, tree: Tree, kept: Tree, where: str) -> Cha
     if wrong:
         raise SavedConfigUnusable(where=where, problems=wrong)
     return keys
-
-
-def _refused(kept: Tree, held: Mapping[str, Any], where: str) -> Iterator[str]:
-    """Yield a line for each value that using the checkpoint needs and that a checkpoint may not decide."""
-    of_chats = ((("data", *path), text) for path, text in interpolations(held))
-    for path, text in (*interpolations(kept.data), *of_chats):
-        if not (path == ("data", "chat_template") and is_template(text)):
-            yield f"{dotted(path)}: it is the reference {text!r}."
-    if "chat_template_file" in held:
-        yield f"data.chat_template_file: it is the file {held['chat_template_file']!r}."
-    began = kept.get("checkpoint.resume_from")
-    if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
-        yield f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}."
 
 
 def _store(uri: str) -> str:
@@ -335,7 +304,7 @@ def continues_optimizer(config: ResolvedConfig, manifest: Manifest, where: str) 
     Raises:
         OptimizerChanged: it cannot, and ``checkpoint.optimizer_on_change`` is ``error``.
     """
-    saved, now = saved_optimizer(manifest), config.to_values()["model"]["optim"]
+    saved, now = _saved_tree(manifest).get("model.optim") or {}, config.to_values()["model"]["optim"]
     changed = [key for key in saved.keys() | now.keys() if saved.get(key) != now.get(key)]
     if not set(changed) - _NOT_OF_THE_FORM:
         return True
@@ -378,28 +347,23 @@ def check_shared_state(
     Raises:
         OptimizerStateOfShards: some differs; the same on all ranks.
     """
-    own = {
-        key: (
-            str(value.dtype),
-            tuple(value.shape),
-            digest(value.detach().to(HOST).reshape(-1).view(torch.uint8).numpy().tobytes()),
-        )
-        for key, value in state.items()
-        if type(value) is torch.Tensor and _is_shard(weights.get(key.rpartition("/")[0]))
-    }
-    found: dict[str, set[object]] = {}
-    for each in ranks.all_gather_object(own):
-        for key, value in each.items():
-            found.setdefault(key, set()).add(value)
-    differ = sorted(key for key, values in found.items() if len(values) > 1)
+    own = {}
+    for key, value in state.items():
+        weight = weights.get(key.rpartition("/")[0])
+        if isinstance(weight, Piece):
+            is_shard = weight.box.shape != weight.shape
+        else:
+            is_shard = weight is not None and bool(sharded_over(weight))
+        if is_shard and type(value) is torch.Tensor:
+            value_digest = digest(value.detach().to(HOST).reshape(-1).view(torch.uint8).numpy().tobytes())
+            own[key] = (str(value.dtype), tuple(value.shape), value_digest)
+    contents: dict[str, set[object]] = {}
+    for of_rank in ranks.all_gather_object(own):
+        for key, content in of_rank.items():
+            contents.setdefault(key, set()).add(content)
+    differ = sorted(key for key, values in contents.items() if len(values) > 1)
     if differ:
         raise OptimizerStateOfShards(state=differ, problem="differs between ranks that have shards of one parameter")
-
-
-def _is_shard(weight: torch.Tensor | Piece | None) -> bool:
-    if isinstance(weight, Piece):
-        return weight.box.shape != weight.shape
-    return weight is not None and bool(sharded_over(weight))
 
 
 def _described(name: str | None, states: Iterable[frozenset[str]]) -> str:

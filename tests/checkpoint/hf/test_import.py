@@ -35,7 +35,7 @@ from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.models.decoder_builder import RotaryDecoderBuilder
 from nxdt_core.run.start import ForeignStart, decide_start
 from nxdt_core.train import TrainSession, build
-from nxdt_core.train.generate import generate
+from nxdt_core.train.generate import Sampling, load_model
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights import importing
 from nxdt_core.train.weights.export import export_hf
@@ -47,6 +47,12 @@ from tests.checkpoint.hf.exchange import VOCABULARY, import_together, llama, new
 from tests.engine.matrix.training import whole
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to import")
+
+
+def written(uri, prompt, tokens):
+    """Return what the model at an address writes behind a prompt."""
+    model = load_model(uri)
+    return "".join(model.writer.pieces(model.prompt(prompt), Sampling(max_new_tokens=tokens)))
 
 
 def write_model(directory: Path, **changes: object) -> torch.nn.Module:
@@ -97,7 +103,7 @@ def test_what_is_imported_and_exported_again_is_equal_and_speaks_alike(tmp_path,
     reads = transformers.AutoTokenizer.from_pretrained(tmp_path / "again")
     ids = reads("And God said", return_tensors="pt", add_special_tokens=False).input_ids
     tokens = model.float().generate(ids, do_sample=False, max_new_tokens=12, suppress_tokens=[*range(VOCABULARY, 304)])
-    text = "".join(generate(uri, "And God said", max_new_tokens=12))
+    text = written(uri, "And God said", 12)
     assert reads.decode(tokens[0, ids.shape[1] :], skip_special_tokens=True).rstrip("\ufffd") == text.rstrip("\ufffd")
 
 

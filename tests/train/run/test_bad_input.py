@@ -197,11 +197,11 @@ def test_odd_numbers_for_generate_are_refused_before_anything_is_loaded(option, 
 
 
 def test_a_tiny_temperature_is_greedy(small_run):
-    from nxdt_core.train.generate import generate
+    from nxdt_core.train.generate import Sampling, load_model
 
     config = small_run("trainer.max_steps=1")
     train(config)
-    greedy, cold = (
-        "".join(generate(config.checkpoint_uri, "In", max_new_tokens=5, temperature=t)) for t in (0.0, 1e-300)
-    )
+    model = load_model(config.checkpoint_uri)
+    prompt, samplings = model.prompt("In"), [Sampling(max_new_tokens=5, temperature=t) for t in (0.0, 1e-300)]
+    greedy, cold = ("".join(model.writer.pieces(prompt, sampling)) for sampling in samplings)
     assert greedy == cold

@@ -19,8 +19,7 @@ from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.training import MonitoringFileUnwritable, MonitoringPortUnusable, StepNotFinite
 from nxdt_core.run import train
-from nxdt_core.run.callbacks.monitor import exposition
-from nxdt_core.run.metric_files import mark_failed
+from nxdt_core.run.callbacks.monitor import exposition, mark_failed
 from tests import processes
 from tests.train.small import SMALL
 

@@ -6,11 +6,11 @@ import pytest
 from nxdt_testing.errors import raises
 
 from nxdt_core.config import load
+from nxdt_core.distributed.environment import find_place
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
-from nxdt_core.launch.joining import find_place
 from nxdt_core.launch.supervision.heartbeat import Heartbeat
 from nxdt_core.run import train
-from nxdt_core.run.metric_files import mark_failed
+from nxdt_core.run.callbacks.monitor import mark_failed
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.train.small import SMALL
 

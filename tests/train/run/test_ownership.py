@@ -23,9 +23,8 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import OwnershipLost, StoreInUse
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.run import train
-from nxdt_core.run.files import directory_lock
-from nxdt_core.run.metric_files import mark_failed
-from nxdt_core.run.start import decide_start
+from nxdt_core.run.callbacks.monitor import mark_failed
+from nxdt_core.run.start import decide_start, directory_lock
 from nxdt_core.train import build
 from tests import processes
 from tests.sampling import slow

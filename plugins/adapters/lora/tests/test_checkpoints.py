@@ -29,7 +29,7 @@ from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.hf import reader
 from nxdt_core.models.quantised import QuantisedWeight, requantised
 from nxdt_core.run.training import train
-from nxdt_core.train.generate import generate
+from nxdt_core.train.generate import Sampling, load_model
 from nxdt_core.train.weights.export import export_hf
 from tests.checkpoint.hf.exchange import write_tokenizer
 from tests.checkpoint.hf.transformers_4 import read_here, transformers_4
@@ -69,6 +69,12 @@ RUN = {
 
 
 PISSA = ("adapter.init_lora_weights=pissa", "adapter.rank_pattern={q_proj: 3}", "adapter.lora_dropout=0.2")
+
+
+def written(uri, prompt, tokens):
+    """Return what the model at an address writes behind a prompt."""
+    model = load_model(uri)
+    return "".join(model.writer.pieces(model.prompt(prompt), Sampling(max_new_tokens=tokens)))
 
 
 @pytest.fixture(scope="module")
@@ -172,12 +178,12 @@ def over_a_growing_base(run):
 
 def test_an_adapter_stays_over_the_step_that_its_run_began_with(run, command, tmp_path, over_a_growing_base):
     tuned, base, over = over_a_growing_base
-    first = "".join(generate(f"{tuned}/step-00000002", "In the", max_new_tokens=8))
+    first = written(f"{tuned}/step-00000002", "In the", 8)
     whole = weights_of(run("whole", over[1], f"{over[0]}/step-00000002") / "checkpoints")
     run("tuned", *over)
     gone_on = weights_of(tuned)
     assert all(torch.equal(whole[name], gone_on[name]) for name in whole)
-    assert "".join(generate(f"{tuned}/step-00000002", "In the", max_new_tokens=8)) == first
+    assert written(f"{tuned}/step-00000002", "In the", 8) == first
     _, manifest = manifest_of(tuned)
     assert manifest.facts.config["checkpoint"]["resume_from"] == f"{base}/step-00000002"
     assert command("checkpoint", "merge-lora", tuned, tmp_path / "merged")[0] == 0
@@ -279,7 +285,7 @@ def test_a_merged_model_says_what_the_run_says(run, command, tmp_path, more):
     merged = weights_of(tmp_path / "merged")
     assert not [name for name in merged if "lora" in name]
     assert json.loads(said)["merged"] == sum(name.endswith("lora_B") for name in weights_of(kept))
-    texts = ["".join(generate(str(at), "In the", max_new_tokens=8)) for at in (kept, tmp_path / "merged")]
+    texts = [written(str(at), "In the", 8) for at in (kept, tmp_path / "merged")]
     assert texts[0] == texts[1] != ""
     status, _, complaint = command("checkpoint", "merge-lora", kept, tmp_path / "merged")
     assert status == 2

@@ -13,7 +13,7 @@ from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.run.training import train
-from nxdt_core.train.generate import generate
+from nxdt_core.train.generate import Sampling, load_model
 from nxdt_core.train.weights.importing import import_checkpoint
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -92,7 +92,8 @@ def test_it_answers_as_in_transformers_once_imported(model, directory, theirs, t
     ids = theirs(prompt, return_tensors="pt", add_special_tokens=False)
     tokens = model.generate(**ids, do_sample=False, max_new_tokens=7)[0, ids.input_ids.shape[1] :]
     import_checkpoint(str(directory), str(tmp_path / "store"))
-    text = "".join(generate(str(tmp_path / "store"), prompt, max_new_tokens=7))
+    loaded = load_model(str(tmp_path / "store"))
+    text = "".join(loaded.writer.pieces(loaded.prompt(prompt), Sampling(max_new_tokens=7)))
     assert text == theirs.decode(tokens, skip_special_tokens=True)
     assert "Paris" in text
 
