@@ -33,6 +33,7 @@ from nxdt_core.kernel.metadata import (
     plugin_entries,
     read_core_metadata,
     read_metadata_file,
+    version_of,
 )
 from nxdt_core.kernel.plugin import LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
 
@@ -41,6 +42,10 @@ _UNBOUNDED = (
     "it requires no range of nxdt-core, so that a later nxdt-core may break it; "
     f"write 'nxdt-core>={_MAJOR}.{_MINOR},<{_MAJOR}.{int(_MINOR) + 1}'"
 )
+
+_without_plugins: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+"""Metadata directories without plugins in a directory of the path, by its version: installing changes it. A process
+starts many kernels, and most distributions have no plugin."""
 
 
 def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> list[PluginInfo]:
@@ -57,72 +62,73 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
     for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
         above, directory = locate_metadata(dist)
         by_location.setdefault(real(above), {}).setdefault(directory or f"?{number}", dist)
-    once = [
-        (directory, location, dists[directory])
-        for location, dists in by_location.items()
-        for directory in sorted(dists, reverse=True)
-    ]
-    found: list[PluginInfo] = []
+    plugins: list[PluginInfo] = []
     winners: dict[str, str] = {}
-    for directory, location, dist in once:
-        stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
-        plugins = list(_plugins_of(dist, stem, location))
-        key = normalise(plugins[0].dist) if plugins else stem
-        here = f"{location}/{directory}"
-        winner = winners.setdefault(key, here) if key else here
-        if winner == here:
-            found += [_with_state(plugin, policy) for plugin in plugins]
-        else:
-            found += [replace(p, state="shadowed", reason=f"hidden by {winner}") for p in plugins]
-    return sorted(found, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
+    for location, dists in by_location.items():
+        try:
+            version = version_of(os.stat(location))
+        except (OSError, ValueError):  # a finder names what it likes
+            version = None
+        without = _without_plugins.setdefault((location, version), set()) if version else set()
+        for directory in sorted(dists, reverse=True):
+            stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
+            offered = [] if directory in without else _plugins_of(dists[directory], stem, location)
+            if not offered:
+                without.add(directory)
+            key = normalise(offered[0].dist) if offered else stem
+            here = f"{location}/{directory}"
+            winner = winners.setdefault(key, here) if key else here
+            for plugin in offered:
+                if winner != here:
+                    plugin = replace(plugin, state="shadowed", reason=f"hidden by {winner}")
+                elif plugin.state == "ok":
+                    plugin = _judge(plugin, policy)
+                plugins.append(plugin)
+    return sorted(plugins, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
 
 
-def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[PluginInfo]:
-    """Yield the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
+def _plugins_of(dist: Distribution, stem: str, location: str) -> list[PluginInfo]:
+    """Return the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
+    name, reason = stem, ""
     try:
         text = read_metadata_file(dist, "entry_points.txt")
-    except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
-        if stem.startswith("nxdt-plugin"):
-            yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")
-        return
-    name = stem
-    try:
         if not text or ENTRY_POINT_GROUP not in text or not (entries := plugin_entries(text)):
-            return
+            return []
         name = entries[0][0]
         metadata = read_core_metadata(dist)
+        return [
+            PluginInfo(
+                name=name,
+                dist=metadata.name,
+                version=metadata.version,
+                module=value,
+                location=location,
+                requires=metadata.requires_core,
+            )
+            for name, value in entries
+        ]
     except MalformedMetadata as error:
-        yield _corrupt(name, stem, location, str(error))
-        return
-    for name, value in entries:
-        yield PluginInfo(
-            name=name,
-            dist=metadata.name,
-            version=metadata.version,
-            module=value,
-            location=location,
-            requires=metadata.requires_core,
-        )
+        reason = str(error)
+    except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
+        if not stem.startswith("nxdt-plugin"):
+            return []
+        reason = f"entry_points.txt cannot be read: {error}"
+    return [PluginInfo(name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason)]
 
 
-def _corrupt(name: str, dist: str, location: str, reason: str) -> PluginInfo:
-    return PluginInfo(name=name, dist=dist, version="", module="", location=location, state="corrupt", reason=reason)
-
-
-def _with_state(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
+def _judge(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
     """Apply policy and version to a plugin whose metadata is in order."""
-    if plugin.state != "ok":
-        return plugin
     objection = policy.objection(name=plugin.name, dist=plugin.dist)
     if objection is not None:
         return replace(plugin, state="blocked", reason=objection)
     try:
-        refused = [line for line in plugin.requires if not admits(line, __version__)]
+        for line in plugin.requires:
+            if not admits(line, __version__):
+                reason = f"requires {line}; this is nxdt-core {__version__}"
+                return replace(plugin, state="incompatible", reason=reason)
     except MalformedMetadata as error:
         return replace(plugin, state="corrupt", reason=str(error))
-    if refused:
-        return replace(plugin, state="incompatible", reason=f"requires {refused[0]}; this is nxdt-core {__version__}")
-    return replace(plugin, hints=() if any(map(is_bounded, plugin.requires)) else (_UNBOUNDED,))
+    return plugin if any(map(is_bounded, plugin.requires)) else replace(plugin, hints=(_UNBOUNDED,))
 
 
 def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
@@ -166,10 +172,10 @@ def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, 
         PluginDefect: missing, raises, calls ``sys.exit``, has no such attribute, or imports what it must not.
     """
     module = plugin.module.partition(":")[0]
-    new, absent = module not in sys.modules, [name for name in HEAVY if name not in sys.modules]
+    new, absent = module not in sys.modules, set(HEAVY).difference(sys.modules)
     loaded = import_reference(plugin.module, plugin.location if plugin.dist == LOCAL else "")
     if new:
-        _brought[module] = [name for name in absent if name in sys.modules]
+        _brought[module] = [name for name in HEAVY if name in absent and name in sys.modules]
     heavy = _brought.get(module, [])
     if strict and heavy:
         raise PluginDefect(f"its entry module imports {heavy[0]}, which makes every command slow")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -137,7 +138,7 @@ class Registry:
         self._plugins = tuple(plugins)
         self._prefer = tuple(prefer)
         self._schemes = None if schemes is None else tuple(scheme.lower() for scheme in schemes)
-        self._components: dict[str, list[RegisteredComponent]] = {kind.name: [] for kind in kinds}
+        self._components = defaultdict[str, list[RegisteredComponent]](list)
         for component in sorted(components, key=lambda c: (c.record.name, normalise(c.dist), c.plugin)):
             self._components[component.kind].append(component)
 
