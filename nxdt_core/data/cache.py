@@ -39,16 +39,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from numpy.typing import NDArray
 
-__all__ = [
-    "SAMPLED_FROM_BYTES",
-    "are_offsets",
-    "cached_arrays",
-    "content_digests",
-    "digest",
-    "file_digest",
-    "is_array",
-]
-
 _log = logging.getLogger(__name__)
 
 _BYTES = 12

@@ -14,8 +14,6 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport, IterableDataset, MapDataset, TokenCount
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["Part", "Preview", "ShownDocument", "ShownSample", "preview"]
-
 _COUNTED = 256
 """Samples that are counted where a dataset does not report of itself."""
 

@@ -25,9 +25,6 @@ from nxdt_core.errors.data import EmptyDataset
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import DatasetSplits, IterableDataset, MapDataset, SplitName
 
-__all__ = ["GlobalOrder", "Head", "NoData", "Permutation", "draw", "first_batches", "limit_sets"]
-
-
 Item = TypeVar("Item")
 
 _SORTED_BELOW = 1 << 16

@@ -14,25 +14,6 @@ from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf
 from nxdt_core.protocols.model import KeyMap
 
-__all__ = [
-    "DECODER_MODULES",
-    "IGNORED",
-    "ONLY",
-    "OPTIONAL",
-    "REQUIRED",
-    "SCORE",
-    "SWIGLU_MODULES",
-    "WITHOUT_EFFECT",
-    "HFFamily",
-    "HFValues",
-    "architecture_to_hf",
-    "bias_key",
-    "read_floats",
-    "score_head_from_hf",
-    "spell_floats",
-    "weight_keys",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFValues:

@@ -10,8 +10,6 @@ from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.config.section import Section
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
-__all__ = ["RopeScalingConfig", "RopeType", "number_of", "older_rope", "rope_of", "scaling_from_hf", "scaling_to_hf"]
-
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
 _ORIGINAL = "original_max_position_embeddings"

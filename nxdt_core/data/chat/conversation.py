@@ -11,17 +11,6 @@ from typing import Any
 from nxdt_core.data.files.records import Place, is_given
 from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, TemplateRefuses
 
-__all__ = [
-    "REASONING",
-    "ROLES",
-    "Conversation",
-    "Message",
-    "check_order",
-    "ignored_fields",
-    "in_order_of_calls",
-    "merged",
-]
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that may speak."""
 

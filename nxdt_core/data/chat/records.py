@@ -12,20 +12,6 @@ from nxdt_core.data.files.paths import lone_surrogate, parse_json
 from nxdt_core.data.files.records import Place, is_given, unread
 from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
 
-__all__ = [
-    "check_text_only",
-    "parsed",
-    "read_calls",
-    "read_message",
-    "read_question",
-    "read_record",
-    "read_tools",
-    "tools_key",
-    "unread_of_calls",
-    "unused_fields",
-    "with_system",
-]
-
 _OF_CALL = frozenset({"id", "type", "index", "function", "name", "arguments"})
 """Keys that are read. ``id`` and ``index`` say which call a result is of, and so does the order of the messages."""
 

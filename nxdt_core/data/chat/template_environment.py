@@ -23,20 +23,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-__all__ = [
-    "FILTERS",
-    "METHODS",
-    "BoundedEnvironment",
-    "TooLarge",
-    "compiled",
-    "digits_of",
-    "length_of",
-    "nothing",
-    "numbers_in",
-    "printed",
-    "size_of",
-]
-
 _ITEM = 8
 """Bytes of a list's item, where a character counts as one."""
 _PIECE = 60

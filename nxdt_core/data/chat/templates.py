@@ -19,16 +19,6 @@ from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = [
-    "ChatKeys",
-    "ChatTemplate",
-    "find_template",
-    "is_template",
-    "named_template",
-    "shipped_template",
-    "template_names",
-]
-
 
 class ChatKeys(RecordFiles):
     """Base of the configurations of data whose records hold messages."""

@@ -16,17 +16,6 @@ from nxdt_core.system.regular_files import require_fetched
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "COMPRESSED",
-    "UNREADABLE",
-    "BadZstdFile",
-    "ZstdFile",
-    "bare_name",
-    "decompressed",
-    "is_compressed",
-    "opened",
-]
-
 COMPRESSED = (".gz", ".zst")
 """Endings of compressed files."""
 

@@ -33,27 +33,6 @@ from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable, TextNotUtf8
 from nxdt_core.protocols.dataset import SplitName
 
-__all__ = [
-    "EXPANDS_BY",
-    "EXPANDS_TO_BYTES",
-    "JSON_LINES",
-    "JSON_TEXTS",
-    "PACKED",
-    "RecordFiles",
-    "WatchedFiles",
-    "check_utf8_start",
-    "decode",
-    "expand",
-    "iconv_name",
-    "json_object",
-    "json_objects",
-    "lone_surrogate",
-    "not_utf8",
-    "parse_json",
-    "read_bytes",
-    "similar_files",
-]
-
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
     (codecs.BOM_UTF32_BE, "UTF-32"),

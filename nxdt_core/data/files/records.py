@@ -34,19 +34,6 @@ from nxdt_core.errors.chats import FieldsUnused, TemplateMissing, TooManyBadReco
 from nxdt_core.errors.data import BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords
 from nxdt_core.protocols.dataset import SplitName
 
-__all__ = [
-    "BadRecords",
-    "Place",
-    "Record",
-    "Records",
-    "UnusedFields",
-    "count_records",
-    "describe_unused",
-    "is_given",
-    "read_records",
-    "unread",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -98,16 +85,14 @@ class Records(Sequence[Record]):
         file = bisect_right(self._ends, at)
         path, objects = self._files[file]
         number, record = objects[at - (self._ends[file - 1] if file else 0)]
-        return Place(path=path, number=number), _renamed(record, self._columns) if self._columns else record
+        if columns := self._columns:
+            renamed = {key: record[column] for key, column in columns.items() if column in record}
+            record = {key: value for key, value in record.items() if key not in columns.values()} | renamed
+        return Place(path=path, number=number), record
 
     def take(self, chosen: Sequence[int]) -> Records:
         """Return the records at these places among all."""
         return Records(self._files, self._columns, chosen)
-
-
-def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    renamed = {key: record[column] for key, column in columns.items() if column in record}
-    return {key: value for key, value in record.items() if key not in columns.values()} | renamed
 
 
 class _Lines(Sequence[tuple[int, dict[str, Any]]]):

@@ -17,19 +17,6 @@ from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES, decode, lone_surrogate, parse_json
 from nxdt_core.errors.data import ArrowUnreadable, DataFileUnreadable, DataLibraryMissing
 
-__all__ = [
-    "ARROW",
-    "PARQUET",
-    "TEXT_TABLES",
-    "ArrowRows",
-    "check_batch",
-    "check_stream",
-    "decoded",
-    "ipc_batches",
-    "parquet_batches",
-    "text_rows",
-]
-
 ARROW, PARQUET = ".arrow", ".parquet"
 TEXT_TABLES = (".csv", ".tsv")
 """Endings of tables of texts, whose first row has the names of the columns."""

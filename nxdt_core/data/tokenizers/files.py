@@ -16,8 +16,6 @@ from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, Token
 from nxdt_core.protocols.tokenizer import LocatedIds
 from nxdt_core.system.regular_files import require_fetched, require_inside
 
-__all__ = ["FAST_TOKENIZER", "encoded", "holds_ranks", "import_library", "located", "read_file", "valid"]
-
 FAST_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
 """Beginning of a ``tokenizer_config.json``, for transformers 4 and 5. The class of 4 asks for token types otherwise."""
 _LARGEST_BYTES = 256 << 20

@@ -25,25 +25,6 @@ from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, import_libr
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
-__all__ = [
-    "FILE",
-    "FOR_TOOLS",
-    "HuggingFaceTokenizer",
-    "Loaded",
-    "MegatronTokenizer",
-    "chat_template",
-    "load_named",
-    "load_pair",
-    "load_path",
-    "local_path",
-    "pretrained_files",
-    "read_json",
-    "read_record",
-    "special_tokens",
-    "token_text",
-]
-
-
 FILE = "tokenizer.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
 _MOST_GROWTH = 1000

@@ -22,8 +22,6 @@ from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, holds_ranks
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
-__all__ = ["SentencePieceTokenizer", "cut", "located", "pretrained_files"]
-
 _SPACE = "▁"
 _BPE = 2
 """Model type of the trainer's specification."""
@@ -174,7 +172,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, normalised by the model's own rules; no special tokens are added, a lone
         surrogate becomes U+FFFD."""
-        return [id_ for _, part in cut(self._parts, valid(text)) for id_ in self._encode_part(part)]
+        ids: list[int] = []
+        for _, part in cut(self._parts, valid(text)):
+            ids += [self._added[part]] if part in self._added else self._processor.encode(part)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the same for many texts, on the library's threads."""
@@ -252,11 +253,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _name(self, id_: int) -> str:
         name: str = self._processor.id_to_piece(id_) if id_ < self._own_size else self._appended[id_]
         return name
-
-    def _encode_part(self, part: str) -> list[int]:
-        added_id = self._added.get(part)
-        ids: list[int] = self._processor.encode(part) if added_id is None else [added_id]
-        return ids
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

@@ -21,8 +21,6 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BLOCK_ROWS", "BlockAttention", "DocumentMasks", "document_blocks", "document_mask", "window_mask"]
-
 BLOCK_ROWS = 128
 """Queries, and keys, of a block: what the kernels of FlexAttention are tuned for."""
 

@@ -17,8 +17,6 @@ from nxdt_core.models.mlp import GatedSiLU
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import unchanged
 
-__all__ = ["RowGroups", "SwiGLUExperts", "grouped_linear"]
-
 
 class RowGroups:
     """Rows in consecutive groups, some of which may be empty. All products of a layer share one."""

@@ -15,20 +15,6 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "KEY_WORDS",
-    "Rows",
-    "element_numbers",
-    "hashed",
-    "noise",
-    "noises",
-    "rounded",
-    "rounded_block",
-    "rounded_number",
-    "rounding_key",
-    "rows_of",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Rows:
