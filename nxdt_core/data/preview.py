@@ -82,7 +82,12 @@ def preview(
         seed, shuffle: of the run.
     """
     report = dataset.report()
-    samples = list(islice(_in_order(dataset, seed, shuffle), max(count, _COUNTED) if report is None else count))
+    wanted = max(count, _COUNTED) if report is None else count
+    if isinstance(dataset, MapDataset):
+        order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle).indices(0, min(wanted, len(dataset))).tolist()
+        samples = [(index, dataset[index]) for index in order]
+    else:
+        samples = list(enumerate(islice(dataset, wanted)))
     rows = [(index, row, one) for index, sample in samples for row, one in enumerate(_rows(sample))]
     first = {index for index, _ in samples[:count]}
     return Preview(
@@ -91,16 +96,6 @@ def preview(
         report=_counted([one for _, _, one in rows]) if report is None else report,
         counted=len(samples) if report is None else None,
     )
-
-
-def _in_order(dataset: MapDataset | IterableDataset, seed: int, shuffle: bool) -> Iterator[tuple[int, Sample]]:
-    if isinstance(dataset, MapDataset):
-        order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
-        for place in range(len(dataset)):
-            index = int(order.indices(place, place + 1)[0])
-            yield index, dataset[index]
-    else:
-        yield from enumerate(dataset)
 
 
 def _rows(sample: Sample) -> list[Sample]:

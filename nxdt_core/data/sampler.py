@@ -73,17 +73,14 @@ class Permutation:
     def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = values // self._side, values % self._side
         for turn in range(_ROUNDS):
-            noise = _mix(right * self._keys[2 * turn] + self._keys[2 * turn + 1])
+            noise = right * self._keys[2 * turn] + self._keys[2 * turn + 1]
+            # The finaliser of SplitMix64 (Steele, Lea & Flood 2014); multiplication wraps around.
+            noise = (noise ^ (noise >> np.uint64(30))) * _MIX_1
+            noise = (noise ^ (noise >> np.uint64(27))) * _MIX_2
+            noise ^= noise >> np.uint64(31)
             left, right = right, (left + noise % self._side) % self._side
         result: NDArray[np.uint64] = left * self._side + right
         return result
-
-
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014); multiplication wraps around."""
-    value = (value ^ (value >> np.uint64(30))) * _MIX_1
-    value = (value ^ (value >> np.uint64(27))) * _MIX_2
-    return value ^ (value >> np.uint64(31))
 
 
 def draw(items: Sequence[Item], count: int, *, seed: int) -> tuple[list[Item], list[Item]]:
@@ -119,22 +116,19 @@ class GlobalOrder:
         offset = start - self._window_start
         if not 0 <= offset <= offset + (stop - start) <= len(self._window):
             self._window_start, offset = start, 0
-            self._window = self._compute(start, max(stop, start + _WINDOW))
+            parts, place, end = [], start, max(stop, start + _WINDOW)
+            while place < end:
+                epoch, within = divmod(place, self._length)
+                count = min(end - place, self._length - within)
+                positions = np.arange(within, within + count, dtype=np.int64)
+                if self._shuffle:
+                    if self._permutation is None or self._permutation[0] != epoch:
+                        self._permutation = epoch, Permutation(self._length, seed=self._seed, epoch=epoch)
+                    positions = self._permutation[1].take(positions)
+                parts.append(positions)
+                place += count
+            self._window = np.concatenate(parts)
         return self._window[offset : offset + (stop - start)]
-
-    def _compute(self, start: int, stop: int) -> NDArray[np.int64]:
-        parts = []
-        while start < stop:
-            epoch, within = divmod(start, self._length)
-            count = min(stop - start, self._length - within)
-            positions = np.arange(within, within + count, dtype=np.int64)
-            if self._shuffle:
-                if self._permutation is None or self._permutation[0] != epoch:
-                    self._permutation = epoch, Permutation(self._length, seed=self._seed, epoch=epoch)
-                positions = self._permutation[1].take(positions)
-            parts.append(positions)
-            start += count
-        return np.concatenate(parts)
 
 
 class Head(MapDataset):

@@ -14,10 +14,10 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, reduce
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, PathDistribution, distributions
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -28,11 +28,8 @@ from nxdt_core.errors.plugins import LocalPluginMissing, PluginCodeExited
 from nxdt_core.kernel.metadata import (
     MalformedMetadata,
     admits,
-    is_bounded,
-    locate_metadata,
     plugin_entries,
     read_core_metadata,
-    read_metadata_file,
     version_of,
 )
 from nxdt_core.kernel.plugin import LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
@@ -47,6 +44,9 @@ _without_plugins: dict[tuple[str, tuple[int, ...]], set[str]] = {}
 """Metadata directories without plugins in a directory of the path, by its version: installing changes it. A process
 starts many kernels, and most distributions have no plugin."""
 
+_known_plugins: dict[tuple[object, ...], list[PluginInfo]] = {}
+"""Plugins of a metadata directory, by its path and the versions of its two files."""
+
 
 def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> list[PluginInfo]:
     """Return every installed plugin, sorted by distribution and entry point, judged by its metadata alone.
@@ -60,7 +60,12 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
     real = cache(os.path.realpath)  # hundreds of distributions share a directory
     by_location: dict[str, dict[str, Distribution]] = {}
     for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
-        above, directory = locate_metadata(dist)
+        # The directory <name>-<version>.dist-info or .egg-info, and its own. There is no public accessor: the standard
+        # library's own de-duplication reads the same attribute, which other finders may lack.
+        metadata_path = str(getattr(dist, "_path", None) or "").rstrip("/\\").replace("\\", "/")
+        above, _, directory = metadata_path.rpartition("/")
+        if not above or type(dist) is not PathDistribution:
+            above = str(dist.locate_file(""))
         by_location.setdefault(real(above), {}).setdefault(directory or f"?{number}", dist)
     plugins: list[PluginInfo] = []
     winners: dict[str, str] = {}
@@ -89,31 +94,36 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
 
 def _plugins_of(dist: Distribution, stem: str, location: str) -> list[PluginInfo]:
     """Return the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
+    key: tuple[object, ...] = ()  # files are read again only if they have changed
+    if type(dist) is PathDistribution:
+        with suppress(OSError, ValueError):
+            folder = str(dist._path)
+            files = f"{folder}/entry_points.txt", f"{folder}/METADATA"
+            key = location, folder, *(version_of(os.stat(file)) for file in files)
+    if key in _known_plugins:
+        return _known_plugins[key]
     name, reason = stem, ""
+    plugins: list[PluginInfo] = []
     try:
-        text = read_metadata_file(dist, "entry_points.txt")
-        if not text or ENTRY_POINT_GROUP not in text or not (entries := plugin_entries(text)):
-            return []
-        name = entries[0][0]
-        metadata = read_core_metadata(dist)
-        return [
-            PluginInfo(
-                name=name,
-                dist=metadata.name,
-                version=metadata.version,
-                module=value,
-                location=location,
-                requires=metadata.requires_core,
-            )
-            for name, value in entries
-        ]
+        text = dist.read_text("entry_points.txt")
+        entries = plugin_entries(text) if text and ENTRY_POINT_GROUP in text else []
+        if entries:
+            name = entries[0][0]
+            project, version, requires = read_core_metadata(dist)
+            info = PluginInfo(name="", dist=project, version=version, module="", location=location, requires=requires)
+            plugins = [replace(info, name=name, module=module) for name, module in entries]
     except MalformedMetadata as error:
         reason = str(error)
     except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
-        if not stem.startswith("nxdt-plugin"):
-            return []
-        reason = f"entry_points.txt cannot be read: {error}"
-    return [PluginInfo(name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason)]
+        reason = f"entry_points.txt cannot be read: {error}" if stem.startswith("nxdt-plugin") else ""
+    if reason:
+        info = PluginInfo(
+            name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason
+        )
+        plugins = [info]
+    if key and None not in key:
+        _known_plugins[key] = plugins
+    return plugins
 
 
 def _judge(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
@@ -128,7 +138,9 @@ def _judge(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
                 return replace(plugin, state="incompatible", reason=reason)
     except MalformedMetadata as error:
         return replace(plugin, state="corrupt", reason=str(error))
-    return plugin if any(map(is_bounded, plugin.requires)) else replace(plugin, hints=(_UNBOUNDED,))
+    # A range or an exact version excludes some later release; markers and addresses do not.
+    bounded = any(re.match(r"[^;@]*(<|==|~=)", line) for line in plugin.requires)
+    return plugin if bounded else replace(plugin, hints=(_UNBOUNDED,))
 
 
 def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:

@@ -20,7 +20,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
-from nxdt_core.kernel.metadata import read_metadata_file, version_of
+from nxdt_core.kernel.metadata import version_of
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 from nxdt_core.system.regular_files import read_text, replace_text
 
@@ -36,7 +36,7 @@ def digest_plugin(plugin: PluginInfo) -> str:
         # The record of an installed wheel, without scripts, which are outside and name the interpreter's path.
         dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
         if dist is not None and editable_source(dist) is None:
-            rows = csv.reader((read_metadata_file(dist, "RECORD") or "").splitlines())
+            rows = csv.reader((dist.read_text("RECORD") or "").splitlines())
             files = [(PurePosixPath(row[0]), row[1]) for row in rows if len(row) >= 2 and row[1]]
             lines = [
                 f"{path} {hashed}"
@@ -64,7 +64,7 @@ def digest_plugin(plugin: PluginInfo) -> str:
 def editable_source(dist: Distribution) -> Path | None:
     """Return the directory of an installation with ``pip install -e``; None of other installations."""
     try:
-        origin = json.loads(read_metadata_file(dist, "direct_url.json") or "{}")
+        origin = json.loads(dist.read_text("direct_url.json") or "{}")
     except ValueError:
         return None
     if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):

@@ -10,7 +10,7 @@ import difflib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, final
@@ -57,6 +57,7 @@ def _items(hook: str, value: object, record: type) -> list[Any]:
 
 
 @final
+@dataclass(slots=True, kw_only=True, eq=False)
 class Kernel:
     """A set of plugins that was found, checked and registered; passed as an argument, never global.
 
@@ -66,18 +67,13 @@ class Kernel:
         builder = kernel.registry.get("model", "llama").load_target()
     """
 
-    __slots__ = ("_identities", "manager", "plugins", "policy", "registry")
-
-    def __init__(
-        self, *, plugins: tuple[PluginInfo, ...], registry: Registry, manager: HookManager, policy: PluginPolicy
-    ) -> None:
-        self.plugins = plugins
-        """The built-ins, then the installed ones by distribution and entry point, then local files."""
-        self.registry = registry
-        self.manager = manager
-        """Pluggy's manager, with the modules of the usable plugins as ``DIST:PLUGIN``."""
-        self.policy = policy
-        self._identities: dict[str, str] | None = None
+    plugins: tuple[PluginInfo, ...]
+    """The built-ins, then the installed ones by distribution and entry point, then local files."""
+    registry: Registry
+    manager: HookManager
+    """Pluggy's manager, with the modules of the usable plugins as ``DIST:PLUGIN``."""
+    policy: PluginPolicy
+    _identities: dict[str, str] | None = field(default=None, init=False)
 
     @classmethod
     def start(
@@ -110,11 +106,11 @@ class Kernel:
         candidates = list(map(Candidate, found))
         with redirect_stdout(sys.stderr):  # a module that prints must not spoil the output of --json
             owners: dict[int, str] = {}
-            for each in candidates:
-                each.attempt(each.load, strict, owners)
+            for candidate in candidates:
+                candidate.attempt(candidate.load, strict, owners)
             by_key: dict[str, Candidate] = {}
-            for each in reversed(candidates):  # pluggy calls what was registered last first
-                each.attempt(each.register, manager, by_key)
+            for candidate in reversed(candidates):  # pluggy calls what was registered last first
+                candidate.attempt(candidate.register, manager, by_key)
             adders: dict[str, PluginInfo] = {}
             for hook in (*_RECORDS, "nxdt_components"):
                 for implementation in reversed(getattr(manager.hook, hook).get_hookimpls()):
@@ -124,29 +120,23 @@ class Kernel:
             while not complete:
                 # A plugin that fails takes its kinds with it, so that those that fill them are looked at again.
                 kinds, complete = dict(_OWN), True
-                for each in candidates:
-                    if each.plugin.state == "ok":
-                        kinds.update(each.kinds)
-                for each in candidates:
-                    complete &= each.attempt(each.fill_kinds, kinds)
+                for candidate in candidates:
+                    if candidate.plugin.state == "ok":
+                        kinds.update(candidate.kinds)
+                for candidate in candidates:
+                    complete &= candidate.attempt(candidate.fill_kinds, kinds)
         plugins: list[PluginInfo] = []
         components: list[RegisteredComponent] = []
-        for each in candidates:
-            plugins.append(each.plugin)
-            if each.plugin.state == "ok":
-                components += (*each.components, *each.added)
-            elif by_key.get(each.plugin.key) is each:
-                manager.unregister(name=each.plugin.key)
+        for candidate in candidates:
+            plugins.append(candidate.plugin)
+            if candidate.plugin.state == "ok":
+                components += (*candidate.components, *candidate.added)
+            elif by_key.get(candidate.plugin.key) is candidate:
+                manager.unregister(name=candidate.plugin.key)
         unusable = [plugin for plugin in plugins if plugin.state not in ("ok", "blocked")]
         if strict and unusable:
             raise PluginsUnusable(problems=tuple(f"{diagnose(plugin)} ({advise(plugin)})" for plugin in unusable))
-        registry = Registry(
-            kinds=tuple(kinds.values()),
-            components=components,
-            plugins=plugins,
-            prefer=policy.prefer,
-            schemes=policy.schemes,
-        )
+        registry = Registry(kinds=tuple(kinds.values()), components=components, plugins=plugins, policy=policy)
         return cls(plugins=tuple(plugins), registry=registry, manager=manager, policy=policy)
 
     def call(self, hook: str, **arguments: object) -> Iterator[tuple[PluginInfo, Any]]:
@@ -158,7 +148,10 @@ class Kernel:
         Raises:
             PluginHookFailed: a plugin's function fails.
         """
-        by_key = {plugin.key: plugin for plugin in self.plugins if plugin.state == "ok"}
+        by_key: dict[str, PluginInfo] = {}
+        for plugin in self.plugins:
+            if plugin.state == "ok":
+                by_key[plugin.key] = plugin
         for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):  # the last is called first
             value = call(hook, implementation, arguments)
             if value is not None:
@@ -192,21 +185,21 @@ class Kernel:
         )
 
 
+@dataclass(slots=True)
 class Candidate:
     """A plugin on its way from found to registered, with what is known of it so far."""
 
-    def __init__(self, plugin: PluginInfo) -> None:
-        self.plugin = plugin
-        self.loaded: object = None
-        """Object that the entry point names."""
-        self.kinds: dict[str, Kind] = {}
-        """Kinds that the plugin adds, by name."""
-        self.components: list[RegisteredComponent] = []
-        """Components of the kernel's own kinds."""
-        self.offers: list[Mapping[str, Any]] = []
-        """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
-        self.added: list[RegisteredComponent] = []
-        """The records of ``offers``, once they are checked."""
+    plugin: PluginInfo
+    loaded: object = None
+    """Object that the entry point names."""
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Kinds that the plugin adds, by name."""
+    components: list[RegisteredComponent] = field(default_factory=list)
+    """Components of the kernel's own kinds."""
+    offers: list[Mapping[str, Any]] = field(default_factory=list)
+    """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
+    added: list[RegisteredComponent] = field(default_factory=list)
+    """The records of ``offers``, once they are checked."""
 
     def attempt(self, step: Callable[..., None], *arguments: object) -> bool:
         """Take a step, unless the plugin cannot be used; one that fails is broken. Return whether it did not fail."""

@@ -21,7 +21,6 @@ from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, DeviceProfile, available_type, current_device
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError
-from nxdt_core.kernel.metadata import read_metadata_file
 
 _PACKAGES = (
     *("torch", "torch-neuronx", "torch-xla", "neuronx-distributed", "libneuronxla", "neuronx-cc", "nki"),
@@ -161,7 +160,7 @@ def _package(name: str) -> Package:
     except PackageNotFoundError:
         return Package(name=name, version=None)
     # Modules of a placeholder say that the package is the wrong one; none is imported.
-    record = read_metadata_file(found, "RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
+    record = found.read_text("RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
     files = (row[0] for row in csv.reader(record.splitlines()) if row)
     modules = (Path(str(found.locate_file(file))) for file in files if file.endswith(".py") and file.count("/") <= 1)
     problem = ""

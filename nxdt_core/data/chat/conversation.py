@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -194,15 +195,12 @@ def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conv
         text: what ``render`` makes of it.
         render: runs the template.
     """
-    names = (name for name, other in _others(conversation, text) if _is_same(text, other, render))
-    return tuple(dict.fromkeys(names))
-
-
-def _is_same(text: str, other: Conversation, render: Callable[[Conversation], str]) -> bool:
-    try:
-        return render(other) == text
-    except TemplateRefuses:  # it asks for what is missing
-        return False
+    names: dict[str, None] = {}
+    for name, other in _others(conversation, text):
+        with suppress(TemplateRefuses):  # it asks for what is missing
+            if render(other) == text:
+                names[name] = None
+    return tuple(names)
 
 
 def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conversation]]:

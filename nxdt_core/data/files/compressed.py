@@ -25,17 +25,8 @@ UNREADABLE = (OSError, EOFError, zlib.error)
 
 def bare_name(path: Path) -> str:
     """Return the name without the suffix of a compression, in lower case: what is left has the suffix of the format."""
-    name = path.name.lower()
-    return name.removesuffix(_ending(path)) if is_compressed(path) else name
-
-
-def is_compressed(path: Path) -> bool:
-    """Return whether the name of a file says that it is compressed."""
-    return _ending(path) in COMPRESSED
-
-
-def _ending(path: Path) -> str:
-    return path.suffix.lower()
+    name, ending = path.name.lower(), path.suffix.lower()
+    return name.removesuffix(ending) if ending in COMPRESSED else name
 
 
 @contextmanager
@@ -56,9 +47,9 @@ def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
     Raises:
         DataLibraryMissing: it is of Zstandard, and the library is not installed.
     """
-    if _ending(path) == ".gz":
+    if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if _ending(path) == ".zst":
+    if path.suffix.lower() == ".zst":
         try:
             return io.BufferedReader(ZstdFile(raw))
         except ImportError as error:

@@ -174,27 +174,20 @@ def _opened(path: Path, content: bytes, example: str) -> _Objects:
         return ArrowRows(path, content)
     if name.endswith(TEXT_TABLES):
         return text_rows(path, content)
-    if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        records = _listed(path, decode(path, content))
-        if records is not None:
-            return list(enumerate(records, start=1))
-    return _Lines(path, content, example)
-
-
-def _listed(path: Path, text: str) -> list[dict[str, Any]] | None:
-    """Return the records of a JSON list; None where each line is a list, which is for the line's own error."""
+    if not content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        return _Lines(path, content, example)
+    text = decode(path, content)
     try:
         parsed = parse_json(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and (error.msg, error.lineno, error.colno) == ("Extra data", 2, 1):
-            return None
+            return _Lines(path, content, example)  # each line is a list, which is for the line's own error
         raise BadJsonFile(path=str(path), reason=str(error)) from error
     if not all(isinstance(record, dict) for record in parsed):
         raise BadJsonFile(path=str(path), reason="an entry is not an object")
     if half := lone_surrogate(text, parsed):
         raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
-    records: list[dict[str, Any]] = parsed
-    return records
+    return list(enumerate(parsed, start=1))
 
 
 class UnusedFields:

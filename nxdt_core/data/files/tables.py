@@ -338,7 +338,8 @@ def _expanded(array: Any) -> int:
     kind, base = array.type, _VALUE_BYTES * len(array)
     if types.is_dictionary(kind):
         values = array.dictionary
-        if types.is_string(kind.value_type) or types.is_binary(kind.value_type) or _is_large(kind.value_type):
+        of_texts = (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary)
+        if any(is_text(kind.value_type) for is_text in of_texts):
             lengths = pyarrow.compute.binary_length(values).take(array.indices)
             return base + int(pyarrow.compute.sum(lengths).as_py() or 0)
         return base + len(array) * _expanded(values)
@@ -349,12 +350,6 @@ def _expanded(array: Any) -> int:
         inner = [array.keys, array.items] if types.is_map(kind) else array.flatten()
         return base + sum(map(_expanded, inner if isinstance(inner, list) else [inner]))
     return max(base, int(array.nbytes))
-
-
-def _is_large(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_large_string(kind) or types.is_large_binary(kind))
 
 
 def _values(value: Any, kind: Any) -> Any:

@@ -118,21 +118,18 @@ def document_blocks(document_ids: torch.Tensor, window: int | None = None) -> Bl
     full = (key < query) & alone[:, :, None] & alone[:, None, :] & (lowest[:, :, None] == lowest[:, None, :])
     if window is not None:
         full = full & (key * BLOCK_ROWS > (query + 1) * BLOCK_ROWS - 1 - window)
-    return BlockMask.from_kv_blocks(
-        *_numbered(listed & ~full),
-        *_numbered(listed & full),
-        BLOCK_SIZE=BLOCK_ROWS,
-        mask_mod=_visible(ids, window),
-        seq_lengths=(seq, seq),
-    )
 
-
-def _visible(ids: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
     def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         visible = (key <= row) & (ids[batch, row] == ids[batch, key])
         return visible if window is None else visible & (row - key < window)
 
-    return seen
+    return BlockMask.from_kv_blocks(
+        *_numbered(listed & ~full),
+        *_numbered(listed & full),
+        BLOCK_SIZE=BLOCK_ROWS,
+        mask_mod=seen,
+        seq_lengths=(seq, seq),
+    )
 
 
 def _numbered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

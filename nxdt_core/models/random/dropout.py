@@ -1,5 +1,5 @@
-"""Dropout masks by position: which elements of a token's features are kept depends only on the run's seed, the step,
-the module, the row of the global batch and the position in the sequence. No layout changes it.
+"""Dropout (Srivastava et al. 2014) by position: which elements of a token's features are kept depends only on the run's
+seed, the step, the module, the row of the global batch and the position in the sequence. No layout changes it.
 
 The mask of a row is drawn whole, [sequence, features], and each process takes its part. A process that holds only a
 part of the row draws more than it needs, and drawing needs a byte per element. A function of each element, as for
@@ -14,15 +14,10 @@ depends on the layout, and often from other processes, so each row brings the nu
 these numbers as it moves hidden states: :func:`run_numbered` lets it run once more before, without gradients, over
 tokens of eight features that spell them.
 
-
-Dropout (Srivastava et al. 2014) whose masks differ on ranks that hold different values and agree on those that
-hold the same.
-
-Masks of hidden states and of experts' rows follow from positions and are the same in every layout
-(:mod:`nxdt_core.models.random.dropout`). Those of attention probabilities depend on the layout, by salts: every
-rank of a run has the same global generator, so that all that is drawn from it agrees. A module with a ``salt`` draws
-one number there and combines it with its salt, so that masks differ where an engine sets different salts. Recomputation
-and a resumed run repeat the masks, since both restore the generator.
+Masks of attention probabilities depend on the layout, by salts: every rank of a run has the same global generator, so
+that all that is drawn from it agrees. A module with a ``salt`` draws one number there and combines it with its salt, so
+that masks differ where an engine sets different salts. Recomputation and a resumed run repeat the masks, since both
+restore the generator.
 """
 
 from __future__ import annotations
