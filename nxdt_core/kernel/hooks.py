@@ -36,6 +36,10 @@ class HookManager(pluggy.PluginManager):
         super().__init__(PROJECT)
         self.add_hookspecs(hookspecs)
 
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
+        """Return the options of a specification; None for everything else in the module, which is not looked at."""
+        return super().parse_hookspec_opts(module_or_class, name) if name in hookspecs.HOOKS else None
+
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> pluggy.HookimplOpts | None:
         """Return the options of the function ``name`` of a plugin; None where it implements no hook.
 
@@ -50,7 +54,9 @@ class HookManager(pluggy.PluginManager):
             if static is not None and name in hookspecs.HOOKS:
                 raise PluginDefect(f"{name} is a {type(static).__name__}; a hook is a function")
             return None
-        options = super().parse_hookimpl_opts(plugin, name)
+        options: pluggy.HookimplOpts | None = getattr(static, f"{PROJECT}_impl", None)  # as pluggy's marker leaves it
+        if options is None and not inspect.isfunction(static):
+            options = super().parse_hookimpl_opts(plugin, name)
         if options is None and name not in hookspecs.HOOKS:
             return None
         function = getattr(plugin, name)

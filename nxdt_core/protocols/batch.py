@@ -81,12 +81,12 @@ class Batch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return a batch whose tensors are those that ``change`` makes of this one's."""
-        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept: dict[str, Any] = {
-            name: value if isinstance(value, int | tuple | Mapping | None) else change(value)
-            for name, value in held.items()
-        }
-        return Batch(**{**kept, "values": {name: change(value) for name, value in self.values.items()}})
+        changed: dict[str, Any] = {"values": {name: change(tensor) for name, tensor in self.values.items()}}
+        for item in fields(self):
+            if item.name != "values":
+                value = getattr(self, item.name)
+                changed[item.name] = value if isinstance(value, int | tuple | None) else change(value)
+        return Batch(**changed)
 
     def arguments(self) -> dict[str, Any]:
         """Return what a model's forward takes in addition to its first argument, by keyword."""
