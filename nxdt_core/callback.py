@@ -27,6 +27,12 @@ Moment = Literal[
     "close",
 ]
 
+_PERFORMANCE = frozenset(
+    {"tokens_per_s", "mfu", "mfu_palm", "data_wait_s", "step_time_s", "max_memory_bytes", "compile_time_s"}
+)
+_RENAMED = {"checkpoint_blocked_s": "checkpoint/stall_s"}
+_GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/", "start_": "start/"}
+
 
 class Callback:
     """Called at the moments of a run, on every rank at the same ones; override what you need.
@@ -212,13 +218,6 @@ class Run:
         for name, callback in self.callbacks.items():
             if name in states:
                 callback.load_state_dict(states[name])
-
-
-_PERFORMANCE = frozenset(
-    {"tokens_per_s", "mfu", "mfu_palm", "data_wait_s", "step_time_s", "max_memory_bytes", "compile_time_s"}
-)
-_RENAMED = {"checkpoint_blocked_s": "checkpoint/stall_s"}
-_GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/", "start_": "start/"}
 
 
 def tag(name: str) -> str:

@@ -48,6 +48,17 @@ SAMPLED_FROM_BYTES = 64 << 20
 _BLOCK_BYTES = 64 << 10
 _BLOCKS = 64
 
+_DIGESTS = "digests.json"
+_READ_BYTES = 1 << 20
+_SETTLED_S = 2
+"""Longest step of a file system's clock: two changes within it may leave the same time."""
+_LOOK_AGAIN_S = 0.1
+_PART = re.compile(rf"\.(.*[0-9a-f]{{{2 * _BYTES}}})-[a-z0-9_]{{8}}")
+"""Name of a directory of unfinished arrays, whose own name ends with a digest."""
+T = TypeVar("T", bound="DataclassInstance")
+_DAMAGED = (OSError, ValueError, TypeError, IndexError, OverflowError, MemoryError, RecursionError, TokenError)
+"""Errors of reading arrays that are missing or damaged; numpy parses a header as Python."""
+
 
 def digest(*parts: object) -> str:
     """Return the hexadecimal digest of ``parts``: bytes and arrays by content, everything else by its ``repr``.
@@ -87,12 +98,6 @@ def file_digest(path: Path) -> str:
         return digest(size, *blocks)
 
 
-_DIGESTS = "digests.json"
-_READ_BYTES = 1 << 20
-_SETTLED_S = 2
-"""Longest step of a file system's clock: two changes within it may leave the same time."""
-
-
 def content_digests(paths: Iterable[Path], directory: Path | None) -> list[str]:
     """Return the xxh3 digest of the whole content of each file; reading takes 0.05 to 0.2 CPU-seconds per GiB.
 
@@ -130,13 +135,6 @@ def content_digests(paths: Iterable[Path], directory: Path | None) -> list[str]:
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             replace_text(cache_file, json.dumps(remembered, indent=0))
     return digests
-
-
-_LOOK_AGAIN_S = 0.1
-_PART = re.compile(rf"\.(.*[0-9a-f]{{{2 * _BYTES}}})-[a-z0-9_]{{8}}")
-"""Name of a directory of unfinished arrays, whose own name ends with a digest."""
-
-T = TypeVar("T", bound="DataclassInstance")
 
 
 def cached_arrays(
@@ -200,10 +198,6 @@ def are_offsets(starts: NDArray[Any], end: int) -> bool:
     """Return whether ``starts`` begin at 0, never fall, and end at ``end``."""
     falls = starts[1:] < starts[:-1]
     return is_array(starts, "i", len(starts)) and starts[0] == 0 and starts[-1] == end and not falls.any()
-
-
-_DAMAGED = (OSError, ValueError, TypeError, IndexError, OverflowError, MemoryError, RecursionError, TokenError)
-"""Errors of reading arrays that are missing or damaged; numpy parses a header as Python."""
 
 
 def _mapped(place: Path, kind: type[T], fits: Callable[[T], bool]) -> T:

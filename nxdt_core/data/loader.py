@@ -29,6 +29,25 @@ from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing, Em
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
+_FIELDS: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]] = {
+    "input_ids": (np.int64, lambda sample: sample.input_ids),
+    "labels": (np.int64, lambda sample: sample.labels),
+    "loss_weights": (np.float32, lambda sample: sample.labels != IGNORE_INDEX),
+    "position_ids": (
+        np.int64,
+        lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
+    ),
+    "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
+    "padding": (
+        np.bool_,
+        lambda sample: np.zeros(sample.labels.shape) if sample.document_ids is None else sample.document_ids < 0,
+    ),
+    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
+}
+"""Dtype of each field, and what the absence of an optional one means."""
+T = TypeVar("T")
+_AHEAD_PER_WORKER = 2
+
 
 def collate(samples: Sequence[Sample]) -> Batch:
     """Stack samples into tensors [len(samples), seq]; those of several rows [len(samples) × rows, seq].
@@ -69,24 +88,6 @@ def blank_like(sample: Sample) -> Sample:
         padding=np.ones(sample.labels.shape, np.bool_),
         origin=None,
     )
-
-
-_FIELDS: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]] = {
-    "input_ids": (np.int64, lambda sample: sample.input_ids),
-    "labels": (np.int64, lambda sample: sample.labels),
-    "loss_weights": (np.float32, lambda sample: sample.labels != IGNORE_INDEX),
-    "position_ids": (
-        np.int64,
-        lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
-    ),
-    "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
-    "padding": (
-        np.bool_,
-        lambda sample: np.zeros(sample.labels.shape) if sample.document_ids is None else sample.document_ids < 0,
-    ),
-    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
-}
-"""Dtype of each field, and what the absence of an optional one means."""
 
 
 def _stack(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
@@ -202,11 +203,6 @@ def _stream_jobs(
 
     while True:
         yield build
-
-
-T = TypeVar("T")
-
-_AHEAD_PER_WORKER = 2
 
 
 def prefetched(jobs: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:

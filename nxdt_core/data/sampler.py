@@ -32,6 +32,9 @@ _ROUNDS = 8
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
 
+_WINDOW = 4096
+"""Positions computed together: spreads numpy's cost per call over many small batches."""
+
 
 class Permutation:
     """The order of one epoch.
@@ -88,10 +91,6 @@ def draw(items: Sequence[Item], count: int, *, seed: int) -> tuple[list[Item], l
     order = Permutation(len(items), seed=seed, epoch=0).take(np.arange(len(items), dtype=np.int64))
     drawn, others = ([items[i] for i in sorted(part.tolist())] for part in (order[:count], order[count:]))
     return drawn, others
-
-
-_WINDOW = 4096
-"""Positions computed together: spreads numpy's cost per call over many small batches."""
 
 
 class GlobalOrder:

@@ -47,6 +47,11 @@ starts many kernels, and most distributions have no plugin."""
 _known_plugins: dict[tuple[object, ...], list[PluginInfo]] = {}
 """Plugins of a metadata directory, by its path and the versions of its two files."""
 
+HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
+"""Libraries that an entry module must leave alone; strict mode holds plugins to it."""
+_brought: dict[str, list[str]] = {}
+"""Heavy libraries that each entry module imported. A process imports it once, and may start more kernels than one."""
+
 
 def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> list[PluginInfo]:
     """Return every installed plugin, sorted by distribution and entry point, judged by its metadata alone.
@@ -162,12 +167,6 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
             plugin = replace(plugin, state="blocked", reason=objection)
         found.append(plugin)
     return sorted(found, key=attrgetter("name"))
-
-
-HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
-"""Libraries that an entry module must leave alone; strict mode holds plugins to it."""
-_brought: dict[str, list[str]] = {}
-"""Heavy libraries that each entry module imported. A process imports it once, and may start more kernels than one."""
 
 
 def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, str]:

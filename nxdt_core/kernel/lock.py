@@ -27,6 +27,8 @@ from nxdt_core.system.regular_files import read_text, replace_text
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """Files in ``*.dist-info`` that the installer writes and that differ for equal wheels."""
 
+_FORMAT: Final = 1
+
 
 def digest_plugin(plugin: PluginInfo) -> str:
     """Digest of the files that the plugin was installed from; of none where they were removed since. 32 hex digits."""
@@ -101,8 +103,6 @@ def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
             elif entry.is_file():
                 yield (*below, entry.name), entry.path
 
-
-_FORMAT: Final = 1
 
 Entries = dict[tuple[str, str], dict[str, str]]
 """Version and digest by distribution and entry point."""

@@ -29,6 +29,8 @@ from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, PluginPolicy, diag
 
 T = TypeVar("T")
 
+_FILE: Final = Path(__file__).with_name("first_party.json")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RegisteredComponent:
@@ -310,9 +312,6 @@ def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
     """Candidates that are spelt like ``name``, nearest first; case does not count."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     return tuple(by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=3))
-
-
-_FILE: Final = Path(__file__).with_name("first_party.json")
 
 
 @cache

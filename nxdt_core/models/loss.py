@@ -31,6 +31,14 @@ forward and backward took 0.64 of the time at 4,096 words and 0.43 at 32,000."""
 _CHUNK_ELEMENTS = 1 << 26
 """Elsewhere, where each chunk costs five kernel launches: 256 MiB of float32."""
 
+_HARMLESS = frozenset(
+    (
+        *("__get__", "__repr__", "_is_view", "dim", "is_complex", "is_floating_point", "numel", "size"),
+        *("detach", "detach_", "register_hook", "untyped_storage"),
+    )
+)
+"""Functions that pipelines, hooks and debuggers call on an output without reading its values."""
+
 
 @dataclass(frozen=True, slots=True)
 class RowKernels:
@@ -136,15 +144,6 @@ def _gradients(
 
 IN_CHUNKS = RowKernels(_sums, _gradients)
 """Some rows at a time, in stock operations: full-precision copies of those alone exist."""
-
-
-_HARMLESS = frozenset(
-    (
-        *("__get__", "__repr__", "_is_view", "dim", "is_complex", "is_floating_point", "numel", "size"),
-        *("detach", "detach_", "register_hook", "untyped_storage"),
-    )
-)
-"""Functions that pipelines, hooks and debuggers call on an output without reading its values."""
 
 
 def head_output(

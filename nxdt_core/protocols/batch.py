@@ -15,6 +15,9 @@ __all__ = ["IGNORE_INDEX", "LARGEST", "Batch", "Sample"]
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss (the convention of ``torch.nn.functional.cross_entropy``)."""
 
+LARGEST = 1e30
+"""Magnitude that numbers of configurations, weights, margins and rewards have at most: float32 holds sums of many."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -42,10 +45,6 @@ class Sample:
     """Part of the record that a generating objective needs; it stays on the host."""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float32 [seq]: what else an objective wants of each position, by its own names, such as KTO's labels."""
-
-
-LARGEST = 1e30
-"""Magnitude that numbers of configurations, weights, margins and rewards have at most: float32 holds sums of many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

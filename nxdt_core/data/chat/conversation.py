@@ -18,6 +18,19 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates read the first two."""
 
+_MAY_FOLLOW: Mapping[str, tuple[str, ...]] = {
+    "": ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user",),
+    "assistant with tool calls": ("tool",),
+    "tool": ("tool", "assistant"),
+}
+"""Role, or none at the beginning → the roles that may come next."""
+_LINKS = frozenset({"tool_calls", "tool_call_id"})
+"""Calls are looked for by :meth:`Message.is_contained_in`; the ids link what the order of messages links too."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
@@ -95,18 +108,6 @@ class Conversation:
     """Fields of the record that are not part of the conversation."""
 
 
-_MAY_FOLLOW: Mapping[str, tuple[str, ...]] = {
-    "": ("system", "developer", "user"),
-    "system": ("user",),
-    "developer": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-    "assistant with tool calls": ("tool",),
-    "tool": ("tool", "assistant"),
-}
-"""Role, or none at the beginning → the roles that may come next."""
-
-
 def check_order(conversation: Conversation) -> None:
     """Let a conversation pass whose speakers take turns.
 
@@ -181,10 +182,6 @@ def _check_ids(calls: Sequence[Any], ids: Sequence[Any], place: Place, number: i
         if id_ not in ids or id_ in calls[:index]:
             reason = f"its call with the id {id_!r} has no result, or shares one"
             raise BadMessage(place=str(place), number=number, reason=reason)
-
-
-_LINKS = frozenset({"tool_calls", "tool_call_id"})
-"""Calls are looked for by :meth:`Message.is_contained_in`; the ids link what the order of messages links too."""
 
 
 def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> tuple[str, ...]:

@@ -15,6 +15,32 @@ from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
 _OF_CALL = frozenset({"id", "type", "index", "function", "name", "arguments"})
 """Keys that are read. ``id`` and ``index`` say which call a result is of, and so does the order of the messages."""
 
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Names that other formats have for roles."""
+_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
+_OF_PART = ("type", "text")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_LISTS = ("messages", "conversations")
+"""Keys of whole conversations."""
+_PAIRS = (
+    (("instruction", "input"), "output"),
+    (("instruction", "context"), "response"),
+    (("prompt",), "completion"),
+    (("prompt",), "response"),
+    (("question",), "answer"),
+    (("question",), "response"),
+    (("query",), "response"),
+)
+"""Keys of what is asked, and of the answer: Alpaca and pairs of texts, Dolly, TRL, question answering, OpenOrca."""
+
 
 def read_tools(record: Mapping[str, Any], place: Place) -> Sequence[Mapping[str, Any]] | None:
     """Return the functions that may be called: ``tools``, a list or its JSON, or OpenAI's older ``functions``.
@@ -80,34 +106,6 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
     if half := lone_surrogate(value, tree):
         raise BadMessage(place=str(place), number=number, reason=f"{what}: half a character, {half}")
     return tree
-
-
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-"""Names that other formats have for roles."""
-_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
-_OF_PART = ("type", "text")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-
-_LISTS = ("messages", "conversations")
-"""Keys of whole conversations."""
-_PAIRS = (
-    (("instruction", "input"), "output"),
-    (("instruction", "context"), "response"),
-    (("prompt",), "completion"),
-    (("prompt",), "response"),
-    (("question",), "answer"),
-    (("question",), "response"),
-    (("query",), "response"),
-)
-"""Keys of what is asked, and of the answer: Alpaca and pairs of texts, Dolly, TRL, question answering, OpenOrca."""
 
 
 def read_record(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Conversation:

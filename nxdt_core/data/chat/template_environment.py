@@ -29,6 +29,13 @@ _PIECE = 60
 """Bytes of a short text that is split off."""
 _NUMBER = re.compile(r"\d+")
 
+_LONGEST_NUMBER = 100_000
+"""Decimal digits of an integer; powers and products of longer ones take seconds."""
+_DROPPED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
+"""Filters of Jinja that can make much of little; no chat template has a use for them."""
+_TIMED = "nxdt_timed"
+"""Attribute of nodes that a loop goes through."""
+
 
 def digits_of(value: int) -> int:
     """Return the number of decimal digits, or one more."""
@@ -129,14 +136,6 @@ FILTERS: Mapping[str, Callable[..., int]] = {
     "tojson": lambda value, *args, indent=None, **kwargs: size_of(value) * (1 + _padded("", indent)),
 }
 """Filter → estimate of its result, from the same arguments."""
-
-
-_LONGEST_NUMBER = 100_000
-"""Decimal digits of an integer; powers and products of longer ones take seconds."""
-_DROPPED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
-"""Filters of Jinja that can make much of little; no chat template has a use for them."""
-_TIMED = "nxdt_timed"
-"""Attribute of nodes that a loop goes through."""
 
 
 class _Budget(threading.local):

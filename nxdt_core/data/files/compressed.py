@@ -22,6 +22,10 @@ COMPRESSED = (".gz", ".zst")
 UNREADABLE = (OSError, EOFError, zlib.error)
 """Exceptions of reading a file that is incomplete or not readable."""
 
+_CHUNK_BYTES = 1 << 17
+_PACKED_BYTES = 1 << 11
+"""Bytes that are decompressed at once: at most 64 MiB come of them, since 4 bytes can stand for 128 KiB."""
+
 
 def bare_name(path: Path) -> str:
     """Return the name without the suffix of a compression, in lower case: what is left has the suffix of the format."""
@@ -55,11 +59,6 @@ def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
         except ImportError as error:
             raise DataLibraryMissing(path=str(path), package="zstandard", extra="zstd", reason=str(error)) from error
     return raw
-
-
-_CHUNK_BYTES = 1 << 17
-_PACKED_BYTES = 1 << 11
-"""Bytes that are decompressed at once: at most 64 MiB come of them, since 4 bytes can stand for 128 KiB."""
 
 
 class BadZstdFile(OSError):

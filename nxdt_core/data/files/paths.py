@@ -53,6 +53,20 @@ _SAMPLE_BYTES = 32768
 _SHOWN = 40
 """Characters of the line that the error shows."""
 
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files with an object per line."""
+JSON_TEXTS = (*JSON_LINES, ".json")
+"""Endings of JSON files of corpora, where nothing else is meant by ``.json``."""
+EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
+"""Bytes that a compressed file may expand to in any case, and how many times its size otherwise (text: about ten)."""
+_PART_BYTES = 1 << 24
+_BOM = "\ufeff"
+PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
+"""First bytes of compressed files."""
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character, or a whole one in two escapes."""
+_SPELLINGS = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
+
 
 def _utf16_or_32(content: bytes) -> str | None:
     """Return the name of UTF-16 or UTF-32 where ``content`` begins as such a text, with its mark or without."""
@@ -126,21 +140,6 @@ def not_utf8(path: Path, content: bytes, at: int, *, first_line: int = 1) -> Nxd
         if packed
         else f"{convert} {source} > {result}",
     )
-
-
-JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of files with an object per line."""
-JSON_TEXTS = (*JSON_LINES, ".json")
-"""Endings of JSON files of corpora, where nothing else is meant by ``.json``."""
-
-EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
-"""Bytes that a compressed file may expand to in any case, and how many times its size otherwise (text: about ten)."""
-_PART_BYTES = 1 << 24
-_BOM = "\ufeff"
-PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
-"""First bytes of compressed files."""
-_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a character, or a whole one in two escapes."""
 
 
 def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
@@ -323,9 +322,6 @@ def _size(path: Path) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
-
-
-_SPELLINGS = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
 
 
 class RecordFiles(Section):

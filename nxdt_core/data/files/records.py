@@ -34,6 +34,16 @@ from nxdt_core.errors.chats import FieldsUnused, TemplateMissing, TooManyBadReco
 from nxdt_core.errors.data import BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords
 from nxdt_core.protocols.dataset import SplitName
 
+_KINDS = ((ARROW,), (PARQUET,), JSON_LINES, (".json",), TEXT_TABLES)
+"""Endings of the files of a directory; those of the first kind that it has are read."""
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+"""Directories that ``DatasetDict.save_to_disk`` writes for a split."""
+T = TypeVar("T")
+_LISTED = 100
+"""Bad records that are listed with their reasons; all are counted."""
+_CHECKED_FROM = 1000
+"""Records after which bad ones may stop a run before the last record."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
@@ -49,11 +59,6 @@ class Place:
 
 Record = tuple[Place, dict[str, Any]]
 _Objects = Sequence[tuple[int, dict[str, Any]]]
-
-_KINDS = ((ARROW,), (PARQUET,), JSON_LINES, (".json",), TEXT_TABLES)
-"""Endings of the files of a directory; those of the first kind that it has are read."""
-_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-"""Directories that ``DatasetDict.save_to_disk`` writes for a split."""
 
 
 class Records(Sequence[Record]):
@@ -216,13 +221,6 @@ class UnusedFields:
         if unused and self._mode == "refuse":
             raise FieldsUnused(place=str(place), names=unused)
         self._counts.update(unused)
-
-
-T = TypeVar("T")
-_LISTED = 100
-"""Bad records that are listed with their reasons; all are counted."""
-_CHECKED_FROM = 1000
-"""Records after which bad ones may stop a run before the last record."""
 
 
 class BadRecords:

@@ -27,6 +27,10 @@ _REPEATING = 7
 T = TypeVar("T")
 ChosenColumns = Callable[[Sequence[str]], Sequence[str]] | None
 
+_TOO_LARGE = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
+_VALUE_BYTES = 8
+"""Bytes that a value counts at least: rows without a byte, such as nulls, take time and an index."""
+
 
 class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
     """Rows of an Arrow file, of the streaming form that ``datasets`` writes or the other, or of a Parquet file.
@@ -87,11 +91,6 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ArrowUnreadable(path=str(self._path), reason=reason) from error
-
-
-_TOO_LARGE = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
-_VALUE_BYTES = 8
-"""Bytes that a value counts at least: rows without a byte, such as nulls, take time and an index."""
 
 
 def _most(size_bytes: int) -> int:

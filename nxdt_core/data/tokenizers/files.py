@@ -22,6 +22,8 @@ _LARGEST_BYTES = 256 << 20
 """Largest size of a file of a tokenizer: the largest that are published have a tenth of it."""
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
 
+T = TypeVar("T")
+
 
 def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
     """Import ``package`` and return it.
@@ -67,9 +69,6 @@ def read_file(path: Path, *, key: str, wanted: str, directory: Path | None = Non
 def holds_ranks(content: bytes) -> bool:
     """Return whether a file begins as those of tiktoken do: a token in base64, and its rank."""
     return _RANK.match(content) is not None
-
-
-T = TypeVar("T")
 
 
 def valid(text: str) -> str:

@@ -32,6 +32,13 @@ _MOST_GROWTH = 1000
 _PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
 """Files of a repository on the hub that a tokenizer may consist of; all small."""
 
+FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
+"""File of the template for conversations with tools, where ``chat_template.jinja`` is another one."""
+_CONFIG = "tokenizer_config.json"
+_LEFT_OUT = ("chat_template", "auto_map", "is_local", "local_files_only", "backend")
+"""Keys of ``tokenizer_config.json`` that an export leaves out: a template has its own file, code is not copied, and the
+others are of the program that read the source."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
@@ -216,10 +223,6 @@ def _first_line(error: BaseException) -> str:
     return lines[0].rstrip(".")
 
 
-FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
-"""File of the template for conversations with tools, where ``chat_template.jinja`` is another one."""
-
-
 def _named_templates(directory: Path) -> Mapping[str, Any]:
     templates = {}
     for name, file in (("default", "chat_template.jinja"), ("tool_use", FOR_TOOLS)):
@@ -236,12 +239,6 @@ def _named_templates(directory: Path) -> Mapping[str, Any]:
     if isinstance(template, list):  # an older form: several of them, each with a name
         return {str(entry.get("name")): entry.get("template") for entry in template if isinstance(entry, dict)}
     return {"default": template}
-
-
-_CONFIG = "tokenizer_config.json"
-_LEFT_OUT = ("chat_template", "auto_map", "is_local", "local_files_only", "backend")
-"""Keys of ``tokenizer_config.json`` that an export leaves out: a template has its own file, code is not copied, and the
-others are of the program that read the source."""
 
 
 class HuggingFaceTokenizer(Tokenizer):

@@ -23,6 +23,11 @@ _HALF_TYPES = (torch.bfloat16, torch.float16)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Gradients of query, key and value."""
 
+_ELEMENTS_AT_A_TIME = 1 << 22
+"""Scores, or elements of a mask, that are held at once: 16 MiB of float32 …"""
+_ROWS_AT_A_TIME = 128
+"""… or those of this many rows, below which matrix products do not pay."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
@@ -259,11 +264,6 @@ _KERNELS: Mapping[str, ComposedKernel] = {
     "flash_or_efficient": FlashOrEfficientKernel(),
 }
 """Kernels by the name that device profiles use."""
-
-_ELEMENTS_AT_A_TIME = 1 << 22
-"""Scores, or elements of a mask, that are held at once: 16 MiB of float32 …"""
-_ROWS_AT_A_TIME = 128
-"""… or those of this many rows, below which matrix products do not pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,13 @@ from nxdt_core.protocols.step_context import StepContext
 _NAME_BYTES = 128
 """Names of modules fill up to a multiple of this, so that those of all layers are tensors of one shape."""
 
+_BYTES = 8
+"""Features of a spelled number. Each is a byte, which every dtype of activations holds exactly."""
+_LEVELS = 1 << 16
+"""Different values of :func:`noise`: probabilities are rounded to this share."""
+_SEEDS = 2**62
+"""Seeds are a salt and one draw of the global generator below this, on the host."""
+
 
 def whole_sequence(length: int) -> Sequence[int]:
     """Return :attr:`MaskPart.runs` of a process that holds whole sequences."""
@@ -160,12 +167,6 @@ def _(
 ) -> torch.Tensor:
     *_, kept_share, device = rest
     return torch.empty(tuple(shape), dtype=torch.float32 if kept_share is None else torch.bool, device=device)
-
-
-_BYTES = 8
-"""Features of a spelled number. Each is a byte, which every dtype of activations holds exactly."""
-_LEVELS = 1 << 16
-"""Different values of :func:`noise`: probabilities are rounded to this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -286,10 +287,6 @@ def _word(low: torch.Tensor, high: torch.Tensor, key: torch.Tensor) -> torch.Ten
     """Return 32 random bits for each row."""
     upper = noise(low + high * 0x3779B1, key)
     return (upper << 16) | noise(low ^ (upper * 0x5BD1E9), key)
-
-
-_SEEDS = 2**62
-"""Seeds are a salt and one draw of the global generator below this, on the host."""
 
 
 class Salt:
