@@ -154,7 +154,7 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
     Raises:
         LocalPluginMissing: a path is not a file.
     """
-    found: list[PluginInfo] = []
+    plugins: list[PluginInfo] = []
     first: dict[str, Path] = {}
     for path in dict.fromkeys(map(Path.resolve, policy.local)):
         if not path.is_file():
@@ -165,8 +165,8 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
             plugin = replace(plugin, state="shadowed", reason=f"{winner} has the same name")
         elif objection := replace(policy, allow=None).objection(name=plugin.name, dist=LOCAL):
             plugin = replace(plugin, state="blocked", reason=objection)
-        found.append(plugin)
-    return sorted(found, key=attrgetter("name"))
+        plugins.append(plugin)
+    return sorted(plugins, key=attrgetter("name"))
 
 
 def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, str]:

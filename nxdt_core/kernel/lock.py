@@ -124,16 +124,16 @@ def write_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
 
 
 def compare_with_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
-    """Compare plugins found with a lock file; their code need not have run.
+    """Compare plugins that were found with a lock file; their code need not have run.
 
     Raises:
         PluginLockMismatch: another set of plugins, versions or files.
         PluginLockUnreadable: the file does not exist or is not a lock file.
     """
-    locked, found = _read(path), _entries(plugins)
+    locked, installed = _read(path), _entries(plugins)
     differences = []
-    for dist, plugin in sorted(locked.keys() | found.keys()):
-        name, pinned, here = f"{plugin!r} of {dist}", locked.get((dist, plugin)), found.get((dist, plugin))
+    for dist, plugin in sorted(locked.keys() | installed.keys()):
+        name, pinned, here = f"{plugin!r} of {dist}", locked.get((dist, plugin)), installed.get((dist, plugin))
         if here is None:
             differences.append(f"{name} is missing")
         elif pinned is None:

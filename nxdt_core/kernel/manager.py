@@ -50,9 +50,9 @@ def _items(hook: str, value: object, record: type) -> list[Any]:
     """Return what a hook gave, a list of records of one class."""
     if not isinstance(value, list):
         raise PluginDefect(f"{hook} yields {type(value).__name__} where a list of records belongs")
-    for each in value:
-        if type(each) is not record:  # records of other kinds are subclasses, too
-            raise PluginDefect(f"{hook} yields a {type(each).__name__}, not a {record.__name__}")
+    for item in value:
+        if type(item) is not record:  # records of other kinds are subclasses, too
+            raise PluginDefect(f"{hook} yields a {type(item).__name__}, not a {record.__name__}")
     return value
 
 
@@ -94,16 +94,16 @@ class Kernel:
         policy = policy or PluginPolicy()
         root = Path(__file__).parent.parent.parent
         # Named by text: they are on the level of plugins.
-        own = PluginInfo(
+        builtin = PluginInfo(
             name=BUILTIN, dist="nxdt-core", version=__version__, module="nxdt_core.builtins", location=str(root)
         )
-        found = [own, *find_plugins(policy, path), *find_local_plugins(policy)]
+        discovered = [builtin, *find_plugins(policy, path), *find_local_plugins(policy)]
         if policy.lock is not None:
             from nxdt_core.kernel.lock import compare_with_lock
 
-            compare_with_lock(found, policy.lock)
+            compare_with_lock(discovered, policy.lock)
         manager = HookManager()
-        candidates = list(map(Candidate, found))
+        candidates = list(map(Candidate, discovered))
         with redirect_stdout(sys.stderr):  # a module that prints must not spoil the output of --json
             owners: dict[int, str] = {}
             for candidate in candidates:

@@ -97,8 +97,8 @@ class RegisteredComponent:
         loaded = self._load("rules", reference)
         if not callable(loaded):
             raise self.unusable("rules", "it is not a function")
-        found: Callable[[Any], Iterable[Any]] = loaded
-        return found
+        rules: Callable[[Any], Iterable[Any]] = loaded
+        return rules
 
     def _load(self, field: str, reference: str) -> Any:
         try:
@@ -263,16 +263,16 @@ class Registry:
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return advice for a missing component of ``kind``: ``pip install DIST (names)`` for each distribution that is
         known to offer some but is not installed, and a sentence for each that is installed but unusable."""
-        known: dict[str, list[str]] = {}
+        offered: dict[str, list[str]] = {}
         for offer in _offers():
             if offer["kind"] == kind:
-                known.setdefault(offer["dist"], []).append(offer["name"])
+                offered.setdefault(offer["dist"], []).append(offer["name"])
         missing = (
             f"pip install {dist} ({', '.join(names)})"
-            for dist, names in known.items()
+            for dist, names in offered.items()
             if _uninstalled(dist, self._plugins)
         )
-        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known)
+        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in offered)
         return tuple(missing), tuple(unusable)
 
     def choose(self, kind: str, name: str, offers: Sequence[RegisteredComponent]) -> RegisteredComponent:
@@ -311,7 +311,7 @@ class Registry:
 def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
     """Candidates that are spelt like ``name``, nearest first; case does not count."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    return tuple(by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=3))
+    return tuple(by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3))
 
 
 @cache

@@ -192,8 +192,8 @@ def read_floats(value: Any) -> Any:
         spelled = value.get(_TAG) if len(value) == 1 else None
         if isinstance(spelled, str) and spelled in _VALUES:
             return _VALUES[spelled]
-        return {key: read_floats(each) for key, each in value.items()}
-    return [read_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: read_floats(item) for key, item in value.items()}
+    return [read_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def spell_floats(value: Any) -> Any:
@@ -201,5 +201,5 @@ def spell_floats(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {_TAG: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, Mapping):
-        return {key: spell_floats(each) for key, each in value.items()}
-    return [spell_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: spell_floats(item) for key, item in value.items()}
+    return [spell_floats(item) for item in value] if isinstance(value, (list, tuple)) else value

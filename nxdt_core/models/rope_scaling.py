@@ -189,19 +189,19 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         HFFileDamaged: it is not a mapping.
     """
     for key in ("rope_scaling", "rope_parameters"):
-        found = hf_config.get(key)
-        if found and not isinstance(found, Mapping):
-            raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {found!r}")
-        if found:
-            return dict(found)
+        rope = hf_config.get(key)
+        if rope and not isinstance(rope, Mapping):
+            raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {rope!r}")
+        if rope:
+            return dict(rope)
     return {}
 
 
 def older_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys in which transformers 4 looks for what ``rope_parameters`` says; empty where a file has none."""
-    found = hf_config.get("rope_parameters") or {}
+    parameters = hf_config.get("rope_parameters") or {}
     rope, local = (
-        found.get(kind, other) or {} for kind, other in (("full_attention", found), ("sliding_attention", {}))
+        parameters.get(kind, other) or {} for kind, other in (("full_attention", parameters), ("sliding_attention", {}))
     )
     older = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if "rope_theta" in local:
@@ -220,7 +220,7 @@ def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
     Raises:
         HFFileDamaged: it is not a finite number.
     """
-    found = values.get(key, default)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-        raise HFFileDamaged(path="config.json", reason=f"{key} must be a finite number, and is {found!r}")
-    return float(found)
+    number = values.get(key, default)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise HFFileDamaged(path="config.json", reason=f"{key} must be a finite number, and is {number!r}")
+    return float(number)

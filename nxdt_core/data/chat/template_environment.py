@@ -47,7 +47,7 @@ def length_of(value: Any) -> int:
     return len(value) if isinstance(value, (str, bytes)) else _ITEM * len(value) if hasattr(value, "__len__") else 0
 
 
-def size_of(value: Any, known: dict[int, int] | None = None) -> int:
+def size_of(value: Any, sizes: dict[int, int] | None = None) -> int:
     """Return the characters of ``str(value)``, roughly. A part that it contains twice counts twice."""
     if isinstance(value, (str, bytes)):
         return len(value)
@@ -55,11 +55,11 @@ def size_of(value: Any, known: dict[int, int] | None = None) -> int:
         value = value._Namespace__attrs  # its text has them
     if not isinstance(value, Collection):
         return digits_of(value) if isinstance(value, int) else 1
-    known = {} if known is None else known
-    if id(value) not in known:
+    sizes = {} if sizes is None else sizes
+    if id(value) not in sizes:
         parts = [part for pair in value.items() for part in pair] if isinstance(value, Mapping) else value
-        known[id(value)] = 2 * len(parts) + sum(size_of(part, known) for part in parts)
-    return known[id(value)]
+        sizes[id(value)] = 2 * len(parts) + sum(size_of(part, sizes) for part in parts)
+    return sizes[id(value)]
 
 
 def numbers_in(text: str) -> int:

@@ -246,8 +246,8 @@ class DocumentMasks:
     ) -> Made:
         ahead = step_of(step).masks
         if name in ahead and (dtype is None or ahead[name].dtype == dtype):
-            given: Made = ahead[name]
-            return given
+            mask: Made = ahead[name]
+            return mask
         if torch.compiler.is_compiling() or document_ids.is_inference():  # neither tracks in-place changes
             return make()
         version, masks = self._masks.get(document_ids, (None, {}))
