@@ -27,6 +27,12 @@ Moment = Literal[
     "close",
 ]
 
+_PERFORMANCE = frozenset(
+    {"tokens_per_s", "mfu", "mfu_palm", "data_wait_s", "step_time_s", "max_memory_bytes", "compile_time_s"}
+)
+_RENAMED = {"checkpoint_blocked_s": "checkpoint/stall_s"}
+_GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/", "start_": "start/"}
+
 
 class Callback:
     """Called at the moments of a run, on every rank at the same ones; override what you need.
@@ -190,17 +196,17 @@ class Run:
             except BaseException as error:  # SystemExit, too
                 if name not in self._observers:
                     raise
-                self._dismiss(name, moment, error)
-
-    def _dismiss(self, name: str, moment: Moment, error: BaseException) -> None:
-        """Leave out a callback that failed; a fault of its program keeps the traceback."""
-        trace = None if isinstance(error, OSError) else error
-        message = "step %d: %s failed in %s, and the run continues without it: %s"
-        _log.warning(message, self.step, name, moment, _reason(error), exc_info=trace)
-        callback = self.callbacks.pop(name)
-        if moment != "close":
-            with suppress(Exception, SystemExit):
-                callback.close(self)
+                cause = error
+                while cause.__cause__ is not None:  # TensorBoard's own message speaks of the value
+                    cause = cause.__cause__
+                reason = f"{type(cause).__name__}: {cause}"
+                trace = None if isinstance(error, OSError) else error  # a fault of its program keeps the traceback
+                message = "step %d: %s failed in %s, and the run continues without it: %s"
+                _log.warning(message, self.step, name, moment, reason, exc_info=trace)
+                del self.callbacks[name]
+                if moment != "close":
+                    with suppress(Exception, SystemExit):
+                        callback.close(self)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the callbacks that have one, for a checkpoint."""
@@ -214,13 +220,6 @@ class Run:
                 callback.load_state_dict(states[name])
 
 
-_PERFORMANCE = frozenset(
-    {"tokens_per_s", "mfu", "mfu_palm", "data_wait_s", "step_time_s", "max_memory_bytes", "compile_time_s"}
-)
-_RENAMED = {"checkpoint_blocked_s": "checkpoint/stall_s"}
-_GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/", "start_": "start/"}
-
-
 def tag(name: str) -> str:
     """Return the tag under which loggers have a figure: ``train/loss``, ``val/loss``, ``perf/tokens_per_s``."""
     if name in _RENAMED:
@@ -231,10 +230,3 @@ def tag(name: str) -> str:
         if name.startswith(prefix):
             return group + name.removeprefix(prefix)
     return name if "/" in name else f"train/{name}"
-
-
-def _reason(error: BaseException) -> str:
-    """Return the message of the first cause. TensorBoard's own message speaks of the value."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"

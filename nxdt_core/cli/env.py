@@ -26,7 +26,6 @@ from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.lock import digest_plugin
-from nxdt_core.kernel.metadata import read_metadata_file
 
 _PACKAGES = (
     *("torch", "torch-neuronx", "torch-xla", "neuronx-distributed", "libneuronxla", "neuronx-cc", "nki"),
@@ -174,7 +173,7 @@ def _package(name: str) -> tuple[str | None, str]:
     except PackageNotFoundError:
         return None, ""
     # Modules of a placeholder say that the package is the wrong one; none is imported.
-    record = read_metadata_file(installed, "RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
+    record = installed.read_text("RECORD") or ""  # ``files`` would make a path of each, 12,000 of torch
     files = (row[0] for row in csv.reader(record.splitlines()) if row)
     modules = (Path(str(installed.locate_file(file))) for file in files if file.endswith(".py") and file.count("/") < 2)
     problem = ""

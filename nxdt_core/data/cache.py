@@ -39,16 +39,6 @@ if TYPE_CHECKING:
     from _typeshed import DataclassInstance
     from numpy.typing import NDArray
 
-__all__ = [
-    "SAMPLED_FROM_BYTES",
-    "are_offsets",
-    "cached_arrays",
-    "content_digests",
-    "digest",
-    "file_digest",
-    "is_array",
-]
-
 _log = logging.getLogger(__name__)
 
 _BYTES = 12
@@ -57,6 +47,17 @@ SAMPLED_FROM_BYTES = 64 << 20
 """Size of a file above which :func:`file_digest` reads only blocks of it."""
 _BLOCK_BYTES = 64 << 10
 _BLOCKS = 64
+
+_DIGESTS = "digests.json"
+_READ_BYTES = 1 << 20
+_SETTLED_S = 2
+"""Longest step of a file system's clock: two changes within it may leave the same time."""
+_LOOK_AGAIN_S = 0.1
+_PART = re.compile(rf"\.(.*[0-9a-f]{{{2 * _BYTES}}})-[a-z0-9_]{{8}}")
+"""Name of a directory of unfinished arrays, whose own name ends with a digest."""
+T = TypeVar("T", bound="DataclassInstance")
+_DAMAGED = (OSError, ValueError, TypeError, IndexError, OverflowError, MemoryError, RecursionError, TokenError)
+"""Errors of reading arrays that are missing or damaged; numpy parses a header as Python."""
 
 
 def digest(*parts: object) -> str:
@@ -97,12 +98,6 @@ def file_digest(path: Path) -> str:
         return digest(size, *blocks)
 
 
-_DIGESTS = "digests.json"
-_READ_BYTES = 1 << 20
-_SETTLED_S = 2
-"""Longest step of a file system's clock: two changes within it may leave the same time."""
-
-
 def content_digests(paths: Iterable[Path], directory: Path | None) -> list[str]:
     """Return the xxh3 digest of the whole content of each file; reading takes 0.05 to 0.2 CPU-seconds per GiB.
 
@@ -140,13 +135,6 @@ def content_digests(paths: Iterable[Path], directory: Path | None) -> list[str]:
             cache_file.parent.mkdir(parents=True, exist_ok=True)
             replace_text(cache_file, json.dumps(remembered, indent=0))
     return digests
-
-
-_LOOK_AGAIN_S = 0.1
-_PART = re.compile(rf"\.(.*[0-9a-f]{{{2 * _BYTES}}})-[a-z0-9_]{{8}}")
-"""Name of a directory of unfinished arrays, whose own name ends with a digest."""
-
-T = TypeVar("T", bound="DataclassInstance")
 
 
 def cached_arrays(
@@ -210,10 +198,6 @@ def are_offsets(starts: NDArray[Any], end: int) -> bool:
     """Return whether ``starts`` begin at 0, never fall, and end at ``end``."""
     falls = starts[1:] < starts[:-1]
     return is_array(starts, "i", len(starts)) and starts[0] == 0 and starts[-1] == end and not falls.any()
-
-
-_DAMAGED = (OSError, ValueError, TypeError, IndexError, OverflowError, MemoryError, RecursionError, TokenError)
-"""Errors of reading arrays that are missing or damaged; numpy parses a header as Python."""
 
 
 def _mapped(place: Path, kind: type[T], fits: Callable[[T], bool]) -> T:

@@ -13,11 +13,11 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import numpy as np
@@ -29,7 +29,24 @@ from nxdt_core.errors.data import BadBatchSize, DataChanged, DataRankMissing, Em
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch, Sample
 from nxdt_core.protocols.dataset import IterableDataset, MapDataset
 
-__all__ = ["GlobalBatchLoader", "blank_like", "collate", "count_loss_tokens", "prefetched"]
+_FIELDS: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]] = {
+    "input_ids": (np.int64, lambda sample: sample.input_ids),
+    "labels": (np.int64, lambda sample: sample.labels),
+    "loss_weights": (np.float32, lambda sample: sample.labels != IGNORE_INDEX),
+    "position_ids": (
+        np.int64,
+        lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
+    ),
+    "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
+    "padding": (
+        np.bool_,
+        lambda sample: np.zeros(sample.labels.shape) if sample.document_ids is None else sample.document_ids < 0,
+    ),
+    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
+}
+"""Dtype of each field, and what the absence of an optional one means."""
+T = TypeVar("T")
+_AHEAD_PER_WORKER = 2
 
 
 def collate(samples: Sequence[Sample]) -> Batch:
@@ -47,22 +64,19 @@ def collate(samples: Sequence[Sample]) -> Batch:
     shapes = [sample.input_ids.shape for sample in samples]
     if min(shapes) != max(shapes):
         raise MixedSamples(lengths=tuple(shape[-1] for shape in shapes))
-    optional: dict[str, Any] = {}
-    for name, (dtype, absent) in _OPTIONAL.items():
-        if any(getattr(sample, name) is not None for sample in samples):
-            filled = [absent(one) if getattr(one, name) is None else getattr(one, name) for one in samples]
-            optional[name] = _stack(filled, dtype)
-    return Batch(
-        input_ids=_stack([sample.input_ids for sample in samples], np.int64),
-        labels=_stack([sample.labels for sample in samples], np.int64),
-        **optional,
-        values={
-            name: _stack([sample.values.get(name, np.zeros(sample.labels.shape)) for sample in samples], np.float32)
-            for name in dict.fromkeys(n for item in samples for n in item.values)
-        },
-        rows_per_sample=1 if len(shapes[0]) == 1 else shapes[0][0],
-        origins=tuple(origins) if any(origins := [sample.origin for sample in samples]) else (),
-    )
+    tensors: dict[str, Any] = {}
+    for name, (dtype, absent) in _FIELDS.items():
+        arrays = [getattr(sample, name) for sample in samples]
+        if any(array is not None for array in arrays):
+            pairs = zip(samples, arrays, strict=True)
+            tensors[name] = _stack([absent(sample) if array is None else array for sample, array in pairs], dtype)
+    values: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(chain.from_iterable(sample.values for sample in samples)):
+        filled = [sample.values.get(name, np.zeros(sample.labels.shape)) for sample in samples]
+        values[name] = _stack(filled, np.float32)
+    origins = tuple(sample.origin for sample in samples)
+    rows = 1 if len(shapes[0]) == 1 else shapes[0][0]
+    return Batch(**tensors, values=values, rows_per_sample=rows, origins=origins if any(origins) else ())
 
 
 def blank_like(sample: Sample) -> Sample:
@@ -74,27 +88,6 @@ def blank_like(sample: Sample) -> Sample:
         padding=np.ones(sample.labels.shape, np.bool_),
         origin=None,
     )
-
-
-def count_loss_tokens(batches: Iterable[Batch]) -> int:
-    """Return the number of positions of these micro-batches whose label counts, with any weight."""
-    return sum(int((batch.labels != IGNORE_INDEX).sum()) for batch in batches)
-
-
-_OPTIONAL: Mapping[str, tuple[type[np.generic], Callable[[Sample], np.ndarray]]] = {
-    "loss_weights": (np.float32, lambda sample: sample.labels != IGNORE_INDEX),
-    "position_ids": (
-        np.int64,
-        lambda sample: np.broadcast_to(np.arange(sample.labels.shape[-1]), sample.labels.shape),
-    ),
-    "document_ids": (np.int64, lambda sample: np.zeros_like(sample.labels)),
-    "padding": (
-        np.bool_,
-        lambda sample: np.zeros(sample.labels.shape) if sample.document_ids is None else sample.document_ids < 0,
-    ),
-    "reference_log_probs": (np.float32, lambda sample: np.zeros(sample.labels.shape, np.float32)),
-}
-"""Dtype of each field, and what its absence means."""
 
 
 def _stack(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
@@ -127,18 +120,12 @@ class Slicing:
 
     global_batch_size: int
     micro_batch_size: int
-    dp_rank: int
-    dp_size: int
+    mine: range
+    """This rank's places within a global batch."""
     repeat: bool
     drop_last: bool
     constant: bool = False
     """Every global batch has equally many micro-batches, also the last one of a single pass."""
-
-    @property
-    def mine(self) -> range:
-        """Return this rank's places within a global batch."""
-        per_rank = self.global_batch_size // self.dp_size
-        return range(self.dp_rank * per_rank, (self.dp_rank + 1) * per_rank)
 
     def cut(self, samples: Sequence[Sample], template: Sample, found: int) -> list[Batch]:
         """Return the micro-batches of this rank's ``samples``, filled up with blanks made of ``template``.
@@ -150,8 +137,8 @@ class Slicing:
         """
         size = self.micro_batch_size
         micro_batches = -(-(len(self.mine) if self.constant else min(found, len(self.mine))) // size)
-        blanks = [blank_like(template)] * (micro_batches * size - len(samples))
-        rows = [*samples, *blanks]
+        missing = micro_batches * size - len(samples)
+        rows = [*samples, *([blank_like(template)] * missing if missing else ())]
         return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def keeps(self, found: int) -> bool:
@@ -163,13 +150,11 @@ def _map_jobs(dataset: MapDataset, order: GlobalOrder, slicing: Slicing, positio
     """Yield the jobs of the steps after ``position``, of samples that are found by index; endless, unless the data is
     passed once. Jobs may run in any order and at once."""
 
-    def read(index: int, place: int) -> Sample:
-        return dataset.at(index, place // len(dataset))
-
     def build(indices: list[int], start: int) -> Step:
-        samples = [read(indices[place], start + place) for place in slicing.mine if place < len(indices)]
-        template = samples[0] if samples else read(indices[0], start)
-        return slicing.cut(samples, template, len(indices)), Position(samples=start + len(indices))
+        mine = [place for place in slicing.mine if place < len(indices)]
+        samples = [dataset.at(indices[place], (start + place) // len(dataset)) for place in mine or (0,)]
+        batches = slicing.cut(samples if mine else (), samples[0], len(indices))
+        return batches, Position(samples=start + len(indices))
 
     size, start = slicing.global_batch_size, position.samples
     while True:
@@ -218,11 +203,6 @@ def _stream_jobs(
 
     while True:
         yield build
-
-
-T = TypeVar("T")
-
-_AHEAD_PER_WORKER = 2
 
 
 def prefetched(jobs: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
@@ -305,11 +285,11 @@ class GlobalBatchLoader:
             raise BadBatchSize(global_batch_size=global_batch_size, micro_batch_size=micro_batch_size, dp_size=dp_size)
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not below dp_size {dp_size}")
+        per_rank = global_batch_size // dp_size
         slicing = Slicing(
             global_batch_size=global_batch_size,
             micro_batch_size=micro_batch_size,
-            dp_rank=dp_rank,
-            dp_size=dp_size,
+            mine=range(dp_rank * per_rank, (dp_rank + 1) * per_rank),
             repeat=repeat,
             drop_last=drop_last,
             constant=constant_micro_batches,

@@ -12,8 +12,6 @@ from nxdt_core.errors.data import MixtureInSequence
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import MapDataset
 
-__all__ = ["Mixture", "mixed"]
-
 
 def mixed(datasets: Mapping[str, MapDataset], weights: Mapping[str, float], *, shuffle: bool) -> MapDataset:
     """Return the mixture of named datasets by weight; of one, the dataset itself.

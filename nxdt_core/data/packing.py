@@ -18,8 +18,6 @@ from nxdt_core.data.tokens import TokenArray, TokenStream
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import MapDataset
 
-__all__ = ["PackedDataset", "Packing", "first_fit_decreasing", "first_fit_in_rows", "shuffled_bins"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Packing:
@@ -47,7 +45,9 @@ class Packing:
             steps = np.zeros(len(inputs) + 1, dtype=np.int64)
             steps[starts] = 1
             document_ids = np.cumsum(steps[:-1])
-            labels = _without(labels, starts - 1)
+            if len(starts):
+                labels = labels.copy()  # a view of the window, whose inputs must keep these tokens
+                labels[starts - 1] = IGNORE_INDEX
         if starts is not None and self.reset_position_ids:
             length = len(inputs)
             places = np.arange(length, dtype=np.int64)
@@ -100,7 +100,11 @@ class PackedDataset(MapDataset):
         inputs, labels = window[:-1], window[1:]
         if self._labels is not None:
             labels = self._labels[begin + 1 : begin + self._seq_length + 1].astype(np.int64)
-        sample = self._packing.sample(inputs, labels, self._inner_starts(begin) if self._many else None)
+        starts = None
+        if self._many:  # those within the window, relative to it: 1 … seq_length (a label's place counts)
+            first, last = np.searchsorted(self._starts, (begin + 1, begin + self._seq_length + 1))
+            starts = self._starts[first:last] - begin
+        sample = self._packing.sample(inputs, labels, starts)
         if not len(self._weights):
             return sample
         places = np.arange(begin + 1, begin + self._seq_length + 1)  # of the labels
@@ -116,18 +120,6 @@ class PackedDataset(MapDataset):
         packing = self._packing
         settings = (packing.reset_attention_mask, packing.reset_position_ids, packing.eod_id)
         return digest(self._source, self._seq_length, len(self), settings)
-
-    def _inner_starts(self, begin: int) -> NDArray[np.int64]:
-        """Starts of documents within a window, relative to it: 1 … seq_length (a label's place counts)."""
-        first, last = np.searchsorted(self._starts, (begin + 1, begin + self._seq_length + 1))
-        return self._starts[first:last] - begin
-
-
-def _without(labels: NDArray[np.int64], places: NDArray[np.int64]) -> NDArray[np.int64]:
-    if len(places):
-        labels = labels.copy()  # a view of the window, whose inputs must keep these tokens
-        labels[places] = IGNORE_INDEX
-    return labels
 
 
 def shuffled_bins(lengths: NDArray[np.int64], capacity: int, *, seed: int) -> list[NDArray[np.int64]]:

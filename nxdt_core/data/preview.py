@@ -14,8 +14,6 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataReport, IterableDataset, MapDataset, TokenCount
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = ["Part", "Preview", "ShownDocument", "ShownSample", "preview"]
-
 _COUNTED = 256
 """Samples that are counted where a dataset does not report of itself."""
 
@@ -84,44 +82,46 @@ def preview(
         seed, shuffle: of the run.
     """
     report = dataset.report()
-    samples = list(islice(_in_order(dataset, seed, shuffle), max(count, _COUNTED) if report is None else count))
-    rows = [(index, row, one) for index, sample in samples for row, one in enumerate(_rows(sample))]
-    first = {index for index, _ in samples[:count]}
-    return Preview(
-        samples=len(dataset) if isinstance(dataset, MapDataset) else None,
-        shown=tuple(_shown(index, row, one, tokenizer) for index, row, one in rows if index in first),
-        report=_counted([one for _, _, one in rows]) if report is None else report,
-        counted=len(samples) if report is None else None,
-    )
-
-
-def _in_order(dataset: MapDataset | IterableDataset, seed: int, shuffle: bool) -> Iterator[tuple[int, Sample]]:
+    wanted = max(count, _COUNTED) if report is None else count
     if isinstance(dataset, MapDataset):
-        order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
-        for place in range(len(dataset)):
-            index = int(order.indices(place, place + 1)[0])
-            yield index, dataset[index]
+        order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle).indices(0, min(wanted, len(dataset))).tolist()
+        samples = [(index, dataset[index]) for index in order]
     else:
-        yield from enumerate(dataset)
-
-
-def _rows(sample: Sample) -> list[Sample]:
-    """Return the rows of a sample, each as a separate sample."""
-    if sample.input_ids.ndim == 1:
-        return [sample]
-
-    def of(values: np.ndarray | None, row: int) -> np.ndarray | None:
-        return None if values is None else values[row]
-
-    return [
-        Sample(
-            input_ids=sample.input_ids[row],
-            labels=sample.labels[row],
-            loss_weights=of(sample.loss_weights, row),
-            document_ids=of(sample.document_ids, row),
+        samples = list(enumerate(islice(dataset, wanted)))
+    rows: list[tuple[int, int, Sample]] = []  # each row of a sample is shown as a separate sample
+    for index, sample in samples:
+        if sample.input_ids.ndim == 1:
+            rows.append((index, 0, sample))
+            continue
+        for row, (ids, labels) in enumerate(zip(sample.input_ids, sample.labels, strict=True)):
+            weights = None if sample.loss_weights is None else sample.loss_weights[row]
+            documents = None if sample.document_ids is None else sample.document_ids[row]
+            one = Sample(input_ids=ids, labels=labels, loss_weights=weights, document_ids=documents)
+            rows.append((index, row, one))
+    first = {index for index, _ in samples[:count]}
+    shown: list[ShownSample] = []
+    for index, row, one in rows:
+        if index in first:
+            pieces, learnt, length = list(_pieces(one)), _learnt(one), len(one.input_ids)
+            shown_documents = [ShownDocument(parts=tuple(_parts(one, piece, learnt, tokenizer))) for piece in pieces]
+            padding = length - sum(piece.stop - piece.start for piece in pieces)
+            shown.append(
+                ShownSample(index=index, row=row, documents=tuple(shown_documents), padding=padding, length=length)
+            )
+    counted = None
+    if report is None:
+        counted = len(samples)
+        lengths = np.array([piece.stop - piece.start for _, _, one in rows for piece in _pieces(one)], np.int64)
+        trained = sum(int(_learnt(one).sum()) for _, _, one in rows)
+        places = sum(len(one.input_ids) for _, _, one in rows)
+        report = DataReport(
+            records=len(lengths),
+            tokens=TokenCount(tokens=int(lengths.sum()), trained=trained),
+            lengths=lengths,
+            efficiency=int(lengths.sum()) / places if places else None,
         )
-        for row in range(len(sample.input_ids))
-    ]
+    size = len(dataset) if isinstance(dataset, MapDataset) else None
+    return Preview(samples=size, shown=tuple(shown), report=report, counted=counted)
 
 
 def _pieces(row: Sample) -> Iterator[slice]:
@@ -142,18 +142,6 @@ def _learnt(row: Sample) -> NDArray[np.bool_]:
     """[seq] whether the loss is on what follows a position."""
     learnt: NDArray[np.bool_] = row.labels != IGNORE_INDEX
     return learnt if row.loss_weights is None else learnt & (row.loss_weights != 0)
-
-
-def _shown(index: int, row: int, sample: Sample, tokenizer: Tokenizer | None) -> ShownSample:
-    pieces = list(_pieces(sample))
-    learnt = _learnt(sample)
-    return ShownSample(
-        index=index,
-        row=row,
-        documents=tuple(ShownDocument(parts=tuple(_parts(sample, piece, learnt, tokenizer))) for piece in pieces),
-        padding=len(sample.input_ids) - sum(piece.stop - piece.start for piece in pieces),
-        length=len(sample.input_ids),
-    )
 
 
 def _parts(sample: Sample, piece: slice, learnt: NDArray[np.bool_], tokenizer: Tokenizer | None) -> Iterator[Part]:
@@ -180,15 +168,3 @@ def _parts(sample: Sample, piece: slice, learnt: NDArray[np.bool_], tokenizer: T
 
 def _spell(ids: Sequence[int], tokenizer: Tokenizer | None) -> str:
     return "" if tokenizer is None else tokenizer.spell(ids)
-
-
-def _counted(rows: Sequence[Sample]) -> DataReport:
-    lengths = np.array([piece.stop - piece.start for row in rows for piece in _pieces(row)], np.int64)
-    trained = sum(int(_learnt(row).sum()) for row in rows)
-    places = sum(len(row.input_ids) for row in rows)
-    return DataReport(
-        records=len(lengths),
-        tokens=TokenCount(tokens=int(lengths.sum()), trained=trained),
-        lengths=lengths,
-        efficiency=int(lengths.sum()) / places if places else None,
-    )

@@ -25,15 +25,15 @@ from nxdt_core.errors.data import EmptyDataset
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import DatasetSplits, IterableDataset, MapDataset, SplitName
 
-__all__ = ["GlobalOrder", "Head", "NoData", "Permutation", "draw", "first_batches", "limit_sets"]
-
-
 Item = TypeVar("Item")
 
 _SORTED_BELOW = 1 << 16
 _ROUNDS = 8
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
 _MIX_2 = np.uint64(0x94D049BB133111EB)
+
+_WINDOW = 4096
+"""Positions computed together: spreads numpy's cost per call over many small batches."""
 
 
 class Permutation:
@@ -76,17 +76,14 @@ class Permutation:
     def _encrypt(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = values // self._side, values % self._side
         for turn in range(_ROUNDS):
-            noise = _mix(right * self._keys[2 * turn] + self._keys[2 * turn + 1])
+            noise = right * self._keys[2 * turn] + self._keys[2 * turn + 1]
+            # The finaliser of SplitMix64 (Steele, Lea & Flood 2014); multiplication wraps around.
+            noise = (noise ^ (noise >> np.uint64(30))) * _MIX_1
+            noise = (noise ^ (noise >> np.uint64(27))) * _MIX_2
+            noise ^= noise >> np.uint64(31)
             left, right = right, (left + noise % self._side) % self._side
         result: NDArray[np.uint64] = left * self._side + right
         return result
-
-
-def _mix(value: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """The finaliser of SplitMix64 (Steele, Lea & Flood 2014); multiplication wraps around."""
-    value = (value ^ (value >> np.uint64(30))) * _MIX_1
-    value = (value ^ (value >> np.uint64(27))) * _MIX_2
-    return value ^ (value >> np.uint64(31))
 
 
 def draw(items: Sequence[Item], count: int, *, seed: int) -> tuple[list[Item], list[Item]]:
@@ -94,10 +91,6 @@ def draw(items: Sequence[Item], count: int, *, seed: int) -> tuple[list[Item], l
     order = Permutation(len(items), seed=seed, epoch=0).take(np.arange(len(items), dtype=np.int64))
     drawn, others = ([items[i] for i in sorted(part.tolist())] for part in (order[:count], order[count:]))
     return drawn, others
-
-
-_WINDOW = 4096
-"""Positions computed together: spreads numpy's cost per call over many small batches."""
 
 
 class GlobalOrder:
@@ -122,22 +115,19 @@ class GlobalOrder:
         offset = start - self._window_start
         if not 0 <= offset <= offset + (stop - start) <= len(self._window):
             self._window_start, offset = start, 0
-            self._window = self._compute(start, max(stop, start + _WINDOW))
+            parts, place, end = [], start, max(stop, start + _WINDOW)
+            while place < end:
+                epoch, within = divmod(place, self._length)
+                count = min(end - place, self._length - within)
+                positions = np.arange(within, within + count, dtype=np.int64)
+                if self._shuffle:
+                    if self._permutation is None or self._permutation[0] != epoch:
+                        self._permutation = epoch, Permutation(self._length, seed=self._seed, epoch=epoch)
+                    positions = self._permutation[1].take(positions)
+                parts.append(positions)
+                place += count
+            self._window = np.concatenate(parts)
         return self._window[offset : offset + (stop - start)]
-
-    def _compute(self, start: int, stop: int) -> NDArray[np.int64]:
-        parts = []
-        while start < stop:
-            epoch, within = divmod(start, self._length)
-            count = min(stop - start, self._length - within)
-            positions = np.arange(within, within + count, dtype=np.int64)
-            if self._shuffle:
-                if self._permutation is None or self._permutation[0] != epoch:
-                    self._permutation = epoch, Permutation(self._length, seed=self._seed, epoch=epoch)
-                positions = self._permutation[1].take(positions)
-            parts.append(positions)
-            start += count
-        return np.concatenate(parts)
 
 
 class Head(MapDataset):

@@ -13,18 +13,6 @@ from numpy.typing import NDArray
 from nxdt_core.errors.data import SpecialTokenMissing
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = [
-    "TokenArray",
-    "TokenStream",
-    "compact_dtype",
-    "encode_documents",
-    "leading_ids",
-    "padding_id",
-    "text_ids",
-    "tokenize",
-    "with_leading",
-]
-
 _BATCH = 256
 """Documents given to a tokenizer at once: enough for the threads of its library."""
 

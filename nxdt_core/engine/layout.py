@@ -41,7 +41,13 @@ from nxdt_core.engine.expert import (
 )
 from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.pipeline.schedules import PartCosts, choose_cuts, counted_costs
+from nxdt_core.engine.pipeline.schedules import (
+    PartCosts,
+    check_whole_backward,
+    choose_cuts,
+    counted_costs,
+    micro_batches_fit,
+)
 from nxdt_core.engine.pipeline.split import cut_stage, ties_ends
 from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
@@ -64,7 +70,7 @@ from nxdt_core.models.quantised import BaseDtype
 from nxdt_core.models.random.dropout import Dropout, MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.models.step_border import let_take_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.mesh import MeshSizes, check_whole_backward, micro_batches_fit, stages_of_rank
+from nxdt_core.protocols.mesh import MeshSizes, stages_of_rank
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy

@@ -14,10 +14,10 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, reduce
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import Distribution, PathDistribution, distributions
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -28,11 +28,9 @@ from nxdt_core.errors.plugins import LocalPluginMissing, PluginCodeExited
 from nxdt_core.kernel.metadata import (
     MalformedMetadata,
     admits,
-    is_bounded,
-    locate_metadata,
     plugin_entries,
     read_core_metadata,
-    read_metadata_file,
+    version_of,
 )
 from nxdt_core.kernel.plugin import LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
 
@@ -41,6 +39,18 @@ _UNBOUNDED = (
     "it requires no range of nxdt-core, so that a later nxdt-core may break it; "
     f"write 'nxdt-core>={_MAJOR}.{_MINOR},<{_MAJOR}.{int(_MINOR) + 1}'"
 )
+
+_without_plugins: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+"""Metadata directories without plugins in a directory of the path, by its version: installing changes it. A process
+starts many kernels, and most distributions have no plugin."""
+
+_known_plugins: dict[tuple[object, ...], list[PluginInfo]] = {}
+"""Plugins of a metadata directory, by its path and the versions of its two files."""
+
+HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
+"""Libraries that an entry module must leave alone; strict mode holds plugins to it."""
+_brought: dict[str, list[str]] = {}
+"""Heavy libraries that each entry module imported. A process imports it once, and may start more kernels than one."""
 
 
 def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> list[PluginInfo]:
@@ -55,74 +65,87 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
     real = cache(os.path.realpath)  # hundreds of distributions share a directory
     by_location: dict[str, dict[str, Distribution]] = {}
     for number, dist in enumerate(distributions() if path is None else distributions(path=list(path))):
-        above, directory = locate_metadata(dist)
+        # The directory <name>-<version>.dist-info or .egg-info, and its own. There is no public accessor: the standard
+        # library's own de-duplication reads the same attribute, which other finders may lack.
+        metadata_path = str(getattr(dist, "_path", None) or "").rstrip("/\\").replace("\\", "/")
+        above, _, directory = metadata_path.rpartition("/")
+        if not above or type(dist) is not PathDistribution:
+            above = str(dist.locate_file(""))
         by_location.setdefault(real(above), {}).setdefault(directory or f"?{number}", dist)
-    once = [
-        (directory, location, dists[directory])
-        for location, dists in by_location.items()
-        for directory in sorted(dists, reverse=True)
-    ]
-    found: list[PluginInfo] = []
+    plugins: list[PluginInfo] = []
     winners: dict[str, str] = {}
-    for directory, location, dist in once:
-        stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
-        plugins = list(_plugins_of(dist, stem, location))
-        key = normalise(plugins[0].dist) if plugins else stem
-        here = f"{location}/{directory}"
-        winner = winners.setdefault(key, here) if key else here
-        if winner == here:
-            found += [_with_state(plugin, policy) for plugin in plugins]
-        else:
-            found += [replace(p, state="shadowed", reason=f"hidden by {winner}") for p in plugins]
-    return sorted(found, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
+    for location, dists in by_location.items():
+        try:
+            version = version_of(os.stat(location))
+        except (OSError, ValueError):  # a finder names what it likes
+            version = None
+        without = _without_plugins.setdefault((location, version), set()) if version else set()
+        for directory in sorted(dists, reverse=True):
+            stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
+            offered = [] if directory in without else _plugins_of(dists[directory], stem, location)
+            if not offered:
+                without.add(directory)
+            key = normalise(offered[0].dist) if offered else stem
+            here = f"{location}/{directory}"
+            winner = winners.setdefault(key, here) if key else here
+            for plugin in offered:
+                if winner != here:
+                    plugin = replace(plugin, state="shadowed", reason=f"hidden by {winner}")
+                elif plugin.state == "ok":
+                    plugin = _judge(plugin, policy)
+                plugins.append(plugin)
+    return sorted(plugins, key=lambda plugin: (normalise(plugin.dist), plugin.name, plugin.state == "shadowed"))
 
 
-def _plugins_of(dist: Distribution, stem: str, location: str) -> Iterator[PluginInfo]:
-    """Yield the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
+def _plugins_of(dist: Distribution, stem: str, location: str) -> list[PluginInfo]:
+    """Return the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
+    key: tuple[object, ...] = ()  # files are read again only if they have changed
+    if type(dist) is PathDistribution:
+        with suppress(OSError, ValueError):
+            folder = str(dist._path)
+            files = f"{folder}/entry_points.txt", f"{folder}/METADATA"
+            key = location, folder, *(version_of(os.stat(file)) for file in files)
+    if key in _known_plugins:
+        return _known_plugins[key]
+    name, reason = stem, ""
+    plugins: list[PluginInfo] = []
     try:
-        text = read_metadata_file(dist, "entry_points.txt")
-    except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
-        if stem.startswith("nxdt-plugin"):
-            yield _corrupt(stem, stem, location, f"entry_points.txt cannot be read: {error}")
-        return
-    name = stem
-    try:
-        if not text or ENTRY_POINT_GROUP not in text or not (entries := plugin_entries(text)):
-            return
-        name = entries[0][0]
-        metadata = read_core_metadata(dist)
+        text = dist.read_text("entry_points.txt")
+        entries = plugin_entries(text) if text and ENTRY_POINT_GROUP in text else []
+        if entries:
+            name = entries[0][0]
+            project, version, requires = read_core_metadata(dist)
+            info = PluginInfo(name="", dist=project, version=version, module="", location=location, requires=requires)
+            plugins = [replace(info, name=name, module=module) for name, module in entries]
     except MalformedMetadata as error:
-        yield _corrupt(name, stem, location, str(error))
-        return
-    for name, value in entries:
-        yield PluginInfo(
-            name=name,
-            dist=metadata.name,
-            version=metadata.version,
-            module=value,
-            location=location,
-            requires=metadata.requires_core,
+        reason = str(error)
+    except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
+        reason = f"entry_points.txt cannot be read: {error}" if stem.startswith("nxdt-plugin") else ""
+    if reason:
+        info = PluginInfo(
+            name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason
         )
+        plugins = [info]
+    if key and None not in key:
+        _known_plugins[key] = plugins
+    return plugins
 
 
-def _corrupt(name: str, dist: str, location: str, reason: str) -> PluginInfo:
-    return PluginInfo(name=name, dist=dist, version="", module="", location=location, state="corrupt", reason=reason)
-
-
-def _with_state(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
+def _judge(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
     """Apply policy and version to a plugin whose metadata is in order."""
-    if plugin.state != "ok":
-        return plugin
     objection = policy.objection(name=plugin.name, dist=plugin.dist)
     if objection is not None:
         return replace(plugin, state="blocked", reason=objection)
     try:
-        refused = [line for line in plugin.requires if not admits(line, __version__)]
+        for line in plugin.requires:
+            if not admits(line, __version__):
+                reason = f"requires {line}; this is nxdt-core {__version__}"
+                return replace(plugin, state="incompatible", reason=reason)
     except MalformedMetadata as error:
         return replace(plugin, state="corrupt", reason=str(error))
-    if refused:
-        return replace(plugin, state="incompatible", reason=f"requires {refused[0]}; this is nxdt-core {__version__}")
-    return replace(plugin, hints=() if any(map(is_bounded, plugin.requires)) else (_UNBOUNDED,))
+    # A range or an exact version excludes some later release; markers and addresses do not.
+    bounded = any(re.match(r"[^;@]*(<|==|~=)", line) for line in plugin.requires)
+    return plugin if bounded else replace(plugin, hints=(_UNBOUNDED,))
 
 
 def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
@@ -131,7 +154,7 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
     Raises:
         LocalPluginMissing: a path is not a file.
     """
-    found: list[PluginInfo] = []
+    plugins: list[PluginInfo] = []
     first: dict[str, Path] = {}
     for path in dict.fromkeys(map(Path.resolve, policy.local)):
         if not path.is_file():
@@ -142,14 +165,8 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
             plugin = replace(plugin, state="shadowed", reason=f"{winner} has the same name")
         elif objection := replace(policy, allow=None).objection(name=plugin.name, dist=LOCAL):
             plugin = replace(plugin, state="blocked", reason=objection)
-        found.append(plugin)
-    return sorted(found, key=attrgetter("name"))
-
-
-HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
-"""Libraries that an entry module must leave alone; strict mode holds plugins to it."""
-_brought: dict[str, list[str]] = {}
-"""Heavy libraries that each entry module imported. A process imports it once, and may start more kernels than one."""
+        plugins.append(plugin)
+    return sorted(plugins, key=attrgetter("name"))
 
 
 def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, str]:
@@ -166,10 +183,10 @@ def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, 
         PluginDefect: missing, raises, calls ``sys.exit``, has no such attribute, or imports what it must not.
     """
     module = plugin.module.partition(":")[0]
-    new, absent = module not in sys.modules, [name for name in HEAVY if name not in sys.modules]
+    new, absent = module not in sys.modules, set(HEAVY).difference(sys.modules)
     loaded = import_reference(plugin.module, plugin.location if plugin.dist == LOCAL else "")
     if new:
-        _brought[module] = [name for name in absent if name in sys.modules]
+        _brought[module] = [name for name in HEAVY if name in absent and name in sys.modules]
     heavy = _brought.get(module, [])
     if strict and heavy:
         raise PluginDefect(f"its entry module imports {heavy[0]}, which makes every command slow")

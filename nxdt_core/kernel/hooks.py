@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from time import perf_counter
 from typing import Any
 
@@ -35,26 +36,32 @@ class HookManager(pluggy.PluginManager):
         super().__init__(PROJECT)
         self.add_hookspecs(hookspecs)
 
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
+        """Return the options of a specification; None for everything else in the module, which is not looked at."""
+        return super().parse_hookspec_opts(module_or_class, name) if name in hookspecs.HOOKS else None
+
     def parse_hookimpl_opts(self, plugin: Any, name: str) -> pluggy.HookimplOpts | None:
         """Return the options of the function ``name`` of a plugin; None where it implements no hook.
 
         Raises:
             PluginDefect: it looks like an implementation of a hook and is none.
         """
+        if name.startswith("__"):
+            return None
         # Neither a property nor a lazy attribute of a module is read. (`getattr_static` of modules is slow.)
         static = vars(plugin).get(name) if inspect.ismodule(plugin) else inspect.getattr_static(plugin, name, None)
         if not inspect.isroutine(static):
             if static is not None and name in hookspecs.HOOKS:
                 raise PluginDefect(f"{name} is a {type(static).__name__}; a hook is a function")
             return None
-        options = super().parse_hookimpl_opts(plugin, name)
+        options: pluggy.HookimplOpts | None = getattr(static, f"{PROJECT}_impl", None)  # as pluggy's marker leaves it
+        if options is None and not inspect.isfunction(static):
+            options = super().parse_hookimpl_opts(plugin, name)
         if options is None and name not in hookspecs.HOOKS:
             return None
         function = getattr(plugin, name)
-        signature = inspect.signature(function)
-        shown = f"{name}{signature}"
         if options is None:
-            raise PluginDefect(f"{shown} is not marked with @hookimpl")
+            raise PluginDefect(f"{name}{inspect.signature(function)} is not marked with @hookimpl")
         hook = options["specname"] or name
         caller = getattr(self.hook, hook, None)
         specification = None if caller is None else caller.spec
@@ -63,20 +70,26 @@ class HookManager(pluggy.PluginManager):
                 return options
             close = difflib.get_close_matches(hook, hookspecs.HOOKS, n=1)
             hint = f"did you mean {close[0]!r}?" if close else f"hooks begin with '{PROJECT}_'"
-            raise PluginDefect(f"{shown} implements no hook; {hint}")
+            raise PluginDefect(f"{name}{inspect.signature(function)} implements no hook; {hint}")
         if options["wrapper"] or options["hookwrapper"]:
-            raise PluginDefect(f"{shown} is a wrapper; plugins do not wrap each other's hooks")
-        if inspect.iscoroutinefunction(function):
-            raise PluginDefect(f"{shown} is a coroutine; hooks are called plainly")
-        known = specification.argnames
-        for parameter in signature.parameters.values():
-            if parameter.name not in known or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
-                taken = f"the plain argument {', '.join(known)}" if known else "no argument"
-                raise PluginDefect(f"{shown} has {parameter}; {hook} takes {taken}")
-            if parameter.default is not parameter.empty:
-                reason = f"gives {parameter.name!r} a default; write the plain name, it is always passed"
-                raise PluginDefect(f"{shown} {reason}")
+            reason = "is a wrapper; plugins do not wrap each other's hooks"
+            raise PluginDefect(f"{name}{inspect.signature(function)} {reason}")
+        _check_signature(function, name, hook, tuple(specification.argnames))
         return options
+
+
+@lru_cache(maxsize=1024)  # a process starts many kernels
+def _check_signature(function: Callable[..., object], name: str, hook: str, arguments: tuple[str, ...]) -> None:
+    signature = inspect.signature(function)
+    if inspect.iscoroutinefunction(function):
+        raise PluginDefect(f"{name}{signature} is a coroutine; hooks are called plainly")
+    for parameter in signature.parameters.values():
+        if parameter.name not in arguments or parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
+            taken = f"the plain argument {', '.join(arguments)}" if arguments else "no argument"
+            raise PluginDefect(f"{name}{signature} has {parameter}; {hook} takes {taken}")
+        if parameter.default is not parameter.empty:
+            reason = f"gives {parameter.name!r} a default; write the plain name, it is always passed"
+            raise PluginDefect(f"{name}{signature} {reason}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

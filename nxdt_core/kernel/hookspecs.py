@@ -48,10 +48,10 @@ class ConfigDefaultsContext:
 
     def find(self, key: str) -> Any:
         """Return what was written for a key such as ``model.optim.lr``; None where nothing was, or ``null``."""
-        found: Any = self.config
+        value: Any = self.config
         for name in key.split("."):
-            found = found.get(name) if isinstance(found, Mapping) else None
-        return found
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,12 +20,14 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
-from nxdt_core.kernel.metadata import read_metadata_file, version_of
+from nxdt_core.kernel.metadata import version_of
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 from nxdt_core.system.regular_files import read_text, replace_text
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """Files in ``*.dist-info`` that the installer writes and that differ for equal wheels."""
+
+_FORMAT: Final = 1
 
 
 def digest_plugin(plugin: PluginInfo) -> str:
@@ -36,7 +38,7 @@ def digest_plugin(plugin: PluginInfo) -> str:
         # The record of an installed wheel, without scripts, which are outside and name the interpreter's path.
         dist = next(iter(distributions(name=plugin.dist, path=[plugin.location])), None)
         if dist is not None and editable_source(dist) is None:
-            rows = csv.reader((read_metadata_file(dist, "RECORD") or "").splitlines())
+            rows = csv.reader((dist.read_text("RECORD") or "").splitlines())
             files = [(PurePosixPath(row[0]), row[1]) for row in rows if len(row) >= 2 and row[1]]
             lines = [
                 f"{path} {hashed}"
@@ -64,7 +66,7 @@ def digest_plugin(plugin: PluginInfo) -> str:
 def editable_source(dist: Distribution) -> Path | None:
     """Return the directory of an installation with ``pip install -e``; None of other installations."""
     try:
-        origin = json.loads(read_metadata_file(dist, "direct_url.json") or "{}")
+        origin = json.loads(dist.read_text("direct_url.json") or "{}")
     except ValueError:
         return None
     if not isinstance(origin, dict) or not (origin.get("dir_info") or {}).get("editable"):
@@ -102,8 +104,6 @@ def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
                 yield (*below, entry.name), entry.path
 
 
-_FORMAT: Final = 1
-
 Entries = dict[tuple[str, str], dict[str, str]]
 """Version and digest by distribution and entry point."""
 
@@ -124,16 +124,16 @@ def write_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
 
 
 def compare_with_lock(plugins: Iterable[PluginInfo], path: Path) -> None:
-    """Compare plugins found with a lock file; their code need not have run.
+    """Compare plugins that were found with a lock file; their code need not have run.
 
     Raises:
         PluginLockMismatch: another set of plugins, versions or files.
         PluginLockUnreadable: the file does not exist or is not a lock file.
     """
-    locked, found = _read(path), _entries(plugins)
+    locked, installed = _read(path), _entries(plugins)
     differences = []
-    for dist, plugin in sorted(locked.keys() | found.keys()):
-        name, pinned, here = f"{plugin!r} of {dist}", locked.get((dist, plugin)), found.get((dist, plugin))
+    for dist, plugin in sorted(locked.keys() | installed.keys()):
+        name, pinned, here = f"{plugin!r} of {dist}", locked.get((dist, plugin)), installed.get((dist, plugin))
         if here is None:
             differences.append(f"{name} is missing")
         elif pinned is None:

@@ -7,11 +7,10 @@ are asked for: every command starts a kernel, few compare files.
 from __future__ import annotations
 
 import difflib
-import itertools
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from time import perf_counter
 from typing import Any, final
@@ -40,6 +39,7 @@ from nxdt_core.kernel.registry import RegisteredComponent, Registry
 
 _OWN = {kind.name: kind for kind in KINDS}
 """The kernel's own kinds by name."""
+_BY_HOOK = {kind.hook: kind for kind in KINDS}
 _RECORDS = {"nxdt_kinds": Kind, "nxdt_cli": CliCommand, **{kind.hook: kind.record for kind in KINDS}}
 """Class of the records that a registration hook gives."""
 _BEFORE_CONFIG = {"nxdt_cli": "command", "nxdt_launchers": "launcher", "nxdt_metrics": "metric", "nxdt_tasks": "task"}
@@ -50,25 +50,14 @@ def _items(hook: str, value: object, record: type) -> list[Any]:
     """Return what a hook gave, a list of records of one class."""
     if not isinstance(value, list):
         raise PluginDefect(f"{hook} yields {type(value).__name__} where a list of records belongs")
-    for each in value:
-        if type(each) is not record:  # records of other kinds are subclasses, too
-            raise PluginDefect(f"{hook} yields a {type(each).__name__}, not a {record.__name__}")
+    for item in value:
+        if type(item) is not record:  # records of other kinds are subclasses, too
+            raise PluginDefect(f"{hook} yields a {type(item).__name__}, not a {record.__name__}")
     return value
 
 
-def _refuse_unknown(verb: str, kind: Kind, record: Component, names: Iterable[str], known: Mapping[str, str]) -> None:
-    """Check the names of capabilities: one with a wrong name would have no effect."""
-    for name in sorted(set(names) - known.keys()):
-        close = difflib.get_close_matches(name, known, n=3)
-        hint = f"did you mean {one_of(close)}?" if close else f"known are {listing(sorted(known), 40)}"
-        raise PluginDefect(
-            f"the {kind.name} {record.name!r} {verb} the capability {name!r}, which does not exist; {hint}"
-            if known
-            else f"the {kind.name} {record.name!r} {verb} the capability {name!r}; components of its kind have none"
-        )
-
-
 @final
+@dataclass(slots=True, kw_only=True, eq=False)
 class Kernel:
     """A set of plugins that was found, checked and registered; passed as an argument, never global.
 
@@ -78,18 +67,13 @@ class Kernel:
         builder = kernel.registry.get("model", "llama").load_target()
     """
 
-    __slots__ = ("_identities", "manager", "plugins", "policy", "registry")
-
-    def __init__(
-        self, *, plugins: tuple[PluginInfo, ...], registry: Registry, manager: HookManager, policy: PluginPolicy
-    ) -> None:
-        self.plugins = plugins
-        """The built-ins, then the installed ones by distribution and entry point, then local files."""
-        self.registry = registry
-        self.manager = manager
-        """Pluggy's manager, with the modules of the usable plugins as ``DIST:PLUGIN``."""
-        self.policy = policy
-        self._identities: dict[str, str] | None = None
+    plugins: tuple[PluginInfo, ...]
+    """The built-ins, then the installed ones by distribution and entry point, then local files."""
+    registry: Registry
+    manager: HookManager
+    """Pluggy's manager, with the modules of the usable plugins as ``DIST:PLUGIN``."""
+    policy: PluginPolicy
+    _identities: dict[str, str] | None = field(default=None, init=False)
 
     @classmethod
     def start(
@@ -110,56 +94,50 @@ class Kernel:
         policy = policy or PluginPolicy()
         root = Path(__file__).parent.parent.parent
         # Named by text: they are on the level of plugins.
-        own = PluginInfo(
+        builtin = PluginInfo(
             name=BUILTIN, dist="nxdt-core", version=__version__, module="nxdt_core.builtins", location=str(root)
         )
-        found = [own, *find_plugins(policy, path), *find_local_plugins(policy)]
+        discovered = [builtin, *find_plugins(policy, path), *find_local_plugins(policy)]
         if policy.lock is not None:
             from nxdt_core.kernel.lock import compare_with_lock
 
-            compare_with_lock(found, policy.lock)
+            compare_with_lock(discovered, policy.lock)
         manager = HookManager()
-        candidates = [Candidate(plugin) for plugin in found]
+        candidates = list(map(Candidate, discovered))
         with redirect_stdout(sys.stderr):  # a module that prints must not spoil the output of --json
             owners: dict[int, str] = {}
-            for each in candidates:
-                each.attempt(each.load, strict, owners)
-            for each in reversed(candidates):  # pluggy calls what was registered last first
-                each.attempt(each.register, manager)
+            for candidate in candidates:
+                candidate.attempt(candidate.load, strict, owners)
+            by_key: dict[str, Candidate] = {}
+            for candidate in reversed(candidates):  # pluggy calls what was registered last first
+                candidate.attempt(candidate.register, manager, by_key)
             adders: dict[str, PluginInfo] = {}
-            by_key = {each.plugin.key: each for each in candidates if each.plugin.state == "ok"}
             for hook in (*_RECORDS, "nxdt_components"):
                 for implementation in reversed(getattr(manager.hook, hook).get_hookimpls()):
                     owner = by_key[implementation.plugin_name]
                     owner.attempt(owner.take, hook, implementation, adders)
-            usable = -1
-            while usable != (usable := sum(each.plugin.state == "ok" for each in candidates)):
+            complete = False
+            while not complete:
                 # A plugin that fails takes its kinds with it, so that those that fill them are looked at again.
-                adding = (each for each in candidates if each.plugin.state == "ok")
-                kinds = _OWN | {kind.name: kind for each in adding for kind in each.kinds}
-                for each in candidates:
-                    each.attempt(each.fill_kinds, kinds)
-        plugins = tuple(each.plugin for each in candidates)
-        if strict:
-            problems = [f"{diagnose(p)} ({advise(p)})" for p in plugins if p.state not in ("ok", "blocked")]
-            if problems:
-                raise PluginsUnusable(problems=tuple(problems))
-        for each in candidates:
-            if each.plugin.state == "broken" and manager.has_plugin(each.plugin.key):
-                manager.unregister(name=each.plugin.key)
-        registry = Registry(
-            kinds=tuple(kinds.values()),
-            components=[
-                component
-                for each in candidates
-                if each.plugin.state == "ok"
-                for component in (*each.components, *each.added)
-            ],
-            plugins=plugins,
-            prefer=policy.prefer,
-            schemes=policy.schemes,
-        )
-        return cls(plugins=plugins, registry=registry, manager=manager, policy=policy)
+                kinds, complete = dict(_OWN), True
+                for candidate in candidates:
+                    if candidate.plugin.state == "ok":
+                        kinds.update(candidate.kinds)
+                for candidate in candidates:
+                    complete &= candidate.attempt(candidate.fill_kinds, kinds)
+        plugins: list[PluginInfo] = []
+        components: list[RegisteredComponent] = []
+        for candidate in candidates:
+            plugins.append(candidate.plugin)
+            if candidate.plugin.state == "ok":
+                components += (*candidate.components, *candidate.added)
+            elif by_key.get(candidate.plugin.key) is candidate:
+                manager.unregister(name=candidate.plugin.key)
+        unusable = [plugin for plugin in plugins if plugin.state not in ("ok", "blocked")]
+        if strict and unusable:
+            raise PluginsUnusable(problems=tuple(f"{diagnose(plugin)} ({advise(plugin)})" for plugin in unusable))
+        registry = Registry(kinds=tuple(kinds.values()), components=components, plugins=plugins, policy=policy)
+        return cls(plugins=tuple(plugins), registry=registry, manager=manager, policy=policy)
 
     def call(self, hook: str, **arguments: object) -> Iterator[tuple[PluginInfo, Any]]:
         """Call a hook's implementations in pluggy's order.
@@ -170,7 +148,10 @@ class Kernel:
         Raises:
             PluginHookFailed: a plugin's function fails.
         """
-        by_key = {plugin.key: plugin for plugin in self.plugins if plugin.state == "ok"}
+        by_key: dict[str, PluginInfo] = {}
+        for plugin in self.plugins:
+            if plugin.state == "ok":
+                by_key[plugin.key] = plugin
         for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):  # the last is called first
             value = call(hook, implementation, arguments)
             if value is not None:
@@ -204,29 +185,31 @@ class Kernel:
         )
 
 
+@dataclass(slots=True)
 class Candidate:
     """A plugin on its way from found to registered, with what is known of it so far."""
 
-    def __init__(self, plugin: PluginInfo) -> None:
-        self.plugin = plugin
-        self.loaded: object = None
-        """Object that the entry point names."""
-        self.kinds: list[Kind] = []
-        """Kinds that the plugin adds."""
-        self.components: list[RegisteredComponent] = []
-        """Components of the kernel's own kinds."""
-        self.offers: list[Mapping[str, Any]] = []
-        """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
-        self.added: list[RegisteredComponent] = []
-        """The records of ``offers``, once they are checked."""
+    plugin: PluginInfo
+    loaded: object = None
+    """Object that the entry point names."""
+    kinds: dict[str, Kind] = field(default_factory=dict)
+    """Kinds that the plugin adds, by name."""
+    components: list[RegisteredComponent] = field(default_factory=list)
+    """Components of the kernel's own kinds."""
+    offers: list[Mapping[str, Any]] = field(default_factory=list)
+    """Records by name of a kind that some plugin adds; unchecked, since that plugin may come later."""
+    added: list[RegisteredComponent] = field(default_factory=list)
+    """The records of ``offers``, once they are checked."""
 
-    def attempt(self, step: Callable[..., None], *arguments: object) -> None:
-        """Take a step, unless the plugin cannot be used; one that fails is broken."""
+    def attempt(self, step: Callable[..., None], *arguments: object) -> bool:
+        """Take a step, unless the plugin cannot be used; one that fails is broken. Return whether it did not fail."""
         if self.plugin.state == "ok":
             try:
                 step(*arguments)
             except PluginDefect as defect:
                 self.plugin = replace(self.plugin, state="broken", reason=str(defect))
+                return False
+        return True
 
     def load(self, strict: bool, owners: dict[int, str]) -> None:
         """Import the entry module, and note it in ``owners`` of objects by their identity."""
@@ -237,14 +220,16 @@ class Candidate:
         if owner != self.plugin.label:  # pluggy has an object once
             raise PluginDefect(f"{self.plugin.module} is the module of {owner}, too")
 
-    def register(self, manager: HookManager) -> None:
-        """Register what the entry point names with pluggy, which checks its hook functions."""
+    def register(self, manager: HookManager, by_key: dict[str, Candidate]) -> None:
+        """Register what the entry point names with pluggy, which checks its hook functions, and itself in ``by_key``
+        of candidates by pluggy's names of them."""
         try:
             manager.register(self.loaded, name=self.plugin.key)
         except PluginDefect:
             raise
         except Exception as error:  # of the plugin's __dir__, or of pluggy's checks
             raise PluginDefect(f"registering it {describe_failure(error)}") from error
+        by_key[self.plugin.key] = self
         if not manager.get_hookcallers(self.loaded):
             hint = "its entry module implements no hook, so that it offers nothing"
             self.plugin = replace(self.plugin, hints=(*self.plugin.hints, hint))
@@ -275,10 +260,9 @@ class Candidate:
                 first = adders.setdefault(kind.name, self.plugin)
                 if first.key != self.plugin.key:
                     raise PluginDefect(f"nxdt_kinds adds {kind.name!r}, which {first.label} adds")
-            self.kinds += records
+                self.kinds[kind.name] = kind
         elif hook != "nxdt_cli":  # commands are checked now; the command line calls the hook again
-            kind = next(kind for kind in KINDS if kind.hook == hook)
-            self.components += self._register(kind, records)
+            self.components += self._checked(_BY_HOOK[hook], records)
         if self.plugin.dist == LOCAL and records and hook in _BEFORE_CONFIG:
             note = f"only an installed plugin can offer a {_BEFORE_CONFIG[hook]}; `nxdt plugins new` writes one"
             self.plugin = replace(self.plugin, note="; ".join(filter(None, (self.plugin.note, note))))
@@ -286,30 +270,40 @@ class Candidate:
     def fill_kinds(self, kinds: Mapping[str, Kind]) -> None:
         """Take the components for ``kinds`` that plugins add."""
         self.added = []
-        for name, records in itertools.chain.from_iterable(map(Mapping.items, self.offers)):
-            kind = kinds.get(name)
-            if kind is None:
-                close = difflib.get_close_matches(str(name), kinds, n=1)
-                hint = f"; did you mean {close[0]!r}?" if close else ""
-                raise PluginDefect(f"nxdt_components fills the kind {name!r}, which no plugin adds{hint}")
-            if kind is _OWN.get(name):
-                raise PluginDefect(f"nxdt_components fills the kind {name!r}, which {kind.hook} fills")
-            self.added += self._register(kind, _items("nxdt_components", records, kind.record))
+        for offer in self.offers:
+            for name, records in offer.items():
+                kind = kinds.get(name)
+                if kind is None:
+                    close = difflib.get_close_matches(str(name), kinds, n=1)
+                    hint = f"; did you mean {close[0]!r}?" if close else ""
+                    raise PluginDefect(f"nxdt_components fills the kind {name!r}, which no plugin adds{hint}")
+                if kind is _OWN.get(name):
+                    raise PluginDefect(f"nxdt_components fills the kind {name!r}, which {kind.hook} fills")
+                self.added += self._checked(kind, _items("nxdt_components", records, kind.record))
 
-    def _register(self, kind: Kind, records: Iterable[Component]) -> Iterator[RegisteredComponent]:
-        """Check names, which may not mean two components of one plugin, and capabilities; between plugins the registry
-        decides."""
+    def _checked(self, kind: Kind, records: Iterable[Component]) -> Iterator[RegisteredComponent]:
+        """Check names, which may not mean two components of one plugin, and capabilities, of which one with a wrong
+        name would have no effect; between plugins the registry decides."""
         seen: set[str] = set()
         for record in records:
             for name in (record.name, *record.aliases):
                 if name in seen:
                     raise PluginDefect(f"it offers the {kind.name} {name!r} twice")
                 seen.add(name)
-            _refuse_unknown("declares", kind, record, record.capabilities, kind.capabilities)
-            _refuse_unknown("requires", kind, record, record.requires, CAPABILITIES["engine"])
-            if isinstance(record, AdapterComponent):
-                wanted, known = record.requires_of_model, CAPABILITIES["model"]
-                _refuse_unknown("requires of the model", kind, record, wanted, known)
+            required = record.requires_of_model if isinstance(record, AdapterComponent) else frozenset()
+            for verb, capabilities, known in (
+                ("declares", record.capabilities, kind.capabilities),
+                ("requires", record.requires, CAPABILITIES["engine"]),
+                ("requires of the model", required, CAPABILITIES["model"]),
+            ):
+                if not capabilities <= known.keys():
+                    name = min(capabilities - known.keys())
+                    reason = f"the {kind.name} {record.name!r} {verb} the capability {name!r}"
+                    if not known:
+                        raise PluginDefect(f"{reason}; components of its kind have none")
+                    close = difflib.get_close_matches(name, known, n=3)
+                    hint = f"did you mean {one_of(close)}?" if close else f"known are {listing(sorted(known), 40)}"
+                    raise PluginDefect(f"{reason}, which does not exist; {hint}")
             yield RegisteredComponent(
                 kind=kind.name,
                 record=record,

@@ -1,8 +1,4 @@
-"""Reads the two metadata files of a distribution that concern plugins, without parsing what does not.
-
-A kernel is started many times in a process, by each :func:`nxdt_core.config.load`. It reads a file again only if the
-file has changed: half of its time would otherwise go to the metadata of distributions that have no plugin.
-"""
+"""Reads the two metadata files of a distribution that concern plugins, without parsing what does not."""
 
 from __future__ import annotations
 
@@ -11,11 +7,9 @@ import os
 import re
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from email.parser import HeaderParser
 from functools import lru_cache
-from importlib.metadata import Distribution, PathDistribution
-from pathlib import Path
+from importlib.metadata import Distribution
 from typing import Any
 
 from nxdt_core.api import ENTRY_POINT_GROUP
@@ -45,41 +39,11 @@ class MalformedMetadata(Exception):
     """A metadata file cannot be read; the text is the reason."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoreMetadata:
-    """The headers of ``METADATA`` that the kernel needs."""
-
-    name: str
-    version: str
-    requires_core: tuple[str, ...]
-    """``Requires-Dist`` values on nxdt-core, markers included."""
-
-
-def read_metadata_file(dist: Distribution, name: str) -> str | None:
-    """Return the text of a metadata file, or None where there is none. A file is read again only if it has changed."""
-    folder = getattr(dist, "_path", None)
-    if type(dist) is not PathDistribution or not isinstance(folder, Path):
-        return dist.read_text(name)
-    try:
-        version = version_of(os.stat(f"{folder}/{name}"))
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError):
-        version = None
-    return dist.read_text(name) if version is None else _known_text(str(folder), name, version)
-
-
-@lru_cache(maxsize=4096)
-def _known_text(folder: str, name: str, version: tuple[int, ...]) -> str | None:
-    """The text of a file in one of its versions, as the standard library reads it."""
-    return PathDistribution(Path(folder)).read_text(name)
-
-
-def version_of(found: os.stat_result) -> tuple[int, ...] | None:
+def version_of(status: os.stat_result) -> tuple[int, ...] | None:
     """Return values that differ between two versions of a file; None if the file is too new to distinguish them."""
-    if time.time_ns() - max(found.st_mtime_ns, found.st_ctime_ns) < _SETTLED_NS:
+    if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
         return None
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def plugin_entries(text: str) -> list[tuple[str, str]]:
@@ -106,41 +70,25 @@ def plugin_entries(text: str) -> list[tuple[str, str]]:
     return list(entries.items())
 
 
-def read_core_metadata(dist: Distribution) -> CoreMetadata:
-    """Read name, version and the requirements on nxdt-core from ``METADATA`` or ``PKG-INFO``.
+def read_core_metadata(dist: Distribution) -> tuple[str, str, tuple[str, ...]]:
+    """Return name, version and the ``Requires-Dist`` lines on nxdt-core, markers included, from ``METADATA`` or
+    ``PKG-INFO``.
 
     Raises:
         MalformedMetadata: the file is missing, is not UTF-8, or lacks a name or version.
     """
     try:
-        text = read_metadata_file(dist, "METADATA") or read_metadata_file(dist, "PKG-INFO")
+        text = dist.read_text("METADATA") or dist.read_text("PKG-INFO")
     except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
         raise MalformedMetadata(f"METADATA cannot be read: {error}") from error
     if not text:
         raise MalformedMetadata("METADATA is missing or empty")
-    return _core_metadata(text)
-
-
-@lru_cache(maxsize=1024)
-def _core_metadata(text: str) -> CoreMetadata:
     headers = HeaderParser().parsestr(re.split(r"\r?\n\r?\n", text, maxsplit=1)[0])
     name, version = headers.get("Name"), headers.get("Version")
     if not name or not version:
         raise MalformedMetadata(f"METADATA has no {'Version' if name else 'Name'}")
-    requires = tuple(str(line) for line in headers.get_all("Requires-Dist", ()) if _ON_CORE.match(str(line)))
-    return CoreMetadata(name=str(name), version=str(version), requires_core=requires)
-
-
-def locate_metadata(dist: Distribution) -> tuple[str, str]:
-    """Return the path that the metadata directory of a distribution is in, and the directory's own name.
-
-    The name is ``<name>-<version>.dist-info`` or ``.egg-info``, and empty where a finder keeps no directory. (There is
-    no public accessor; the standard library's own de-duplication reads the same private attribute.)
-    """
-    path = getattr(dist, "_path", None)
-    text = "" if path is None else str(path).rstrip("/\\").replace("\\", "/")  # without the cost of path objects
-    above, _, name = text.rpartition("/")
-    return (above if type(dist) is PathDistribution else "") or str(dist.locate_file("")), name
+    requires = map(str, headers.get_all("Requires-Dist", ()))
+    return str(name), str(version), tuple(filter(_ON_CORE.match, requires))
 
 
 @lru_cache(maxsize=1024)
@@ -168,12 +116,6 @@ def admits(requirement: str, version: str) -> bool:
     if parsed.marker is not None and not parsed.marker.evaluate({"extra": ""}):
         return True
     return parsed.specifier.contains(version, prereleases=True)
-
-
-def is_bounded(requirement: str) -> bool:
-    """Return whether ``requirement`` excludes some later release, as a range or an exact version does."""
-    specifier = requirement.partition(";")[0].partition("@")[0]
-    return re.search(r"<|==|~=", specifier) is not None
 
 
 def _release(version: str) -> tuple[int, ...]:

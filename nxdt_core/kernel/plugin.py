@@ -9,6 +9,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Final, Literal
 
+BUILTIN = "builtin"
+"""Name of the plugin that registers the core's own components."""
+LOCAL = "local"
+"""Stands for the distribution of a plugin file that the configuration names."""
+
 
 @lru_cache(maxsize=4096)
 def normalise(dist: str) -> str:
@@ -54,11 +59,6 @@ PluginState = Literal["ok", "blocked", "incompatible", "broken", "shadowed", "co
 """``ok`` registered · ``blocked`` by the policy · ``incompatible`` with this nxdt-core · ``broken``: its module or its
 hooks fail · ``shadowed`` by the same distribution earlier on the path · ``corrupt``: its metadata cannot be read."""
 
-BUILTIN = "builtin"
-"""Name of the plugin that registers the core's own components."""
-
-LOCAL = "local"
-"""Stands for the distribution of a plugin file that the configuration names."""
 
 _ADVICE: Final[dict[PluginState, str]] = {
     "ok": "",

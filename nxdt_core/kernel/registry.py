@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -24,9 +25,11 @@ from nxdt_core.errors.plugins import (
     UnknownScheme,
 )
 from nxdt_core.kernel.discovery import import_reference
-from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, diagnose, names, normalise
+from nxdt_core.kernel.plugin import PluginDefect, PluginInfo, PluginPolicy, diagnose, names, normalise
 
 T = TypeVar("T")
+
+_FILE: Final = Path(__file__).with_name("first_party.json")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,8 +97,8 @@ class RegisteredComponent:
         loaded = self._load("rules", reference)
         if not callable(loaded):
             raise self.unusable("rules", "it is not a function")
-        found: Callable[[Any], Iterable[Any]] = loaded
-        return found
+        rules: Callable[[Any], Iterable[Any]] = loaded
+        return rules
 
     def _load(self, field: str, reference: str) -> Any:
         try:
@@ -130,14 +133,11 @@ class Registry:
         kinds: Sequence[Kind],
         components: Iterable[RegisteredComponent],
         plugins: Sequence[PluginInfo],
-        prefer: Sequence[str] = (),
-        schemes: Sequence[str] | None = None,
+        policy: PluginPolicy,
     ) -> None:
         self._kinds = {kind.name: kind for kind in kinds}
-        self._plugins = tuple(plugins)
-        self._prefer = tuple(prefer)
-        self._schemes = None if schemes is None else tuple(scheme.lower() for scheme in schemes)
-        self._components: dict[str, list[RegisteredComponent]] = {kind.name: [] for kind in kinds}
+        self._plugins, self._policy = plugins, policy
+        self._components = defaultdict[str, list[RegisteredComponent]](list)
         for component in sorted(components, key=lambda c: (c.record.name, normalise(c.dist), c.plugin)):
             self._components[component.kind].append(component)
 
@@ -186,9 +186,21 @@ class Registry:
             if short in (component.record.name, *component.record.aliases)
             and (not plugin or names(plugin, name=component.plugin, dist=component.dist))
         ]
-        if not offers:
-            raise self._unknown(kind, name)
-        return self.choose(kind, name, offers)
+        if offers:
+            return self.choose(kind, name, offers)
+        components, dist = self.all(kind), offering_dist(kind, short)
+        spellings = [text for c in components for text in (c.record.name, *c.record.aliases)]
+        qualified = [c.qualified_name for c in components] if ":" in name else []
+        meant = tuple(c.record.name for c in components if name.lower() in c.record.suggested_for)
+        raise UnknownComponent(
+            kind=kind,
+            name=name,
+            section=self.kind(kind).section,
+            close=meant or _close(name, qualified) or _close(short, spellings),
+            available=self.names(kind),
+            unusable=self._unusable(dist),
+            install=_uninstalled(dist, self._plugins),
+        )
 
     def storage_for_scheme(self, scheme: str) -> RegisteredComponent:
         """Return the store that serves ``scheme://`` locations (``s3``, without ``://``).
@@ -213,7 +225,7 @@ class Registry:
             scheme=scheme,
             available=tuple(sorted(served)),
             unusable=self._unusable(dist),
-            install=self._missing(dist),
+            install=_uninstalled(dist, self._plugins),
         )
 
     def check_scheme(self, scheme: str) -> None:
@@ -222,8 +234,9 @@ class Registry:
         Raises:
             SchemeNotAllowed: it does not.
         """
-        if self._schemes is not None and scheme.lower() not in self._schemes:
-            raise SchemeNotAllowed(scheme=scheme, allowed=self._schemes)
+        schemes = self._policy.schemes
+        if schemes is not None and scheme.lower() not in (allowed := tuple(map(str.lower, schemes))):
+            raise SchemeNotAllowed(scheme=scheme, allowed=allowed)
 
     def readers(self, architectures: Sequence[str]) -> tuple[RegisteredComponent, ...]:
         """Model builders that read a Hugging Face ``config.json`` with one of these ``architectures``: those that name
@@ -245,17 +258,21 @@ class Registry:
         plugin that cannot be used and might have read one."""
         models = [model for name in architectures if (model := reading_model(name)) is not None]
         dist = offering_dist("model", models[0]) if models else None
-        return self._missing(dist), self._unusable(dist)
+        return _uninstalled(dist, self._plugins), self._unusable(dist)
 
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return advice for a missing component of ``kind``: ``pip install DIST (names)`` for each distribution that is
         known to offer some but is not installed, and a sentence for each that is installed but unusable."""
-        known: dict[str, list[str]] = {}
+        offered: dict[str, list[str]] = {}
         for offer in _offers():
             if offer["kind"] == kind:
-                known.setdefault(offer["dist"], []).append(offer["name"])
-        missing = (f"pip install {dist} ({', '.join(names)})" for dist, names in known.items() if self._missing(dist))
-        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in known)
+                offered.setdefault(offer["dist"], []).append(offer["name"])
+        missing = (
+            f"pip install {dist} ({', '.join(names)})"
+            for dist, names in offered.items()
+            if _uninstalled(dist, self._plugins)
+        )
+        unusable = (diagnose(p) for p in self._plugins if p.state != "ok" and normalise(p.dist) in offered)
         return tuple(missing), tuple(unusable)
 
     def choose(self, kind: str, name: str, offers: Sequence[RegisteredComponent]) -> RegisteredComponent:
@@ -271,7 +288,7 @@ class Registry:
         """
         if len(offers) == 1:
             return offers[0]
-        for entry in self._prefer:
+        for entry in self._policy.prefer:
             preferred = [offer for offer in offers if names(entry, name=offer.plugin, dist=offer.dist)]
             if len(preferred) == 1:
                 return preferred[0]
@@ -282,26 +299,6 @@ class Registry:
             offers=tuple(f"{o.plugin if distinct else o.dist}:{o.record.name}" for o in offers),
             dists=tuple(f"{o.dist} {o.version}" for o in offers),
         )
-
-    def _unknown(self, kind: str, name: str) -> UnknownComponent:
-        components = self.all(kind)
-        short = name.rpartition(":")[2]
-        spellings = [text for c in components for text in (c.record.name, *c.record.aliases)]
-        qualified = [c.qualified_name for c in components] if ":" in name else []
-        meant = tuple(c.record.name for c in components if name.lower() in c.record.suggested_for)
-        dist = offering_dist(kind, short)
-        return UnknownComponent(
-            kind=kind,
-            name=name,
-            section=self.kind(kind).section,
-            close=meant or _close(name, qualified) or _close(short, spellings),
-            available=self.names(kind),
-            unusable=self._unusable(dist),
-            install=self._missing(dist),
-        )
-
-    def _missing(self, dist: str | None) -> str | None:
-        return _uninstalled(dist, self._plugins)
 
     def _unusable(self, dist: str | None) -> tuple[str, ...]:
         """Installed plugins that might have offered what is sought: those of ``dist`` where it is known."""
@@ -314,10 +311,7 @@ class Registry:
 def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
     """Candidates that are spelt like ``name``, nearest first; case does not count."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
-    return tuple(by_lower[found] for found in difflib.get_close_matches(name.lower(), by_lower, n=3))
-
-
-_FILE: Final = Path(__file__).with_name("first_party.json")
+    return tuple(by_lower[match] for match in difflib.get_close_matches(name.lower(), by_lower, n=3))
 
 
 @cache

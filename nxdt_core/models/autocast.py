@@ -13,8 +13,6 @@ import torch
 
 from nxdt_core.distributed.devices import HOST
 
-__all__ = ["compute_dtype", "without_autocast"]
-
 
 def compute_dtype(tensor: torch.Tensor) -> torch.dtype:
     """Return the dtype in which a matrix product of ``tensor`` runs. Autocast leaves float64 as it is."""

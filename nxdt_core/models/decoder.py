@@ -17,8 +17,6 @@ from nxdt_core.models.rotary import RotaryEmbedding
 from nxdt_core.models.step_border import let_take_step, takes_step
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["RotaryDecoder", "RotaryDecoderLayer"]
-
 
 class RotaryDecoderLayer(nn.Module):
     """Attention and a feed-forward block, each normalised before and added to the residual stream.

@@ -20,19 +20,6 @@ from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, Pip
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "ATTENTION",
-    "LAYER",
-    "MLP",
-    "NORMS",
-    "SWIGLU_STYLES",
-    "DecoderSizes",
-    "RotaryDecoderBuilder",
-    "decoder_flops_per_token",
-    "residual_init_rules",
-    "rotary_decoder_plan",
-]
-
 LAYER = "layers.*"
 """Pattern of the layers of a :class:`~nxdt_core.models.decoder.RotaryDecoder`."""
 ATTENTION = f"{LAYER}.attention"

@@ -13,8 +13,6 @@ from nxdt_core.models.rope_scaling import RopeScalingConfig
 if TYPE_CHECKING:
     from nxdt_core.models.attention.grouped_query import AttentionSemantics
 
-__all__ = ["RotaryDecoderConfig"]
-
 
 class RotaryDecoderConfig(Section):
     """Architecture of a decoder with rotary positions, RMSNorm and SwiGLU; the names of the keys are NxD Training's.

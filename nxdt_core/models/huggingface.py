@@ -14,24 +14,59 @@ from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf
 from nxdt_core.protocols.model import KeyMap
 
-__all__ = [
-    "DECODER_MODULES",
-    "IGNORED",
-    "ONLY",
-    "OPTIONAL",
-    "REQUIRED",
-    "SCORE",
-    "SWIGLU_MODULES",
-    "WITHOUT_EFFECT",
-    "HFFamily",
-    "HFValues",
-    "architecture_to_hf",
-    "bias_key",
-    "read_floats",
-    "score_head_from_hf",
-    "spell_floats",
-    "weight_keys",
-]
+REQUIRED: Mapping[str, str] = {
+    "num_layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "ffn_hidden_size": "intermediate_size",
+    "num_attention_heads": "num_attention_heads",
+    "vocab_size": "vocab_size",
+}
+"""Sizes that a ``config.json`` must give: ours → theirs."""
+WITHOUT_EFFECT = ("neftune_noise_alpha", "use_scaled_init_method")
+"""Keys of a decoder's section that what it computes after training does not depend on."""
+OPTIONAL: Mapping[str, tuple[str, Any]] = {
+    "num_kv_heads": ("num_key_value_heads", None),
+    "head_dim": ("head_dim", None),
+    "max_position_embeddings": ("max_position_embeddings", 2048),
+    "layernorm_epsilon": ("rms_norm_eps", 1e-6),
+    "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
+    "init_method_std": ("initializer_range", 0.02),
+}
+"""Ours → theirs, with the defaults of transformers' ``LlamaConfig``."""
+ONLY: Mapping[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "swish"),
+    "attention_dropout": (0.0,),
+    "quantization_config": (None,),
+}
+"""Keys of their configuration → the values of them that are implemented."""
+IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
+"""Tensors that a directory may contain and that no parameter takes: rotary tables of old exports, and the head next to
+a tied embedding. The key map of an untied model takes the head."""
+DECODER_MODULES: Mapping[str, str] = {
+    "embed_tokens": "model.embed_tokens",
+    "layers.*.attention_norm": "model.layers.*.input_layernorm",
+    "layers.*.attention.q_proj": "model.layers.*.self_attn.q_proj",
+    "layers.*.attention.k_proj": "model.layers.*.self_attn.k_proj",
+    "layers.*.attention.v_proj": "model.layers.*.self_attn.v_proj",
+    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
+    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
+    "layers.*.attention.o_proj": "model.layers.*.self_attn.o_proj",
+    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
+    "norm": "model.norm",
+    "lm_head": "lm_head",
+}
+"""Modules of a :class:`~nxdt_core.models.decoder.RotaryDecoder`: ours → theirs. The feed-forward blocks are missing."""
+SWIGLU_MODULES: Mapping[str, str] = {
+    "layers.*.mlp.gate_proj": "model.layers.*.mlp.gate_proj",
+    "layers.*.mlp.up_proj": "model.layers.*.mlp.up_proj",
+    "layers.*.mlp.down_proj": "model.layers.*.mlp.down_proj",
+}
+"""Modules of dense SwiGLU blocks: ours → theirs."""
+SCORE = KeyMap(name="score.weight", hf_names=("score.weight",))
+"""The head of a sequence classifier of transformers."""
+_CLASSIFIER = "ForSequenceClassification"
+_TAG = "__float__"
+_VALUES = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,67 +107,6 @@ class HFValues:
         """Their keys from the section, and the first implemented value of each feature."""
         features = {key: allowed[0] for key, allowed in self.only.items() if allowed[0] is not None}
         return features | {theirs: attrgetter(ours)(config) for ours, theirs in self.names.items()}
-
-
-REQUIRED: Mapping[str, str] = {
-    "num_layers": "num_hidden_layers",
-    "hidden_size": "hidden_size",
-    "ffn_hidden_size": "intermediate_size",
-    "num_attention_heads": "num_attention_heads",
-    "vocab_size": "vocab_size",
-}
-"""Sizes that a ``config.json`` must give: ours → theirs."""
-
-WITHOUT_EFFECT = ("neftune_noise_alpha", "use_scaled_init_method")
-"""Keys of a decoder's section that what it computes after training does not depend on."""
-
-OPTIONAL: Mapping[str, tuple[str, Any]] = {
-    "num_kv_heads": ("num_key_value_heads", None),
-    "head_dim": ("head_dim", None),
-    "max_position_embeddings": ("max_position_embeddings", 2048),
-    "layernorm_epsilon": ("rms_norm_eps", 1e-6),
-    "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
-    "init_method_std": ("initializer_range", 0.02),
-}
-"""Ours → theirs, with the defaults of transformers' ``LlamaConfig``."""
-
-ONLY: Mapping[str, tuple[Any, ...]] = {
-    "hidden_act": ("silu", "swish"),
-    "attention_dropout": (0.0,),
-    "quantization_config": (None,),
-}
-"""Keys of their configuration → the values of them that are implemented."""
-
-IGNORED = ("model.layers.*.self_attn.rotary_emb.inv_freq", "lm_head.weight")
-"""Tensors that a directory may contain and that no parameter takes: rotary tables of old exports, and the head next to
-a tied embedding. The key map of an untied model takes the head."""
-
-DECODER_MODULES: Mapping[str, str] = {
-    "embed_tokens": "model.embed_tokens",
-    "layers.*.attention_norm": "model.layers.*.input_layernorm",
-    "layers.*.attention.q_proj": "model.layers.*.self_attn.q_proj",
-    "layers.*.attention.k_proj": "model.layers.*.self_attn.k_proj",
-    "layers.*.attention.v_proj": "model.layers.*.self_attn.v_proj",
-    "layers.*.attention.q_norm": "model.layers.*.self_attn.q_norm",
-    "layers.*.attention.k_norm": "model.layers.*.self_attn.k_norm",
-    "layers.*.attention.o_proj": "model.layers.*.self_attn.o_proj",
-    "layers.*.mlp_norm": "model.layers.*.post_attention_layernorm",
-    "norm": "model.norm",
-    "lm_head": "lm_head",
-}
-"""Modules of a :class:`~nxdt_core.models.decoder.RotaryDecoder`: ours → theirs. The feed-forward blocks are missing."""
-
-SWIGLU_MODULES: Mapping[str, str] = {
-    "layers.*.mlp.gate_proj": "model.layers.*.mlp.gate_proj",
-    "layers.*.mlp.up_proj": "model.layers.*.mlp.up_proj",
-    "layers.*.mlp.down_proj": "model.layers.*.mlp.down_proj",
-}
-"""Modules of dense SwiGLU blocks: ours → theirs."""
-
-
-SCORE = KeyMap(name="score.weight", hf_names=("score.weight",))
-"""The head of a sequence classifier of transformers."""
-_CLASSIFIER = "ForSequenceClassification"
 
 
 def architecture_to_hf(causal_lm: str, *, scores: bool) -> dict[str, Any]:
@@ -212,18 +186,14 @@ class HFFamily:
         return ours | score_head_from_hf(hf_config, model=self.values.model)
 
 
-_TAG = "__float__"
-_VALUES = {"Infinity": math.inf, "-Infinity": -math.inf, "NaN": math.nan}
-
-
 def read_floats(value: Any) -> Any:
     """Return ``value`` with the floats that its spellings mean, at any depth."""
     if isinstance(value, Mapping):
         spelled = value.get(_TAG) if len(value) == 1 else None
         if isinstance(spelled, str) and spelled in _VALUES:
             return _VALUES[spelled]
-        return {key: read_floats(each) for key, each in value.items()}
-    return [read_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: read_floats(item) for key, item in value.items()}
+    return [read_floats(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def spell_floats(value: Any) -> Any:
@@ -231,5 +201,5 @@ def spell_floats(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return {_TAG: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
     if isinstance(value, Mapping):
-        return {key: spell_floats(each) for key, each in value.items()}
-    return [spell_floats(each) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: spell_floats(item) for key, item in value.items()}
+    return [spell_floats(item) for item in value] if isinstance(value, (list, tuple)) else value

@@ -25,28 +25,19 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = [
-    "IN_CHUNKS",
-    "CausalLM",
-    "RowKernels",
-    "TokenLosses",
-    "cross_entropies",
-    "cross_entropy_sum",
-    "head_output",
-    "log_partition",
-    "log_probs",
-    "row_chunks",
-    "row_cross_entropies",
-    "row_weights",
-    "softcapped",
-    "whole_vocabulary_cross_entropies",
-]
-
 _CHUNK_ELEMENTS_IN_CACHE = 1 << 18
 """Logits in full precision at a time: 1 MiB of float32, which stays in a core's cache. Against ``F.cross_entropy``,
 forward and backward took 0.64 of the time at 4,096 words and 0.43 at 32,000."""
 _CHUNK_ELEMENTS = 1 << 26
 """Elsewhere, where each chunk costs five kernel launches: 256 MiB of float32."""
+
+_HARMLESS = frozenset(
+    (
+        *("__get__", "__repr__", "_is_view", "dim", "is_complex", "is_floating_point", "numel", "size"),
+        *("detach", "detach_", "register_hook", "untyped_storage"),
+    )
+)
+"""Functions that pipelines, hooks and debuggers call on an output without reading its values."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,15 +144,6 @@ def _gradients(
 
 IN_CHUNKS = RowKernels(_sums, _gradients)
 """Some rows at a time, in stock operations: full-precision copies of those alone exist."""
-
-
-_HARMLESS = frozenset(
-    (
-        *("__get__", "__repr__", "_is_view", "dim", "is_complex", "is_floating_point", "numel", "size"),
-        *("detach", "detach_", "register_hook", "untyped_storage"),
-    )
-)
-"""Functions that pipelines, hooks and debuggers call on an output without reading its values."""
 
 
 def head_output(

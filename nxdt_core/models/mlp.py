@@ -6,8 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = ["GatedSiLU", "SwiGLU"]
-
 
 class GatedSiLU(nn.Module):
     """``silu(gate) * up``, as a separate module so that it can be recomputed alone."""

@@ -10,8 +10,6 @@ from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
 
-__all__ = ["RMSNorm"]
-
 
 class RMSNorm(nn.Module):
     """``x / sqrt(mean(x²) + eps) * weight`` over the last dimension; statistics in float32 at the least.

@@ -6,8 +6,6 @@ import re
 from collections.abc import Iterable
 from functools import lru_cache
 
-__all__ = ["matches", "matches_any", "matches_within"]
-
 
 @lru_cache(maxsize=1024)
 def _compiled(patterns: tuple[str, ...]) -> re.Pattern[str]:

@@ -162,8 +162,18 @@ class QuantisedWeight(torch.Tensor):
             codes, scales, _ = load_library().int8_vectorwise_quant(whole.half())
             self.codes.copy_(codes)
             self.scales.copy_(scales)
-        else:
-            _fill_nf4(self, whole)
+        else:  # as peft and transformers do: in parts, since on a host the library needs 20 bytes per element meanwhile
+            library, magnitudes = load_library(), torch.empty_like(self.scales, dtype=torch.float32)
+            split = (whole.view(-1), _AT_ONCE), (self.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // _BLOCK)
+            for part, codes, target in zip(*(torch.split(tensor, size) for tensor, size in split), strict=True):
+                made = torch.ops.bitsandbytes.quantize_4bit.default(part, _BLOCK, "nf4", torch.uint8)
+                codes.copy_(made[0].view(-1))
+                target.copy_(made[1])
+            mean = magnitudes.mean()
+            scales, state = library.quantize_blockwise(magnitudes - mean, blocksize=_GROUP)
+            self.scales.copy_(scales)
+            self.groups[0] = mean
+            self.groups[1:] = state.absmax
         if self.places:
             self.samples.copy_(whole.view(-1)[list(self.places)])
         return self
@@ -251,22 +261,6 @@ def _(
     dtype: torch.dtype,
 ) -> torch.Tensor:
     return codes.new_empty(rows, columns, dtype=dtype)
-
-
-def _fill_nf4(quantised: QuantisedWeight, weight: torch.Tensor) -> None:
-    """Quantise ``weight``, as peft and transformers do: in parts, since on a host the library needs 20 bytes per
-    element meanwhile."""
-    library, magnitudes = load_library(), torch.empty_like(quantised.scales, dtype=torch.float32)
-    whole = (weight.view(-1), _AT_ONCE), (quantised.codes, _AT_ONCE // 2), (magnitudes, _AT_ONCE // _BLOCK)
-    for part, codes, target in zip(*(torch.split(tensor, size) for tensor, size in whole), strict=True):
-        made = torch.ops.bitsandbytes.quantize_4bit.default(part, _BLOCK, "nf4", torch.uint8)
-        codes.copy_(made[0].view(-1))
-        target.copy_(made[1])
-    mean = magnitudes.mean()
-    scales, state = library.quantize_blockwise(magnitudes - mean, blocksize=_GROUP)
-    quantised.scales.copy_(scales)
-    quantised.groups[0] = mean
-    quantised.groups[1:] = state.absmax
 
 
 @cache

@@ -10,8 +10,6 @@ from nxdt_core.config.annotations import PositiveInt
 from nxdt_core.config.section import Section
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
-__all__ = ["RopeScalingConfig", "RopeType", "number_of", "older_rope", "rope_of", "scaling_from_hf", "scaling_to_hf"]
-
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -191,19 +189,19 @@ def rope_of(hf_config: Mapping[str, Any]) -> Mapping[str, Any]:
         HFFileDamaged: it is not a mapping.
     """
     for key in ("rope_scaling", "rope_parameters"):
-        found = hf_config.get(key)
-        if found and not isinstance(found, Mapping):
-            raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {found!r}")
-        if found:
-            return dict(found)
+        rope = hf_config.get(key)
+        if rope and not isinstance(rope, Mapping):
+            raise HFFileDamaged(path="config.json", reason=f"{key} must be a mapping or null, and is {rope!r}")
+        if rope:
+            return dict(rope)
     return {}
 
 
 def older_rope(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys in which transformers 4 looks for what ``rope_parameters`` says; empty where a file has none."""
-    found = hf_config.get("rope_parameters") or {}
+    parameters = hf_config.get("rope_parameters") or {}
     rope, local = (
-        found.get(kind, other) or {} for kind, other in (("full_attention", found), ("sliding_attention", {}))
+        parameters.get(kind, other) or {} for kind, other in (("full_attention", parameters), ("sliding_attention", {}))
     )
     older = {key: rope[key] for key in ("rope_theta", "partial_rotary_factor") if key in rope}
     if "rope_theta" in local:
@@ -222,7 +220,7 @@ def number_of(values: Mapping[str, Any], key: str, default: float) -> float:
     Raises:
         HFFileDamaged: it is not a finite number.
     """
-    found = values.get(key, default)
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or not math.isfinite(found):
-        raise HFFileDamaged(path="config.json", reason=f"{key} must be a finite number, and is {found!r}")
-    return float(found)
+    number = values.get(key, default)
+    if isinstance(number, bool) or not isinstance(number, (int, float)) or not math.isfinite(number):
+        raise HFFileDamaged(path="config.json", reason=f"{key} must be a finite number, and is {number!r}")
+    return float(number)

@@ -15,8 +15,6 @@ from torch import nn
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 
-__all__ = ["RotaryEmbedding", "document_lengths", "frequencies", "rotate"]
-
 
 def frequencies(
     head_dim: int,

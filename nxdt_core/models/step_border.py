@@ -22,8 +22,6 @@ from torch import nn
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["at_border", "called_with_step", "let_take_step", "step_of", "takes_step"]
-
 
 class _Border:
     step = StepContext()

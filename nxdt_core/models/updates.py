@@ -13,18 +13,6 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-__all__ = [
-    "Product",
-    "ProductLinear",
-    "Update",
-    "UpdatedEmbedding",
-    "UpdatedLinear",
-    "unchanged",
-    "updated_linear",
-    "updates_off",
-]
-
-
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Product of inputs [..., in] and a weight [out, in]: [..., out]."""
 

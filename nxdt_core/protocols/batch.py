@@ -15,6 +15,9 @@ __all__ = ["IGNORE_INDEX", "LARGEST", "Batch", "Sample"]
 IGNORE_INDEX = -100
 """Label of a position that takes no part in the loss (the convention of ``torch.nn.functional.cross_entropy``)."""
 
+LARGEST = 1e30
+"""Magnitude that numbers of configurations, weights, margins and rewards have at most: float32 holds sums of many."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sample:
@@ -42,10 +45,6 @@ class Sample:
     """Part of the record that a generating objective needs; it stays on the host."""
     values: Mapping[str, np.ndarray] = field(default_factory=dict)
     """float32 [seq]: what else an objective wants of each position, by its own names, such as KTO's labels."""
-
-
-LARGEST = 1e30
-"""Magnitude that numbers of configurations, weights, margins and rewards have at most: float32 holds sums of many."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,12 +80,12 @@ class Batch:
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         """Return a batch whose tensors are those that ``change`` makes of this one's."""
-        held: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
-        kept: dict[str, Any] = {
-            name: value if isinstance(value, int | tuple | Mapping | None) else change(value)
-            for name, value in held.items()
-        }
-        return Batch(**{**kept, "values": {name: change(value) for name, value in self.values.items()}})
+        changed: dict[str, Any] = {"values": {name: change(tensor) for name, tensor in self.values.items()}}
+        for item in fields(self):
+            if item.name != "values":
+                value = getattr(self, item.name)
+                changed[item.name] = value if isinstance(value, int | tuple | None) else change(value)
+        return Batch(**changed)
 
     def arguments(self) -> dict[str, Any]:
         """Return what a model's forward takes in addition to its first argument, by keyword."""

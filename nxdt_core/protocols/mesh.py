@@ -1,4 +1,4 @@
-"""Sizes of a run's parallel dimensions, and the stages and micro-batches of pipeline schedules. No torch.
+"""Sizes of a run's parallel dimensions, and the stages of pipeline ranks. No torch.
 
 ``1f1b``: one stage per rank, a forward and a backward in turn (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
 ``interleaved``: several stages per rank, assigned round-robin (the same, section 2.2.2).
@@ -8,20 +8,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import count
 from typing import Literal
 
-from nxdt_core.errors.layouts import MicroBatchesDoNotFit, ZeroBubbleCannot
-
-__all__ = [
-    "MeshSizes",
-    "Schedule",
-    "check_micro_batches",
-    "check_whole_backward",
-    "micro_batches_fit",
-    "rank_of_stage",
-    "stages_of_rank",
-]
+__all__ = ["MeshSizes", "Schedule", "rank_of_stage", "stages_of_rank"]
 
 Schedule = Literal["1f1b", "interleaved", "zbv"]
 
@@ -73,58 +62,6 @@ class MeshSizes:
         """Return the size by dimension name, as checkpoints record it."""
         names = ("pp", "dp_replicate", "dp_shard", "cp", "tp", "ep")
         return {name: getattr(self, name) for name in names}
-
-
-def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
-    """Return whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
-
-    The stock 1F1B takes at least one per stage; the interleaved one works in rounds of equal size, of ``pp`` or more;
-    ZBV takes any number. With few micro-batches, ranks mostly wait;
-    :func:`~nxdt_core.engine.pipeline.schedules.bubble_fraction` computes for how much of a step.
-    """
-    if pp == 1 or schedule == "zbv":
-        return micro_batches >= 1
-    if schedule == "interleaved":
-        return micro_batches >= 1 and micro_batches % max(1, micro_batches // pp) == 0
-    return micro_batches >= pp
-
-
-def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> None:
-    """Refuse what the schedule cannot run.
-
-    Raises:
-        MicroBatchesDoNotFit: with the nearest number above that fits.
-    """
-    if not micro_batches_fit(schedule, pp, micro_batches):
-        wants = {"1f1b": f"at least {pp}", "interleaved": f"rounds of one size, of {pp} or more,", "zbv": "at least 1"}
-        example = next(number for number in count(micro_batches) if micro_batches_fit(schedule, pp, number))
-        raise MicroBatchesDoNotFit(
-            schedule=schedule, pp=pp, micro_batches=micro_batches, rule=wants[schedule], example=example
-        )
-
-
-def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool, regather: bool = False) -> None:
-    """Refuse what needs backward in one piece where the schedule runs it in two.
-
-    Recomputation would stay right, but every weight's gradient requests it again: a Llama layer was recomputed up to
-    ten times per micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
-
-    Raises:
-        ZeroBubbleCannot: one of them is asked for under ``zbv``.
-    """
-    if schedule != "zbv":
-        return
-    if recompute:
-        raise ZeroBubbleCannot(
-            feature="activation recomputation", without="model.activations_checkpoint_granularity=null"
-        )
-    if regather:
-        raise ZeroBubbleCannot(
-            feature="gathering inputs again in backward",
-            without="distributed_strategy.sequence_parallel_regather=false",
-        )
-    if compiled:
-        raise ZeroBubbleCannot(feature="a compiled model", without="model.compile=false")
 
 
 def stages_of_rank(pp_rank: int, pp: int, vpp: int, schedule: Schedule) -> tuple[int, ...]:

@@ -155,8 +155,8 @@ def check_weight(objective: Objective, output: ObjectiveOutput, batch: Batch) ->
         ObjectiveWeightsDiffer: it announces another one.
     """
     reported = output.weight.detach()
-    given = objective.weight(batch).to(reported)
-    if given.shape != reported.shape or not given.allclose(reported, rtol=1e-5):
+    announced = objective.weight(batch).to(reported)
+    if announced.shape != reported.shape or not announced.allclose(reported, rtol=1e-5):
         raise ObjectiveWeightsDiffer(
-            objective=type(objective).__name__, reported=reported.tolist(), given=given.tolist()
+            objective=type(objective).__name__, reported=reported.tolist(), given=announced.tolist()
         )

@@ -68,15 +68,12 @@ def as_torch(groups: Sequence[ParameterGroup]) -> list[dict[str, Any]]:
 def shards_of(groups: Sequence[ParameterGroup]) -> Mapping[torch.Tensor, ParameterShard]:
     """Return the shard of each parameter; one that nothing is said of is whole, and a matrix where it has rows and
     columns."""
-    found: dict[torch.Tensor, ParameterShard] = {}
+    shards: dict[torch.Tensor, ParameterShard] = {}
     for group in groups:
-        whole = [_whole(tuple(parameter.shape)) for parameter in group["params"]]
-        found.update(zip(group["params"], group.get("shards", whole), strict=True))
-    return found
-
-
-def _whole(shape: tuple[int, ...]) -> ParameterShard:
-    return ParameterShard(shape=shape, box=Box.whole(shape), matrix=len(shape) >= 2)
+        shapes = [tuple(parameter.shape) for parameter in group["params"]]
+        whole = [ParameterShard(shape=shape, box=Box.whole(shape), matrix=len(shape) >= 2) for shape in shapes]
+        shards.update(zip(group["params"], group.get("shards", whole), strict=True))
+    return shards
 
 
 class OptimizerFactory(Protocol):

@@ -11,7 +11,7 @@ from nxdt_core.cli.app import root
 from nxdt_core.cli.explain import error_codes, explanations
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
-from nxdt_core.kernel import Kernel
+from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.registry import Registry
 
 RUN = "base: recipe:llama-tiny\ntrainer:\n  max_steps: 100\n"
@@ -133,7 +133,7 @@ def test_a_mistake_gives_the_example_of_its_code(code, tmp_path, monkeypatch):
 
 
 def test_a_plugin_that_is_not_installed_gives_the_example_of_its_code():
-    registry = Registry(kinds=Kernel.start().registry.kinds(), components=[], plugins=[])
+    registry = Registry(kinds=Kernel.start().registry.kinds(), components=[], plugins=[], policy=PluginPolicy())
     with pytest.raises(NxdtError) as raised:
         registry.get("adapter", "lora")
     row = error_codes()["NXDT-K002"][1]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from nxdt_testing.errors import raises
 
-from nxdt_core.data.loader import blank_like, collate, count_loss_tokens
+from nxdt_core.data.loader import blank_like, collate
 from nxdt_core.errors.data import EmptyDataset, MixedSamples
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 
@@ -53,11 +53,6 @@ def test_fields_that_only_some_samples_have_are_filled_with_their_meaning():
     assert batch.document_ids.tolist() == [[0, 1, 1], [0, 0, 0]]
     assert batch.padding is None
     assert batch.loss_weights.dtype == torch.float32
-
-
-def test_loss_tokens_are_counted_over_micro_batches_whatever_their_weight():
-    weighted = sample(loss_weights=np.array([0.5, 0.25, 1.0], np.float32))
-    assert count_loss_tokens([collate([sample(), sample()]), collate([weighted])]) == 6
 
 
 def test_a_blank_sample_has_the_shape_but_no_weight():

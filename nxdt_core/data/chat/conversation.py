@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
@@ -11,22 +12,24 @@ from typing import Any
 from nxdt_core.data.files.records import Place, is_given
 from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, TemplateRefuses
 
-__all__ = [
-    "REASONING",
-    "ROLES",
-    "Conversation",
-    "Message",
-    "check_order",
-    "ignored_fields",
-    "in_order_of_calls",
-    "merged",
-]
-
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles that may speak."""
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
 """Keys of a message that may hold its reasoning; templates read the first two."""
+
+_MAY_FOLLOW: Mapping[str, tuple[str, ...]] = {
+    "": ("system", "developer", "user"),
+    "system": ("user",),
+    "developer": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user",),
+    "assistant with tool calls": ("tool",),
+    "tool": ("tool", "assistant"),
+}
+"""Role, or none at the beginning → the roles that may come next."""
+_LINKS = frozenset({"tool_calls", "tool_call_id"})
+"""Calls are looked for by :meth:`Message.is_contained_in`; the ids link what the order of messages links too."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,18 +108,6 @@ class Conversation:
     """Fields of the record that are not part of the conversation."""
 
 
-_MAY_FOLLOW: Mapping[str, tuple[str, ...]] = {
-    "": ("system", "developer", "user"),
-    "system": ("user",),
-    "developer": ("user",),
-    "user": ("assistant",),
-    "assistant": ("user",),
-    "assistant with tool calls": ("tool",),
-    "tool": ("tool", "assistant"),
-}
-"""Role, or none at the beginning → the roles that may come next."""
-
-
 def check_order(conversation: Conversation) -> None:
     """Let a conversation pass whose speakers take turns.
 
@@ -193,10 +184,6 @@ def _check_ids(calls: Sequence[Any], ids: Sequence[Any], place: Place, number: i
             raise BadMessage(place=str(place), number=number, reason=reason)
 
 
-_LINKS = frozenset({"tool_calls", "tool_call_id"})
-"""Calls are looked for by :meth:`Message.is_contained_in`; the ids link what the order of messages links too."""
-
-
 def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> tuple[str, ...]:
     """Return the names of the parts of ``conversation`` that ``text``, its rendering, does not depend on.
 
@@ -205,15 +192,12 @@ def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conv
         text: what ``render`` makes of it.
         render: runs the template.
     """
-    names = (name for name, other in _others(conversation, text) if _is_same(text, other, render))
-    return tuple(dict.fromkeys(names))
-
-
-def _is_same(text: str, other: Conversation, render: Callable[[Conversation], str]) -> bool:
-    try:
-        return render(other) == text
-    except TemplateRefuses:  # it asks for what is missing
-        return False
+    names: dict[str, None] = {}
+    for name, other in _others(conversation, text):
+        with suppress(TemplateRefuses):  # it asks for what is missing
+            if render(other) == text:
+                names[name] = None
+    return tuple(names)
 
 
 def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conversation]]:

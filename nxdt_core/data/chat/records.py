@@ -12,22 +12,34 @@ from nxdt_core.data.files.paths import lone_surrogate, parse_json
 from nxdt_core.data.files.records import Place, is_given, unread
 from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
 
-__all__ = [
-    "check_text_only",
-    "parsed",
-    "read_calls",
-    "read_message",
-    "read_question",
-    "read_record",
-    "read_tools",
-    "tools_key",
-    "unread_of_calls",
-    "unused_fields",
-    "with_system",
-]
-
 _OF_CALL = frozenset({"id", "type", "index", "function", "name", "arguments"})
 """Keys that are read. ``id`` and ``index`` say which call a result is of, and so does the order of the messages."""
+
+_ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "model": "assistant",
+    "function_call": "assistant",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Names that other formats have for roles."""
+_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
+_OF_PART = ("type", "text")
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_LISTS = ("messages", "conversations")
+"""Keys of whole conversations."""
+_PAIRS = (
+    (("instruction", "input"), "output"),
+    (("instruction", "context"), "response"),
+    (("prompt",), "completion"),
+    (("prompt",), "response"),
+    (("question",), "answer"),
+    (("question",), "response"),
+    (("query",), "response"),
+)
+"""Keys of what is asked, and of the answer: Alpaca and pairs of texts, Dolly, TRL, question answering, OpenOrca."""
 
 
 def read_tools(record: Mapping[str, Any], place: Place) -> Sequence[Mapping[str, Any]] | None:
@@ -56,7 +68,20 @@ def read_calls(value: Any, place: Place, number: int) -> list[dict[str, Any]]:
     Raises:
         BadMessage: a call has no function, or its arguments are not an object.
     """
-    return [_call(call, place, number) for call in _listed(value, place, number)]
+    if not isinstance(value, (dict, list)):
+        raise BadMessage(place=str(place), number=number, reason="its tool calls are not a list")
+    calls = []
+    for call in [value] if isinstance(value, dict) else value:
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise BadMessage(place=str(place), number=number, reason="a tool call has no function with a name")
+        name, arguments = function["name"], function.get("arguments")
+        arguments = {} if arguments is None else parsed(arguments, place, number, f"arguments of {name}")
+        if not isinstance(arguments, dict):
+            raise BadMessage(place=str(place), number=number, reason=f"arguments of {name} are not an object")
+        named = {} if call.get("id") is None else {"id": call["id"]}
+        calls.append({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
+    return calls
 
 
 def unread_of_calls(value: Any) -> Iterator[str]:
@@ -64,26 +89,6 @@ def unread_of_calls(value: Any) -> Iterator[str]:
     for call in [value] if isinstance(value, dict) else value:
         for source in (call, call.get("function", call)):
             yield from (key for key, item in source.items() if key not in _OF_CALL and is_given(item))
-
-
-def _call(call: Any, place: Place, number: int) -> dict[str, Any]:
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise BadMessage(place=str(place), number=number, reason="a tool call has no function with a name")
-    arguments = function.get("arguments")
-    arguments = {} if arguments is None else parsed(arguments, place, number, f"arguments of {function['name']}")
-    if not isinstance(arguments, dict):
-        raise BadMessage(place=str(place), number=number, reason=f"arguments of {function['name']} are not an object")
-    named = {key: value for key, value in call.items() if key == "id" and value is not None}
-    return {**named, "type": "function", "function": {"name": function["name"], "arguments": arguments}}
-
-
-def _listed(value: Any, place: Place, number: int) -> Sequence[Any]:
-    if isinstance(value, dict):
-        return [value]
-    if not isinstance(value, list):
-        raise BadMessage(place=str(place), number=number, reason="its tool calls are not a list")
-    return value
 
 
 def parsed(value: Any, place: Place, number: int, what: str) -> Any:
@@ -101,34 +106,6 @@ def parsed(value: Any, place: Place, number: int, what: str) -> Any:
     if half := lone_surrogate(value, tree):
         raise BadMessage(place=str(place), number=number, reason=f"{what}: half a character, {half}")
     return tree
-
-
-_ROLES = {
-    "human": "user",
-    "gpt": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "function": "tool",
-    "observation": "tool",
-    "function_response": "tool",
-}
-"""Names that other formats have for roles."""
-_OWN = frozenset({"role", "content", "from", "value", "train", "weight", "tool_calls", "function_call"})
-_OF_PART = ("type", "text")
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
-
-_LISTS = ("messages", "conversations")
-"""Keys of whole conversations."""
-_PAIRS = (
-    (("instruction", "input"), "output"),
-    (("instruction", "context"), "response"),
-    (("prompt",), "completion"),
-    (("prompt",), "response"),
-    (("question",), "answer"),
-    (("question",), "response"),
-    (("query",), "response"),
-)
-"""Keys of what is asked, and of the answer: Alpaca and pairs of texts, Dolly, TRL, question answering, OpenOrca."""
 
 
 def read_record(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Conversation:
@@ -149,7 +126,14 @@ def read_record(record: Mapping[str, Any], place: Place, *, merge: bool = False)
     """
     check_text_only(record, place)
     read, messages = _messages(record, place)
-    messages = _weighted(messages, record, place)
+    weight = record.get("weight")
+    if weight is not None:
+        if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
+            reason = f"'weight' is {weight!r}; it must be a number of at least 0"
+            raise BadMessage(place=str(place), number=0, reason=reason)
+        for at, message in enumerate(messages):  # 0 leaves the record out
+            train, product = message.train if weight else False, message.weight * weight or 1.0
+            messages[at] = replace(message, train=train, weight=product)
     messages = with_system(in_order_of_calls(messages, place), record, place)
     conversation = Conversation(
         place=place,
@@ -168,23 +152,13 @@ def _messages(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, ...],
             return (key,), _read_messages(record[key], key, place)
     for asked, answer in _PAIRS:
         if record.get(answer) is not None and any(record.get(key) is not None for key in asked):
-            return (*asked, answer, "history"), _pair(record, asked, answer, place)
+            messages, reply = _asked(record, asked, place), record[answer]
+            if _are_messages(reply):
+                messages += _read_messages(reply, answer, place, after=len(messages))
+            else:
+                messages.append(_made("assistant", reply, place, len(messages) + 1))
+            return (*asked, answer, "history"), messages
     raise UnknownRecord(place=str(place), keys=tuple(record))
-
-
-def _weighted(messages: Sequence[Message], record: Mapping[str, Any], place: Place) -> list[Message]:
-    """Return ``messages`` with their weights times that of the record, of which 0 leaves it out."""
-    weight = record.get("weight")
-    if weight is None:
-        return list(messages)
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight < math.inf:
-        raise BadMessage(
-            place=str(place), number=0, reason=f"'weight' is {weight!r}; it must be a number of at least 0"
-        )
-    return [
-        replace(message, train=message.train if weight else False, weight=message.weight * weight or 1.0)
-        for message in messages
-    ]
 
 
 def read_question(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, ...], list[Message]]:
@@ -229,15 +203,6 @@ def with_system(messages: Sequence[Message], record: Mapping[str, Any], place: P
     if system.strip() and not (messages and messages[0].role == "system"):
         return [Message(role="system", content=system), *messages]
     return list(messages)
-
-
-def _pair(record: Mapping[str, Any], asked: Sequence[str], answer: str, place: Place) -> list[Message]:
-    """Return the messages of a question and an answer, each a text or a list of messages."""
-    messages = _asked(record, asked, place)
-    reply = record[answer]
-    if _are_messages(reply):
-        return [*messages, *_read_messages(reply, answer, place, after=len(messages))]
-    return [*messages, _made("assistant", reply, place, len(messages) + 1)]
 
 
 def _asked(record: Mapping[str, Any], asked: Sequence[str], place: Place) -> list[Message]:
@@ -295,34 +260,18 @@ def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message
     role, content = (entry.get(key) for key in keys)
     if not isinstance(role, str):
         raise BadMessage(place=str(place), number=number, reason=f"it has no text under {keys[0]!r}")
-    _check_same_twice(entry, place, number)
+    ours, speaker = (_ROLES.get(name, name) if isinstance(name, str) else name
+                     for name in (entry.get("role"), entry.get("from")))  # fmt: skip
+    pairs = ("role", "from", ours, speaker), ("content", "value", entry.get("content"), entry.get("value"))
+    for one, other, first, second in pairs:
+        if is_given(first) and is_given(second) and first != second:
+            raise BadMessage(place=str(place), number=number, reason=f"{one!r} and {other!r} differ; keep one of them")
     if role == "function_call":
         if is_given(entry.get("tool_calls")):
             reason = f"{keys[1]!r} and 'tool_calls' both hold calls; keep one of them"
             raise BadMessage(place=str(place), number=number, reason=reason)
         entry, content = {**entry, "tool_calls": parsed(content, place, number, "a function call")}, ""
     return _made(_ROLES.get(role, role), content, place, number, entry)
-
-
-def _check_same_twice(entry: Mapping[str, Any], place: Place, number: int) -> None:
-    """Let a message pass that names its speaker and its content once, or twice the same."""
-    role, speaker = (_ROLES.get(name, name) if isinstance(name, str) else name
-                     for name in (entry.get("role"), entry.get("from")))  # fmt: skip
-    pairs = ("role", "from", role, speaker), ("content", "value", entry.get("content"), entry.get("value"))
-    for one, other, first, second in pairs:
-        if is_given(first) and is_given(second) and first != second:
-            raise BadMessage(place=str(place), number=number, reason=f"{one!r} and {other!r} differ; keep one of them")
-
-
-def _trained(entry: Mapping[str, Any], place: Place, number: int) -> dict[str, Any]:
-    """Return the fields of ``train`` and of OpenAI's ``weight``, of which 0 leaves a message out."""
-    train, weight = entry.get("train"), entry.get("weight")
-    if train is not None and not isinstance(train, bool):
-        raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
-    weight = 1.0 if weight is None else weight
-    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
-        raise BadMessage(place=str(place), number=number, reason=f"'weight' is {weight!r}; it must be from 0 to 1")
-    return {"train": False if train is None and not weight else train, "weight": float(weight) or 1.0}
 
 
 def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str, Any] | None = None) -> Message:
@@ -340,8 +289,20 @@ def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str
     if calls := calls or older:
         fields["tool_calls"] = read_calls(calls, place, number)
         left += [f"tool_calls.{key}" for key in unread_of_calls(calls)]
-    names = tuple(f"messages.{name}" for name in left)
-    return Message(role=role, content=text, fields=fields, unread=names, **_trained(entry, place, number))
+    train, weight = entry.get("train"), entry.get("weight", 1.0)
+    if train is not None and not isinstance(train, bool):
+        raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")
+    weight = 1.0 if weight is None else weight  # OpenAI's, of which 0 leaves a message out
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= 1:
+        raise BadMessage(place=str(place), number=number, reason=f"'weight' is {weight!r}; it must be from 0 to 1")
+    return Message(
+        role=role,
+        content=text,
+        fields=fields,
+        unread=tuple(f"messages.{name}" for name in left),
+        train=False if train is None and not weight else train,
+        weight=float(weight) or 1.0,
+    )
 
 
 def _text(content: Any, place: Place, number: int) -> str:

@@ -23,18 +23,6 @@ from nxdt_core.errors.chats import (
 from nxdt_core.errors.data import ChatTemplateMissing, DataLibraryMissing
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = [
-    "Messages",
-    "ReservedTokens",
-    "Span",
-    "TemplateRunner",
-    "end_of_turn",
-    "prompt_ids",
-    "runner_of",
-    "stop_ids",
-]
-
-
 Messages = Sequence[Mapping[str, Any]]
 
 Span = tuple[int, int]

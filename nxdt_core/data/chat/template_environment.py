@@ -23,25 +23,18 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment, SandboxedFormatter
 from jinja2.utils import Namespace
 from transformers.utils.chat_template_utils import _compile_jinja_template
 
-__all__ = [
-    "FILTERS",
-    "METHODS",
-    "BoundedEnvironment",
-    "TooLarge",
-    "compiled",
-    "digits_of",
-    "length_of",
-    "nothing",
-    "numbers_in",
-    "printed",
-    "size_of",
-]
-
 _ITEM = 8
 """Bytes of a list's item, where a character counts as one."""
 _PIECE = 60
 """Bytes of a short text that is split off."""
 _NUMBER = re.compile(r"\d+")
+
+_LONGEST_NUMBER = 100_000
+"""Decimal digits of an integer; powers and products of longer ones take seconds."""
+_DROPPED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
+"""Filters of Jinja that can make much of little; no chat template has a use for them."""
+_TIMED = "nxdt_timed"
+"""Attribute of nodes that a loop goes through."""
 
 
 def digits_of(value: int) -> int:
@@ -54,7 +47,7 @@ def length_of(value: Any) -> int:
     return len(value) if isinstance(value, (str, bytes)) else _ITEM * len(value) if hasattr(value, "__len__") else 0
 
 
-def size_of(value: Any, known: dict[int, int] | None = None) -> int:
+def size_of(value: Any, sizes: dict[int, int] | None = None) -> int:
     """Return the characters of ``str(value)``, roughly. A part that it contains twice counts twice."""
     if isinstance(value, (str, bytes)):
         return len(value)
@@ -62,11 +55,11 @@ def size_of(value: Any, known: dict[int, int] | None = None) -> int:
         value = value._Namespace__attrs  # its text has them
     if not isinstance(value, Collection):
         return digits_of(value) if isinstance(value, int) else 1
-    known = {} if known is None else known
-    if id(value) not in known:
+    sizes = {} if sizes is None else sizes
+    if id(value) not in sizes:
         parts = [part for pair in value.items() for part in pair] if isinstance(value, Mapping) else value
-        known[id(value)] = 2 * len(parts) + sum(size_of(part, known) for part in parts)
-    return known[id(value)]
+        sizes[id(value)] = 2 * len(parts) + sum(size_of(part, sizes) for part in parts)
+    return sizes[id(value)]
 
 
 def numbers_in(text: str) -> int:
@@ -143,14 +136,6 @@ FILTERS: Mapping[str, Callable[..., int]] = {
     "tojson": lambda value, *args, indent=None, **kwargs: size_of(value) * (1 + _padded("", indent)),
 }
 """Filter → estimate of its result, from the same arguments."""
-
-
-_LONGEST_NUMBER = 100_000
-"""Decimal digits of an integer; powers and products of longer ones take seconds."""
-_DROPPED_FILTERS = ("pprint", "urlize", "wordwrap", "xmlattr")
-"""Filters of Jinja that can make much of little; no chat template has a use for them."""
-_TIMED = "nxdt_timed"
-"""Attribute of nodes that a loop goes through."""
 
 
 class _Budget(threading.local):

@@ -19,15 +19,12 @@ from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = [
-    "ChatKeys",
-    "ChatTemplate",
-    "find_template",
-    "is_template",
-    "named_template",
-    "shipped_template",
-    "template_names",
-]
+_AS_TEXT = "plain"
+"""The shipped template whose chats begin as texts do."""
+_SUFFIX = ".jinja"
+_SHIPPED = files(__package__).joinpath("shipped_templates")
+_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
+_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
 
 
 class ChatKeys(RecordFiles):
@@ -60,14 +57,6 @@ class ChatKeys(RecordFiles):
             date.fromisoformat(self.template_date)
         except ValueError:
             yield "template_date", f"{self.template_date!r} is not a date; write it as 2024-07-26"
-
-
-_AS_TEXT = "plain"
-"""The shipped template whose chats begin as texts do."""
-_SUFFIX = ".jinja"
-_SHIPPED = files(__package__).joinpath("shipped_templates")
-_GENERATION = re.compile(r"{%-?\s*generation\s*-?%}")
-_TODAY = re.compile(r"strftime_now\(\s*(['\"])(.*?)\1")
 
 
 @dataclass(frozen=True)

@@ -16,37 +16,21 @@ from nxdt_core.system.regular_files import require_fetched
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-__all__ = [
-    "COMPRESSED",
-    "UNREADABLE",
-    "BadZstdFile",
-    "ZstdFile",
-    "bare_name",
-    "decompressed",
-    "is_compressed",
-    "opened",
-]
-
 COMPRESSED = (".gz", ".zst")
 """Endings of compressed files."""
 
 UNREADABLE = (OSError, EOFError, zlib.error)
 """Exceptions of reading a file that is incomplete or not readable."""
 
+_CHUNK_BYTES = 1 << 17
+_PACKED_BYTES = 1 << 11
+"""Bytes that are decompressed at once: at most 64 MiB come of them, since 4 bytes can stand for 128 KiB."""
+
 
 def bare_name(path: Path) -> str:
     """Return the name without the suffix of a compression, in lower case: what is left has the suffix of the format."""
-    name = path.name.lower()
-    return name.removesuffix(_ending(path)) if is_compressed(path) else name
-
-
-def is_compressed(path: Path) -> bool:
-    """Return whether the name of a file says that it is compressed."""
-    return _ending(path) in COMPRESSED
-
-
-def _ending(path: Path) -> str:
-    return path.suffix.lower()
+    name, ending = path.name.lower(), path.suffix.lower()
+    return name.removesuffix(ending) if ending in COMPRESSED else name
 
 
 @contextmanager
@@ -67,19 +51,14 @@ def decompressed(path: Path, raw: IO[bytes]) -> IO[bytes]:
     Raises:
         DataLibraryMissing: it is of Zstandard, and the library is not installed.
     """
-    if _ending(path) == ".gz":
+    if path.suffix.lower() == ".gz":
         return cast(IO[bytes], gzip.GzipFile(fileobj=raw))
-    if _ending(path) == ".zst":
+    if path.suffix.lower() == ".zst":
         try:
             return io.BufferedReader(ZstdFile(raw))
         except ImportError as error:
             raise DataLibraryMissing(path=str(path), package="zstandard", extra="zstd", reason=str(error)) from error
     return raw
-
-
-_CHUNK_BYTES = 1 << 17
-_PACKED_BYTES = 1 << 11
-"""Bytes that are decompressed at once: at most 64 MiB come of them, since 4 bytes can stand for 128 KiB."""
 
 
 class BadZstdFile(OSError):

@@ -21,38 +21,17 @@ import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from nxdt_core.config.annotations import Fraction, PositiveInt, Written
 from nxdt_core.config.section import Section
 from nxdt_core.config.sources import PackageNotFound, resolve_path
-from nxdt_core.data.files.compressed import UNREADABLE, is_compressed, opened
+from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable, TextNotUtf8
 from nxdt_core.protocols.dataset import SplitName
-
-__all__ = [
-    "EXPANDS_BY",
-    "EXPANDS_TO_BYTES",
-    "JSON_LINES",
-    "JSON_TEXTS",
-    "PACKED",
-    "RecordFiles",
-    "WatchedFiles",
-    "check_utf8_start",
-    "decode",
-    "expand",
-    "iconv_name",
-    "json_object",
-    "json_objects",
-    "lone_surrogate",
-    "not_utf8",
-    "parse_json",
-    "read_bytes",
-    "similar_files",
-]
 
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),
@@ -73,6 +52,20 @@ _WESTERN_SHARE = 0.2
 _SAMPLE_BYTES = 32768
 _SHOWN = 40
 """Characters of the line that the error shows."""
+
+JSON_LINES = (".jsonl", ".ndjson")
+"""Endings of files with an object per line."""
+JSON_TEXTS = (*JSON_LINES, ".json")
+"""Endings of JSON files of corpora, where nothing else is meant by ``.json``."""
+EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
+"""Bytes that a compressed file may expand to in any case, and how many times its size otherwise (text: about ten)."""
+_PART_BYTES = 1 << 24
+_BOM = "\ufeff"
+PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
+"""First bytes of compressed files."""
+_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
+"""Half of a character, or a whole one in two escapes."""
+_SPELLINGS = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
 
 
 def _utf16_or_32(content: bytes) -> str | None:
@@ -125,51 +118,28 @@ def not_utf8(path: Path, content: bytes, at: int, *, first_line: int = 1) -> Nxd
         first_line: number of the line with which ``content`` begins.
     """
     begin = content.rfind(b"\n", 0, at) + 1
-    encoding = iconv_name(content, at)
+    encoding, shown = iconv_name(content, at), ""
+    if encoding and encoding.startswith("UTF"):  # of wide characters, the start of the line
+        shown = content[: 8 * _SHOWN].decode(encoding, "ignore").partition("\n")[0][:_SHOWN].strip()
+    elif encoding:  # the text around the byte
+        line = content[begin : at + 4 * _SHOWN].decode(encoding, "replace").partition("\n")[0]
+        ahead = len(content[begin:at].decode(encoding, "replace"))
+        shown = line[max(0, ahead - _SHOWN // 2) : ahead + _SHOWN // 2].strip()
+    stem, *endings = path.name.split(".")
+    result = shlex.quote(str(path.with_name(".".join([stem, "utf-8", *endings]))))
+    convert, source = f"iconv -f {encoding or 'ENCODING'} -t UTF-8", shlex.quote(str(path))
+    packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
     return TextNotUtf8(
         path=str(path),
         position=at - begin,
         line=first_line + content.count(b"\n", 0, at),
         byte=content[at],
         encoding=encoding or "",
-        shown=_shown(content, begin, at, encoding) if encoding else "",
-        command=_command(path, encoding or "ENCODING"),
+        shown=shown,
+        command=f"{packed} -dc {source} | {convert} | {packed} -c > {result}"
+        if packed
+        else f"{convert} {source} > {result}",
     )
-
-
-def _shown(content: bytes, begin: int, at: int, encoding: str) -> str:
-    """Return the text around the byte ``at`` of the line that begins at ``begin``; of wide characters, of the start."""
-    if encoding.startswith("UTF"):
-        return content[: 8 * _SHOWN].decode(encoding, "ignore").partition("\n")[0][:_SHOWN].strip()
-    line = content[begin : at + 4 * _SHOWN].decode(encoding, "replace").partition("\n")[0]
-    ahead = len(content[begin:at].decode(encoding, "replace"))
-    return line[max(0, ahead - _SHOWN // 2) : ahead + _SHOWN // 2].strip()
-
-
-def _command(path: Path, encoding: str) -> str:
-    """Return the command that writes the text as UTF-8 into a new file next to ``path``."""
-    stem, *endings = path.name.split(".")
-    result = shlex.quote(str(path.with_name(".".join([stem, "utf-8", *endings]))))
-    convert, source = f"iconv -f {encoding} -t UTF-8", shlex.quote(str(path))
-    packed = {".gz": "gzip", ".zst": "zstd"}.get(path.suffix.lower())
-    if packed is None:
-        return f"{convert} {source} > {result}"
-    return f"{packed} -dc {source} | {convert} | {packed} -c > {result}"
-
-
-JSON_LINES = (".jsonl", ".ndjson")
-"""Endings of files with an object per line."""
-JSON_TEXTS = (*JSON_LINES, ".json")
-"""Endings of JSON files of corpora, where nothing else is meant by ``.json``."""
-
-EXPANDS_TO_BYTES, EXPANDS_BY = 1 << 30, 200
-"""Bytes that a compressed file may expand to in any case, and how many times its size otherwise (text: about ten)."""
-_PART_BYTES = 1 << 24
-_BOM = "\ufeff"
-PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "Zstandard"}
-"""First bytes of compressed files."""
-_ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
-"""Half of a character, or a whole one in two escapes."""
 
 
 def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
@@ -211,22 +181,18 @@ def read_bytes(path: Path, limit: int = -1) -> bytes:
     """
     try:
         with opened(path) as file:
-            return file.read(limit) if limit >= 0 or not is_compressed(path) else _expanded(path, file)
+            if limit >= 0 or path.suffix.lower() not in COMPRESSED:
+                return file.read(limit)
+            content, most = io.BytesIO(), max(EXPANDS_TO_BYTES, EXPANDS_BY * path.stat().st_size)
+            while part := file.read(_PART_BYTES):
+                content.write(part)
+                if content.tell() > most:  # a bomb
+                    reason = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
+                    raise DataFileUnreadable(path=str(path), reason=reason)
+            return content.getvalue()
     except UNREADABLE as error:
         reason = getattr(error, "strerror", None) or str(error)
         raise DataFileUnreadable(path=str(path), reason=reason) from error
-
-
-def _expanded(path: Path, file: IO[bytes]) -> bytes:
-    """Return all of a compressed file, unless it holds a bomb."""
-    most = max(EXPANDS_TO_BYTES, EXPANDS_BY * path.stat().st_size)
-    content = io.BytesIO()
-    while part := file.read(_PART_BYTES):
-        content.write(part)
-        if content.tell() > most:
-            reason = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
-            raise DataFileUnreadable(path=str(path), reason=reason)
-    return content.getvalue()
 
 
 def decode(path: Path, content: bytes, *, first_line: int = 1) -> str:
@@ -356,9 +322,6 @@ def _size(path: Path) -> int | None:
         return os.stat(path).st_size
     except OSError:
         return None
-
-
-_SPELLINGS = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
 
 
 class RecordFiles(Section):

@@ -34,18 +34,15 @@ from nxdt_core.errors.chats import FieldsUnused, TemplateMissing, TooManyBadReco
 from nxdt_core.errors.data import BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords
 from nxdt_core.protocols.dataset import SplitName
 
-__all__ = [
-    "BadRecords",
-    "Place",
-    "Record",
-    "Records",
-    "UnusedFields",
-    "count_records",
-    "describe_unused",
-    "is_given",
-    "read_records",
-    "unread",
-]
+_KINDS = ((ARROW,), (PARQUET,), JSON_LINES, (".json",), TEXT_TABLES)
+"""Endings of the files of a directory; those of the first kind that it has are read."""
+_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
+"""Directories that ``DatasetDict.save_to_disk`` writes for a split."""
+T = TypeVar("T")
+_LISTED = 100
+"""Bad records that are listed with their reasons; all are counted."""
+_CHECKED_FROM = 1000
+"""Records after which bad ones may stop a run before the last record."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +59,6 @@ class Place:
 
 Record = tuple[Place, dict[str, Any]]
 _Objects = Sequence[tuple[int, dict[str, Any]]]
-
-_KINDS = ((ARROW,), (PARQUET,), JSON_LINES, (".json",), TEXT_TABLES)
-"""Endings of the files of a directory; those of the first kind that it has are read."""
-_SPLITS = {"train": ("train",), "validation": ("validation", "valid", "val", "dev"), "test": ("test",)}
-"""Directories that ``DatasetDict.save_to_disk`` writes for a split."""
 
 
 class Records(Sequence[Record]):
@@ -98,16 +90,14 @@ class Records(Sequence[Record]):
         file = bisect_right(self._ends, at)
         path, objects = self._files[file]
         number, record = objects[at - (self._ends[file - 1] if file else 0)]
-        return Place(path=path, number=number), _renamed(record, self._columns) if self._columns else record
+        if columns := self._columns:
+            renamed = {key: record[column] for key, column in columns.items() if column in record}
+            record = {key: value for key, value in record.items() if key not in columns.values()} | renamed
+        return Place(path=path, number=number), record
 
     def take(self, chosen: Sequence[int]) -> Records:
         """Return the records at these places among all."""
         return Records(self._files, self._columns, chosen)
-
-
-def _renamed(record: Mapping[str, Any], columns: Mapping[str, str]) -> dict[str, Any]:
-    renamed = {key: record[column] for key, column in columns.items() if column in record}
-    return {key: value for key, value in record.items() if key not in columns.values()} | renamed
 
 
 class _Lines(Sequence[tuple[int, dict[str, Any]]]):
@@ -189,27 +179,20 @@ def _opened(path: Path, content: bytes, example: str) -> _Objects:
         return ArrowRows(path, content)
     if name.endswith(TEXT_TABLES):
         return text_rows(path, content)
-    if content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
-        records = _listed(path, decode(path, content))
-        if records is not None:
-            return list(enumerate(records, start=1))
-    return _Lines(path, content, example)
-
-
-def _listed(path: Path, text: str) -> list[dict[str, Any]] | None:
-    """Return the records of a JSON list; None where each line is a list, which is for the line's own error."""
+    if not content.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+        return _Lines(path, content, example)
+    text = decode(path, content)
     try:
         parsed = parse_json(text)
     except (ValueError, RecursionError) as error:
         if isinstance(error, json.JSONDecodeError) and (error.msg, error.lineno, error.colno) == ("Extra data", 2, 1):
-            return None
+            return _Lines(path, content, example)  # each line is a list, which is for the line's own error
         raise BadJsonFile(path=str(path), reason=str(error)) from error
     if not all(isinstance(record, dict) for record in parsed):
         raise BadJsonFile(path=str(path), reason="an entry is not an object")
     if half := lone_surrogate(text, parsed):
         raise BadJsonFile(path=str(path), reason=f"it holds half a character, {half}")
-    records: list[dict[str, Any]] = parsed
-    return records
+    return list(enumerate(parsed, start=1))
 
 
 class UnusedFields:
@@ -238,13 +221,6 @@ class UnusedFields:
         if unused and self._mode == "refuse":
             raise FieldsUnused(place=str(place), names=unused)
         self._counts.update(unused)
-
-
-T = TypeVar("T")
-_LISTED = 100
-"""Bad records that are listed with their reasons; all are counted."""
-_CHECKED_FROM = 1000
-"""Records after which bad ones may stop a run before the last record."""
 
 
 class BadRecords:

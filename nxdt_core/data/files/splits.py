@@ -12,8 +12,6 @@ from nxdt_core.data.sampler import draw
 from nxdt_core.errors.base import ErrorCode
 from nxdt_core.protocols.dataset import SplitName
 
-__all__ = ["SplitRecords"]
-
 
 class SplitRecords:
     """Records by split.

@@ -17,19 +17,6 @@ from nxdt_core.data.files.compressed import bare_name
 from nxdt_core.data.files.paths import EXPANDS_BY, EXPANDS_TO_BYTES, decode, lone_surrogate, parse_json
 from nxdt_core.errors.data import ArrowUnreadable, DataFileUnreadable, DataLibraryMissing
 
-__all__ = [
-    "ARROW",
-    "PARQUET",
-    "TEXT_TABLES",
-    "ArrowRows",
-    "check_batch",
-    "check_stream",
-    "decoded",
-    "ipc_batches",
-    "parquet_batches",
-    "text_rows",
-]
-
 ARROW, PARQUET = ".arrow", ".parquet"
 TEXT_TABLES = (".csv", ".tsv")
 """Endings of tables of texts, whose first row has the names of the columns."""
@@ -39,6 +26,10 @@ _REPEATING = 7
 """Parquet's number of ``DELTA_BYTE_ARRAY``: a value of a byte can be the one before it."""
 T = TypeVar("T")
 ChosenColumns = Callable[[Sequence[str]], Sequence[str]] | None
+
+_TOO_LARGE = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
+_VALUE_BYTES = 8
+"""Bytes that a value counts at least: rows without a byte, such as nulls, take time and an index."""
 
 
 class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
@@ -100,11 +91,6 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
             reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
             raise ArrowUnreadable(path=str(self._path), reason=reason) from error
-
-
-_TOO_LARGE = f"it expands to more than {EXPANDS_BY} times its size and {EXPANDS_TO_BYTES >> 20} MiB"
-_VALUE_BYTES = 8
-"""Bytes that a value counts at least: rows without a byte, such as nulls, take time and an index."""
 
 
 def _most(size_bytes: int) -> int:
@@ -351,7 +337,8 @@ def _expanded(array: Any) -> int:
     kind, base = array.type, _VALUE_BYTES * len(array)
     if types.is_dictionary(kind):
         values = array.dictionary
-        if types.is_string(kind.value_type) or types.is_binary(kind.value_type) or _is_large(kind.value_type):
+        of_texts = (types.is_string, types.is_binary, types.is_large_string, types.is_large_binary)
+        if any(is_text(kind.value_type) for is_text in of_texts):
             lengths = pyarrow.compute.binary_length(values).take(array.indices)
             return base + int(pyarrow.compute.sum(lengths).as_py() or 0)
         return base + len(array) * _expanded(values)
@@ -362,12 +349,6 @@ def _expanded(array: Any) -> int:
         inner = [array.keys, array.items] if types.is_map(kind) else array.flatten()
         return base + sum(map(_expanded, inner if isinstance(inner, list) else [inner]))
     return max(base, int(array.nbytes))
-
-
-def _is_large(kind: Any) -> bool:
-    from pyarrow import types
-
-    return bool(types.is_large_string(kind) or types.is_large_binary(kind))
 
 
 def _values(value: Any, kind: Any) -> Any:

@@ -12,8 +12,6 @@ from nxdt_core.data.tokenizers.config import ByteTokenizerConfig
 from nxdt_core.data.tokenizers.files import located
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
-__all__ = ["ByteTokenizer"]
-
 _BYTES = 256
 _SPELLED = {_BYTES: "<bos>", _BYTES + 1: "<eos>", _BYTES + 2: "<pad>"}
 

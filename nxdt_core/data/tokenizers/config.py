@@ -11,14 +11,6 @@ from typing import Literal
 
 from nxdt_core.config.section import Section
 
-__all__ = [
-    "ByteTokenizerConfig",
-    "HuggingFaceTokenizerConfig",
-    "MegatronTokenizerConfig",
-    "SentencePieceTokenizerConfig",
-    "TiktokenTokenizerConfig",
-]
-
 
 class ByteTokenizerConfig(Section):
     """``library: byte`` has nothing to set."""

@@ -16,13 +16,13 @@ from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, Token
 from nxdt_core.protocols.tokenizer import LocatedIds
 from nxdt_core.system.regular_files import require_fetched, require_inside
 
-__all__ = ["FAST_TOKENIZER", "encoded", "holds_ranks", "import_library", "located", "read_file", "valid"]
-
 FAST_TOKENIZER = {"tokenizer_class": "PreTrainedTokenizerFast", "model_input_names": ["input_ids", "attention_mask"]}
 """Beginning of a ``tokenizer_config.json``, for transformers 4 and 5. The class of 4 asks for token types otherwise."""
 _LARGEST_BYTES = 256 << 20
 """Largest size of a file of a tokenizer: the largest that are published have a tenth of it."""
 _RANK = re.compile(rb"[A-Za-z0-9+/]+={0,2} \d+\r?\n")
+
+T = TypeVar("T")
 
 
 def import_library(package: str, *, tokenizer: str, extra: str) -> Any:
@@ -69,9 +69,6 @@ def read_file(path: Path, *, key: str, wanted: str, directory: Path | None = Non
 def holds_ranks(content: bytes) -> bool:
     """Return whether a file begins as those of tiktoken do: a token in base64, and its rank."""
     return _RANK.match(content) is not None
-
-
-T = TypeVar("T")
 
 
 def valid(text: str) -> str:

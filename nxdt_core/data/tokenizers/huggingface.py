@@ -25,31 +25,19 @@ from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, import_libr
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
-__all__ = [
-    "FILE",
-    "FOR_TOOLS",
-    "HuggingFaceTokenizer",
-    "Loaded",
-    "MegatronTokenizer",
-    "chat_template",
-    "load_named",
-    "load_pair",
-    "load_path",
-    "local_path",
-    "pretrained_files",
-    "read_json",
-    "read_record",
-    "special_tokens",
-    "token_text",
-]
-
-
 FILE = "tokenizer.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")
 _MOST_GROWTH = 1000
 """Characters that a normalizer or a decoder may make of one; published ones make a few."""
 _PATTERNS = ("*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja")
 """Files of a repository on the hub that a tokenizer may consist of; all small."""
+
+FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
+"""File of the template for conversations with tools, where ``chat_template.jinja`` is another one."""
+_CONFIG = "tokenizer_config.json"
+_LEFT_OUT = ("chat_template", "auto_map", "is_local", "local_files_only", "backend")
+"""Keys of ``tokenizer_config.json`` that an export leaves out: a template has its own file, code is not copied, and the
+others are of the program that read the source."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -235,23 +223,6 @@ def _first_line(error: BaseException) -> str:
     return lines[0].rstrip(".")
 
 
-FOR_TOOLS = "additional_chat_templates/tool_use.jinja"
-"""File of the template for conversations with tools, where ``chat_template.jinja`` is another one."""
-
-
-def chat_template(loaded: Loaded) -> str | None:
-    """Return the Jinja text, sought where transformers seeks it and in its order; None where there is none.
-
-    Of several templates with names, ``tool_use`` renders conversations with tools and ``default`` all others.
-    """
-    named = {} if loaded.directory is None else _named_templates(loaded.directory)
-    default, with_tools = named.get("default"), named.get("tool_use")
-    if isinstance(default, str) and isinstance(with_tools, str):
-        with_tools, default = with_tools.removesuffix("\n"), default.removesuffix("\n")  # as Jinja does at the end
-        return f"{{% if tools is not none +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
-    return default if isinstance(default, str) else None
-
-
 def _named_templates(directory: Path) -> Mapping[str, Any]:
     templates = {}
     for name, file in (("default", "chat_template.jinja"), ("tool_use", FOR_TOOLS)):
@@ -270,50 +241,6 @@ def _named_templates(directory: Path) -> Mapping[str, Any]:
     return {"default": template}
 
 
-def special_tokens(loaded: Loaded, named: Mapping[str, str | None]) -> dict[str, str]:
-    """Return the tokens by the name that a template calls them by, such as ``unk_token``; ``named`` ones replace the
-    files'."""
-    record = {} if loaded.directory is None else read_record(loaded.directory)
-    tokens = {key: token_text(value) for key, value in record.items() if key.endswith("_token")}
-    return {key: token for key, token in {**tokens, **named}.items() if token is not None}
-
-
-_CONFIG = "tokenizer_config.json"
-_LEFT_OUT = ("chat_template", "auto_map", "is_local", "local_files_only", "backend")
-"""Keys of ``tokenizer_config.json`` that an export leaves out: a template has its own file, code is not copied, and the
-others are of the program that read the source."""
-
-
-def pretrained_files(loaded: Loaded, special_tokens: Mapping[str, str | None]) -> dict[str, bytes]:
-    """Return ``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them, for transformers 4 and 5.
-
-    The class is the one that both take for a ``tokenizer.json`` as it is; others change its post-processor.
-
-    Args:
-        loaded: the tokenizer and where it comes from.
-        special_tokens: ``bos_token``, ``eos_token``, ``pad_token`` → the token in use, or None.
-    """
-    record = {} if loaded.directory is None else read_record(loaded.directory)
-    record = {key: token_text(value) or value for key, value in record.items() if key not in _LEFT_OUT}
-    named = record.pop("model_specific_special_tokens", None) or {}
-    extra: Any = record.pop("extra_special_tokens", None) or []  # transformers 5 has a list, and 4 a mapping
-    if isinstance(extra, dict):
-        named, extra = {**extra, **named}, []
-    extra = [*(record.pop("additional_special_tokens", None) or ()), *extra]
-    if extra:
-        record["additional_special_tokens"] = [token_text(token) for token in extra]
-    if named:
-        record["extra_special_tokens"] = {name: token_text(token) for name, token in named.items()}
-    record = {**FAST_TOKENIZER, **record, **special_tokens, "tokenizer_class": FAST_TOKENIZER["tokenizer_class"]}
-    content = loaded.content if loaded.is_json else loaded.tokenizer.to_str().encode()
-    files = {FILE: content, _CONFIG: (json.dumps(record, indent=2) + "\n").encode()}
-    if loaded.directory is not None and (model := _content(loaded.directory, "tokenizer.model")) is not None:
-        files["tokenizer.model"] = model
-    if (template := chat_template(loaded)) is not None:
-        files["chat_template.jinja"] = template.encode()
-    return files
-
-
 class HuggingFaceTokenizer(Tokenizer):
     """Wraps ``tokenizers.Tokenizer``; truncation and padding that its file asks for are switched off.
 
@@ -327,7 +254,20 @@ class HuggingFaceTokenizer(Tokenizer):
         for key, message in config.check():
             raise BadTokenizerConfig(key=f"data.tokenizer.{key}", reason=message)
         library = import_library("tokenizers", tokenizer="huggingface", extra="huggingface")
-        loaded = _with_tokens(_load(config, library), config, library)
+        if config.vocab_file is not None and config.merge_file is not None:
+            loaded = load_pair(config.vocab_file, config.merge_file, library)
+        elif config.model is not None:
+            loaded = load_path(config.model, library, key="data.tokenizer.model")
+        else:
+            assert config.type is not None  # check() has refused a section without any source
+            path = local_path(config.type)
+            loaded = load_path(path, library, key="data.tokenizer.type") if path else load_named(config.type, library)
+        if config.added_tokens:
+            special = {config.bos_token, config.eos_token, config.pad_token}
+            loaded.tokenizer.add_tokens(
+                [library.AddedToken(token, normalized=False, special=token in special) for token in config.added_tokens]
+            )
+            loaded = replace(loaded, content=loaded.tokenizer.to_str().encode(), is_json=True)
         self._tokenizer: Any = loaded.tokenizer
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
@@ -368,16 +308,50 @@ class HuggingFaceTokenizer(Tokenizer):
         return ids
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """Return the files it was made of, with the special tokens that the configuration names."""
-        return pretrained_files(self._loaded, self._named())
+        """Return ``tokenizer.json``, ``tokenizer_config.json`` and what belongs to them, for transformers 4 and 5, with
+        the special tokens that the configuration names.
+
+        The class is the one that both take for a ``tokenizer.json`` as it is; others change its post-processor.
+        """
+        directory = self._loaded.directory
+        record = {} if directory is None else read_record(directory)
+        record = {key: token_text(value) or value for key, value in record.items() if key not in _LEFT_OUT}
+        named = record.pop("model_specific_special_tokens", None) or {}
+        extra: Any = record.pop("extra_special_tokens", None) or []  # transformers 5 has a list, and 4 a mapping
+        if isinstance(extra, dict):
+            named, extra = {**extra, **named}, []
+        extra = [*(record.pop("additional_special_tokens", None) or ()), *extra]
+        if extra:
+            record["additional_special_tokens"] = [token_text(token) for token in extra]
+        if named:
+            record["extra_special_tokens"] = {name: token_text(token) for name, token in named.items()}
+        record = {**FAST_TOKENIZER, **record, **self._named(), "tokenizer_class": FAST_TOKENIZER["tokenizer_class"]}
+        content = self._loaded.content if self._loaded.is_json else self._tokenizer.to_str().encode()
+        files = {FILE: content, _CONFIG: (json.dumps(record, indent=2) + "\n").encode()}
+        if directory is not None and (model := _content(directory, "tokenizer.model")) is not None:
+            files["tokenizer.model"] = model
+        if (template := self.chat_template()) is not None:
+            files["chat_template.jinja"] = template.encode()
+        return files
 
     def chat_template(self) -> str | None:
-        """Return the template next to the tokenizer; of several, ``tool_use`` for tools, else ``default``."""
-        return chat_template(self._loaded)
+        """Return the template next to the tokenizer, sought where transformers seeks it and in its order.
+
+        Of several templates with names, ``tool_use`` renders conversations with tools and ``default`` all others.
+        """
+        named = {} if self._loaded.directory is None else _named_templates(self._loaded.directory)
+        default, with_tools = named.get("default"), named.get("tool_use")
+        if isinstance(default, str) and isinstance(with_tools, str):
+            with_tools, default = with_tools.removesuffix("\n"), default.removesuffix("\n")  # as Jinja does at the end
+            return f"{{% if tools is not none +%}}{with_tools}{{%+ else +%}}{default}{{%+ endif %}}"
+        return default if isinstance(default, str) else None
 
     def special_tokens(self) -> Mapping[str, str]:
-        """Return what its files name, and what the configuration names instead."""
-        return special_tokens(self._loaded, self._named())
+        """Return the tokens by the name that a template calls them by, such as ``unk_token``: what its files name, and
+        what the configuration names instead."""
+        record = {} if self._loaded.directory is None else read_record(self._loaded.directory)
+        tokens = {key: token_text(value) for key, value in record.items() if key.endswith("_token")} | self._named()
+        return {key: token for key, token in tokens.items() if token is not None}
 
     def reserved_tokens(self) -> Sequence[str]:
         """Return the added tokens that its file calls special."""
@@ -388,7 +362,13 @@ class HuggingFaceTokenizer(Tokenizer):
         """Return the ids of :meth:`encode_batch` with the library's offsets."""
         encode = partial(self._tokenizer.encode_batch, add_special_tokens=False)
         with self._panics_explained():
-            return [*map(_located, encoded(encode, texts))]
+            encodings = encoded(encode, texts)
+        located: list[LocatedIds] = []
+        for encoding in encodings:
+            places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+            ids = np.array(encoding.ids, dtype=np.int64)
+            located.append(LocatedIds(ids=ids, starts=places[:, 0], ends=places[:, 1]))
+        return located
 
     def spell(self, ids: Iterable[int]) -> str:
         """Return the text of :meth:`decode`, special tokens included."""
@@ -425,31 +405,6 @@ class HuggingFaceTokenizer(Tokenizer):
                 key=f"data.tokenizer.{key}", reason=f"{configured!r} is not in the vocabulary of {loaded.origin}"
             )
         return token_id
-
-
-def _located(encoding: Any) -> LocatedIds:
-    places = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-    return LocatedIds(ids=np.array(encoding.ids, dtype=np.int64), starts=places[:, 0], ends=places[:, 1])
-
-
-def _load(config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
-    if config.vocab_file is not None and config.merge_file is not None:
-        return load_pair(config.vocab_file, config.merge_file, library)
-    if config.model is not None:
-        return load_path(config.model, library, key="data.tokenizer.model")
-    assert config.type is not None  # check() has refused a section without any source
-    path = local_path(config.type)
-    return load_named(config.type, library) if path is None else load_path(path, library, key="data.tokenizer.type")
-
-
-def _with_tokens(loaded: Loaded, config: HuggingFaceTokenizerConfig, library: Any) -> Loaded:
-    """Return the tokenizer with the tokens that the configuration adds, in its file's form."""
-    if not config.added_tokens:
-        return loaded
-    special = {config.bos_token, config.eos_token, config.pad_token}
-    tokens = [library.AddedToken(token, normalized=False, special=token in special) for token in config.added_tokens]
-    loaded.tokenizer.add_tokens(tokens)
-    return replace(loaded, content=loaded.tokenizer.to_str().encode(), is_json=True)
 
 
 class MegatronTokenizer(HuggingFaceTokenizer):

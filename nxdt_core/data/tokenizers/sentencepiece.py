@@ -22,45 +22,11 @@ from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, holds_ranks
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, RanksForSentencePiece
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
-__all__ = ["SentencePieceTokenizer", "cut", "located", "pretrained_files"]
-
 _SPACE = "▁"
 _BPE = 2
 """Model type of the trainer's specification."""
 _CONTROL, _USER_DEFINED, _BYTE = 3, 4, 6
 """Types of pieces."""
-
-
-def pretrained_files(content: bytes, added: Mapping[str, int], names: Mapping[str, str | None]) -> dict[str, bytes]:
-    """Return the model file, ``tokenizer.json`` and ``tokenizer_config.json``.
-
-    Empty for a model that these cannot say: one of unigrams, and one that normalises text or merges its spaces.
-
-    Args:
-        content: bytes of the model file.
-        added: tokens that texts may spell out → their ids.
-        names: ``bos_token``, ``eos_token``, ``pad_token`` → the token in use, or None.
-    """
-    described = import_library(
-        "sentencepiece.sentencepiece_model_pb2", tokenizer="sentencepiece", extra="sentencepiece"
-    )
-    model = described.ModelProto.FromString(content)
-    normalizer = model.normalizer_spec
-    plain = normalizer.name == "identity" and not normalizer.remove_extra_whitespaces and normalizer.add_dummy_prefix
-    if model.trainer_spec.model_type != _BPE or not plain:
-        return {}
-    unknown = model.pieces[model.trainer_spec.unk_id].piece
-    record = {
-        **FAST_TOKENIZER,
-        "unk_token": unknown,
-        "clean_up_tokenization_spaces": False,
-        **names,
-    }
-    return {
-        "tokenizer.model": content,
-        "tokenizer.json": _tokenizer(model.pieces, unknown, added).to_str().encode(),
-        "tokenizer_config.json": json.dumps(record, indent=2).encode(),
-    }
 
 
 def _tokenizer(pieces: Sequence[Any], unknown: str, added: Mapping[str, int]) -> Any:
@@ -103,41 +69,6 @@ def cut(tokens: re.Pattern[str], text: str) -> Iterator[tuple[int, str]]:
     yield at, text[at:]
 
 
-def located(processor: Any, text: str, tokens: re.Pattern[str], ids: Mapping[str, int]) -> LocatedIds:
-    """Return the ids of ``text`` with their characters.
-
-    Args:
-        processor: of the model.
-        text: what is tokenised.
-        tokens: finds those that stand for themselves.
-        ids: of these.
-    """
-    all_ids: list[int] = []
-    places: list[tuple[int, int]] = []
-    for at, part in cut(tokens, text):
-        if part in ids:
-            all_ids.append(ids[part])
-            places.append((at, at + len(part)))
-        elif part:
-            pieces = processor.encode(part, return_type="proto").pieces
-            all_ids += [piece.id for piece in pieces]
-            places += _places(processor, pieces, at)
-    starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
-    return LocatedIds(ids=np.array(all_ids, dtype=np.int64), starts=starts, ends=ends)
-
-
-def _places(processor: Any, pieces: Any, at: int) -> list[tuple[int, int]]:
-    """Together the surfaces are the text. Of a character's bytes only the last has it; all of them are given it."""
-    places: list[tuple[int, int]] = []
-    for piece in pieces:
-        places.append((at, at := at + len(piece.surface)))
-    for number in reversed(range(len(places) - 1)):
-        start, end = places[number]
-        if start == end and processor.is_byte(pieces[number].id):
-            places[number] = start, places[number + 1][1]
-    return places
-
-
 class SentencePieceTokenizer(Tokenizer):
     """Wraps ``sentencepiece.SentencePieceProcessor``; tokens may be appended to its vocabulary.
 
@@ -156,8 +87,17 @@ class SentencePieceTokenizer(Tokenizer):
         self._processor = _parse(library, content, config.model)
         self._content = content
         self._own_size: int = self._processor.vocab_size()
-        self._added: dict[str, int] = self._append(config) if config.sentencepiece_legacy else {}
-        self._appended = {id_: token for token, id_ in self._added.items() if id_ >= self._own_size}
+        self._added: dict[str, int] = {}
+        """Ids of the tokens that texts may spell out: appended ones, and further ones that the model has already."""
+        self._appended: dict[int, str] = {}
+        roles = [token for token in (config.bos_token, config.eos_token, config.pad_token) if token is not None]
+        for token in dict.fromkeys((*roles, *config.special_tokens)) if config.sentencepiece_legacy else ():
+            id_ = self._own_id(token)
+            if id_ is None:
+                self._added[token] = self._own_size + len(self._appended)
+                self._appended[self._added[token]] = token
+            elif token in config.special_tokens:
+                self._added[token] = id_
         self._parts = _any_of(self._added)
         numbers = range(self._own_size)
         controls = {self._processor.id_to_piece(id_): id_ for id_ in numbers if self._processor.is_control(id_)}
@@ -174,7 +114,10 @@ class SentencePieceTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         """Return the ids of ``text``, normalised by the model's own rules; no special tokens are added, a lone
         surrogate becomes U+FFFD."""
-        return [id_ for _, part in cut(self._parts, valid(text)) for id_ in self._encode_part(part)]
+        ids: list[int] = []
+        for _, part in cut(self._parts, valid(text)):
+            ids += [self._added[part]] if part in self._added else self._processor.encode(part)
+        return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """Return the same for many texts, on the library's threads."""
@@ -201,7 +144,28 @@ class SentencePieceTokenizer(Tokenizer):
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """Return the ids of :meth:`encode_batch` with positions; control tokens are read too, and the text between them
         by itself."""
-        return [located(self._processor, valid(text), self._reserved_parts, self._reserved) for text in texts]
+        located: list[LocatedIds] = []
+        for text in texts:
+            ids: list[int] = []
+            places: list[tuple[int, int]] = []
+            for at, part in cut(self._reserved_parts, valid(text)):
+                if part in self._reserved:
+                    ids.append(self._reserved[part])
+                    places.append((at, at + len(part)))
+                    continue
+                # Together the surfaces are the text. Of a character's bytes only the last has it; all are given it.
+                pieces = self._processor.encode(part, return_type="proto").pieces if part else ()
+                first = len(places)
+                for piece in pieces:
+                    ids.append(piece.id)
+                    places.append((at, at := at + len(piece.surface)))
+                for number in reversed(range(first, len(places) - 1)):
+                    start, end = places[number]
+                    if start == end and self._processor.is_byte(ids[number]):
+                        places[number] = start, places[number + 1][1]
+            starts, ends = np.array(places, dtype=np.int64).reshape(-1, 2).T
+            located.append(LocatedIds(ids=np.array(ids, dtype=np.int64), starts=starts, ends=ends))
+        return located
 
     def spell(self, ids: Iterable[int]) -> str:
         """Return the text of :meth:`decode`, with special tokens as they are written."""
@@ -214,23 +178,27 @@ class SentencePieceTokenizer(Tokenizer):
         return self._fingerprint
 
     def hf_files(self) -> Mapping[str, bytes]:
-        """Return the model file and what makes transformers give the same ids; nothing for a model of which that is not
-        known: a unigram one, or one that normalises text or merges its spaces."""
-        names = {key: None if id_ is None else self._name(id_) for key, id_ in self._roles().items()}
-        return pretrained_files(self._content, self._added, names)
+        """Return the model file, ``tokenizer.json`` and ``tokenizer_config.json``, of which transformers makes the same
+        ids.
 
-    def _append(self, config: SentencePieceTokenizerConfig) -> dict[str, int]:
-        """Token → id, of those that texts may spell out: appended ones, and further ones that the model has already."""
-        roles = [token for token in (config.bos_token, config.eos_token, config.pad_token) if token is not None]
-        added: dict[str, int] = {}
-        following = self._own_size
-        for token in dict.fromkeys((*roles, *config.special_tokens)):
-            id_ = self._own_id(token)
-            if id_ is None:
-                added[token], following = following, following + 1
-            elif token in config.special_tokens:
-                added[token] = id_
-        return added
+        Empty for a model that these cannot say: one of unigrams, and one that normalises text or merges its spaces.
+        """
+        described = import_library(
+            "sentencepiece.sentencepiece_model_pb2", tokenizer="sentencepiece", extra="sentencepiece"
+        )
+        model = described.ModelProto.FromString(self._content)
+        rules = model.normalizer_spec
+        plain = rules.name == "identity" and not rules.remove_extra_whitespaces and rules.add_dummy_prefix
+        if model.trainer_spec.model_type != _BPE or not plain:
+            return {}
+        unknown = model.pieces[model.trainer_spec.unk_id].piece
+        names = {key: None if id_ is None else self._name(id_) for key, id_ in self._roles().items()}
+        record = {**FAST_TOKENIZER, "unk_token": unknown, "clean_up_tokenization_spaces": False, **names}
+        return {
+            "tokenizer.model": self._content,
+            "tokenizer.json": _tokenizer(model.pieces, unknown, self._added).to_str().encode(),
+            "tokenizer_config.json": json.dumps(record, indent=2).encode(),
+        }
 
     def _own_id(self, token: str) -> int | None:
         """Id of a piece of the model; the library gives that of the unknown piece for any it does not have."""
@@ -252,11 +220,6 @@ class SentencePieceTokenizer(Tokenizer):
     def _name(self, id_: int) -> str:
         name: str = self._processor.id_to_piece(id_) if id_ < self._own_size else self._appended[id_]
         return name
-
-    def _encode_part(self, part: str) -> list[int]:
-        added_id = self._added.get(part)
-        ids: list[int] = self._processor.encode(part) if added_id is None else [added_id]
-        return ids
 
 
 def _any_of(tokens: Iterable[str]) -> re.Pattern[str]:

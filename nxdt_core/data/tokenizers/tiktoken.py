@@ -6,18 +6,15 @@ import base64
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import TiktokenTokenizerConfig
 from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, import_library, located, read_file, valid
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
-
-__all__ = ["LLAMA_3_PATTERN", "LLAMA_3_SPECIAL_TOKENS", "TiktokenTokenizer"]
 
 LLAMA_3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -37,12 +34,8 @@ _NAMED = {
 }
 
 
-def _llama_3_special_tokens() -> Iterator[str]:
-    reserved = (f"<|reserved_special_token_{number}|>" for number in range(256))
-    return (_NAMED.get(place) or next(reserved) for place in range(256))
-
-
-LLAMA_3_SPECIAL_TOKENS = tuple(_llama_3_special_tokens())
+_RESERVED = (f"<|reserved_special_token_{number}|>" for number in range(256))
+LLAMA_3_SPECIAL_TOKENS = tuple(_NAMED.get(place) or next(_RESERVED) for place in range(256))
 """Special tokens of Llama 3.1 and later, from their ``tokenizer.json``; Llama 3 has reserved ones at 4, 8 and 10."""
 
 _SPACES = re.compile(r"\s{10000}")
@@ -68,7 +61,12 @@ class TiktokenTokenizer(Tokenizer):
         self._special = {token: number for number, token in enumerate(names, start=len(self._ranks))}
         if len(self._special) < len(names):
             raise BadTokenizerConfig(key="data.tokenizer.special_tokens", reason="a token is named twice")
-        self._encoding = self._make(library)
+        try:
+            self._encoding = library.Encoding(
+                "nxdt", pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=self._special
+            )
+        except ValueError as error:
+            raise BadTokenizerConfig(key="data.tokenizer.pattern", reason=f"no pattern ({error})") from error
         self.vocab_size: int = len(self._ranks) + len(self._special)
         self.bos_id: int | None = self._named("bos_token", config.bos_token, "<|begin_of_text|>")
         self.eos_id: int | None = self._named("eos_token", config.eos_token, "<|end_of_text|>")
@@ -80,7 +78,9 @@ class TiktokenTokenizer(Tokenizer):
         try:
             ids: list[int] = self._encoding.encode(text, allowed_special="all")
         except ValueError:
-            ids = [i for part in _between_spaces(text) for i in self._encoding.encode(part, allowed_special="all")]
+            ids = []
+            for begin, end in pairwise((0, *(match.end() for match in _SPACES.finditer(text)), len(text))):
+                ids += self._encoding.encode(text[begin:end], allowed_special="all")
         return ids
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
@@ -131,25 +131,12 @@ class TiktokenTokenizer(Tokenizer):
         converting = import_library("transformers.convert_slow_tokenizer", tokenizer="tiktoken", extra="huggingface")
         converter = converting.TikTokenConverter(pattern=self._pattern, extra_special_tokens=list(self._special))
         converter.load_tiktoken_bpe = lambda _: self._ranks  # its own keeps a copy by path, however the file changes
-        names = {id_: token for token, id_ in self._special.items()}
-        ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}
-        record = {
-            **FAST_TOKENIZER,
-            "clean_up_tokenization_spaces": False,
-            **{key: None if id_ is None else names[id_] for key, id_ in ids.items()},
-        }
+        absent = dict.fromkeys(("bos_token", "eos_token", "pad_token"))
+        record = {**FAST_TOKENIZER, "clean_up_tokenization_spaces": False, **absent, **self.special_tokens()}
         return {
             "tokenizer.json": converter.converted().to_str().encode(),
             "tokenizer_config.json": json.dumps(record, indent=2).encode(),
         }
-
-    def _make(self, library: Any) -> Any:
-        try:
-            return library.Encoding(
-                "nxdt", pat_str=self._pattern, mergeable_ranks=self._ranks, special_tokens=self._special
-            )
-        except ValueError as error:
-            raise BadTokenizerConfig(key="data.tokenizer.pattern", reason=f"no pattern ({error})") from error
 
     def _named(self, key: str, configured: str | None, usual: str) -> int | None:
         if configured is not None and configured not in self._special:
@@ -174,9 +161,3 @@ def _parse(content: bytes, path: Path) -> dict[bytes, int]:
     if reason is not None:
         raise BadTokenizerFile(path=str(path), wanted="file of BPE ranks", reason=reason)
     return ranks
-
-
-def _between_spaces(text: str) -> list[str]:
-    """Return ``text`` in parts without long runs of white space."""
-    cuts = [0, *(match.end() for match in _SPACES.finditer(text)), len(text)]
-    return [text[begin:end] for begin, end in pairwise(cuts)]

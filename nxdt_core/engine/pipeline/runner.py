@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.pipeline.schedules import make_schedule
+from nxdt_core.engine.pipeline.schedules import check_micro_batches, make_schedule
 from nxdt_core.engine.pipeline.stage import (
     ForwardArguments,
     HiddenSpec,
@@ -27,7 +27,7 @@ from nxdt_core.engine.pipeline.stage import (
 )
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import Schedule, check_micro_batches, rank_of_stage
+from nxdt_core.protocols.mesh import Schedule, rank_of_stage
 from nxdt_core.protocols.step_context import StepContext
 
 if TYPE_CHECKING:

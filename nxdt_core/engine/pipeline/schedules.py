@@ -15,14 +15,14 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise, product, takewhile
+from itertools import accumulate, count, pairwise, product, takewhile
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from torch import nn
 
-from nxdt_core.errors.layouts import FewerLayersThanStages
+from nxdt_core.errors.layouts import FewerLayersThanStages, MicroBatchesDoNotFit, ZeroBubbleCannot
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.mesh import MeshSizes, Schedule, rank_of_stage, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan
@@ -31,6 +31,58 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
 
     StockSchedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
+
+
+def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
+    """Return whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
+
+    The stock 1F1B takes at least one per stage; the interleaved one works in rounds of equal size, of ``pp`` or more;
+    ZBV takes any number. With few micro-batches, ranks mostly wait;
+    :func:`bubble_fraction` computes for how much of a step.
+    """
+    if pp == 1 or schedule == "zbv":
+        return micro_batches >= 1
+    if schedule == "interleaved":
+        return micro_batches >= 1 and micro_batches % max(1, micro_batches // pp) == 0
+    return micro_batches >= pp
+
+
+def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> None:
+    """Refuse what the schedule cannot run.
+
+    Raises:
+        MicroBatchesDoNotFit: with the nearest number above that fits.
+    """
+    if not micro_batches_fit(schedule, pp, micro_batches):
+        wants = {"1f1b": f"at least {pp}", "interleaved": f"rounds of one size, of {pp} or more,", "zbv": "at least 1"}
+        example = next(number for number in count(micro_batches) if micro_batches_fit(schedule, pp, number))
+        raise MicroBatchesDoNotFit(
+            schedule=schedule, pp=pp, micro_batches=micro_batches, rule=wants[schedule], example=example
+        )
+
+
+def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool, regather: bool = False) -> None:
+    """Refuse what needs backward in one piece where the schedule runs it in two.
+
+    Recomputation would stay right, but every weight's gradient requests it again: a Llama layer was recomputed up to
+    ten times per micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
+
+    Raises:
+        ZeroBubbleCannot: one of them is asked for under ``zbv``.
+    """
+    if schedule != "zbv":
+        return
+    if recompute:
+        raise ZeroBubbleCannot(
+            feature="activation recomputation", without="model.activations_checkpoint_granularity=null"
+        )
+    if regather:
+        raise ZeroBubbleCannot(
+            feature="gathering inputs again in backward",
+            without="distributed_strategy.sequence_parallel_regather=false",
+        )
+    if compiled:
+        raise ZeroBubbleCannot(feature="a compiled model", without="model.compile=false")
 
 
 def make_schedule(

@@ -21,8 +21,6 @@ from nxdt_core.protocols.step_context import StepContext
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-__all__ = ["BLOCK_ROWS", "BlockAttention", "DocumentMasks", "document_blocks", "document_mask", "window_mask"]
-
 BLOCK_ROWS = 128
 """Queries, and keys, of a block: what the kernels of FlexAttention are tuned for."""
 
@@ -120,21 +118,18 @@ def document_blocks(document_ids: torch.Tensor, window: int | None = None) -> Bl
     full = (key < query) & alone[:, :, None] & alone[:, None, :] & (lowest[:, :, None] == lowest[:, None, :])
     if window is not None:
         full = full & (key * BLOCK_ROWS > (query + 1) * BLOCK_ROWS - 1 - window)
-    return BlockMask.from_kv_blocks(
-        *_numbered(listed & ~full),
-        *_numbered(listed & full),
-        BLOCK_SIZE=BLOCK_ROWS,
-        mask_mod=_visible(ids, window),
-        seq_lengths=(seq, seq),
-    )
 
-
-def _visible(ids: torch.Tensor, window: int | None) -> Callable[..., torch.Tensor]:
     def seen(batch: torch.Tensor, head: torch.Tensor, row: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         visible = (key <= row) & (ids[batch, row] == ids[batch, key])
         return visible if window is None else visible & (row - key < window)
 
-    return seen
+    return BlockMask.from_kv_blocks(
+        *_numbered(listed & ~full),
+        *_numbered(listed & full),
+        BLOCK_SIZE=BLOCK_ROWS,
+        mask_mod=seen,
+        seq_lengths=(seq, seq),
+    )
 
 
 def _numbered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,8 +246,8 @@ class DocumentMasks:
     ) -> Made:
         ahead = step_of(step).masks
         if name in ahead and (dtype is None or ahead[name].dtype == dtype):
-            given: Made = ahead[name]
-            return given
+            mask: Made = ahead[name]
+            return mask
         if torch.compiler.is_compiling() or document_ids.is_inference():  # neither tracks in-place changes
             return make()
         version, masks = self._masks.get(document_ids, (None, {}))

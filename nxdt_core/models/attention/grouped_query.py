@@ -20,16 +20,6 @@ from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.rotary import rotate
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = [
-    "AttentionSemantics",
-    "CappedAttention",
-    "CausalAttention",
-    "GroupedQueryAttention",
-    "attention_core",
-    "block_rows",
-    "windowed_attention",
-]
-
 _LEAST_ROWS = 128
 """Below, calls cost more than the hidden scores that they save."""
 

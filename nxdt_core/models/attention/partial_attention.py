@@ -1,11 +1,8 @@
-"""Kernels of attention over part of the keys, which also return the log-sum-exp of their scores.
+"""Blocks of an attention matrix: computed one after the other in bounded memory, merged by log-sum-exp.
 
-Attention over parts is exact once the parts are merged by log-sum-exp, and backward over a part is exact when it is
-given the output and the log-sum-exp over all keys (Dao et al. 2022, arXiv:2205.14135).
+Attention over parts is exact once the parts are merged by the log-sum-exp of their scores, and backward over a part is
+exact when it is given the output and the log-sum-exp over all keys (Dao et al. 2022, arXiv:2205.14135).
 ``F.scaled_dot_product_attention`` hides both, so this file calls torch's kernels below it.
-
-
-Blocks of an attention matrix: computed one after the other in bounded memory, merged by log-sum-exp.
 """
 
 from __future__ import annotations
@@ -25,6 +22,11 @@ from nxdt_core.models.autocast import without_autocast
 _HALF_TYPES = (torch.bfloat16, torch.float16)
 Gradients = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Gradients of query, key and value."""
+
+_ELEMENTS_AT_A_TIME = 1 << 22
+"""Scores, or elements of a mask, that are held at once: 16 MiB of float32 …"""
+_ROWS_AT_A_TIME = 128
+"""… or those of this many rows, below which matrix products do not pay."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -263,11 +265,6 @@ _KERNELS: Mapping[str, ComposedKernel] = {
 }
 """Kernels by the name that device profiles use."""
 
-_ELEMENTS_AT_A_TIME = 1 << 22
-"""Scores, or elements of a mask, that are held at once: 16 MiB of float32 …"""
-_ROWS_AT_A_TIME = 128
-"""… or those of this many rows, below which matrix products do not pay."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
@@ -419,22 +416,17 @@ def _pieces(
         seen = slice(start, last if block.diagonal else keys)
         if start >= seen.stop:  # and so for the rows that follow
             return
-        visible = _visible(block, slice(first, last), seen, query.device)
+        row = torch.arange(first, last, device=query.device)[:, None]
+        key = torch.arange(start, seen.stop, device=query.device)
+        masks = []
+        if block.diagonal:
+            masks.append((key <= row)[None, None])
+        if block.window is not None:
+            masks.append((key >= block.window.first_key(0) + row)[None, None])
+        if block.documents is not None:
+            of_rows, of_keys = block.documents
+            masks.append(of_rows[:, None, first:last, None] == of_keys[:, None, None, seen])
+        visible = functools.reduce(torch.logical_and, masks) if masks else None
         part_rows = slice(block.rows.start + first, block.rows.start + last)
         part_keys = slice(block.keys.start + start, block.keys.start + seen.stop)
         yield part_rows, part_keys, replace(scoring, visible=visible)
-
-
-def _visible(block: Block, rows: slice, keys: slice, device: torch.device) -> torch.Tensor | None:
-    """Return the mask, bool [batch or 1, 1, rows, keys], of the block's rows ``rows`` and keys ``keys``."""
-    row = torch.arange(rows.start, rows.stop, device=device)[:, None]
-    key = torch.arange(keys.start, keys.stop, device=device)
-    parts = []
-    if block.diagonal:
-        parts.append((key <= row)[None, None])
-    if block.window is not None:
-        parts.append((key >= block.window.first_key(0) + row)[None, None])
-    if block.documents is not None:
-        of_rows, of_keys = block.documents
-        parts.append(of_rows[:, None, rows, None] == of_keys[:, None, None, keys])
-    return functools.reduce(torch.logical_and, parts) if parts else None

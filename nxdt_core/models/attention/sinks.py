@@ -25,8 +25,6 @@ from nxdt_core.models.attention.partial_attention import (
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["SinkAttention"]
-
 
 class SinkAttention(nn.Module):
     """A core as :class:`~nxdt_core.models.attention.grouped_query.CausalAttention`, whose call has the sinks."""

@@ -15,8 +15,6 @@ from nxdt_core.models.random.dropout import TokenNumbers, run_numbered
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["LocalDispatcher", "TokenPermutation", "permute", "unpermute"]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPermutation:

@@ -17,7 +17,11 @@ from nxdt_core.models.mlp import GatedSiLU
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import unchanged
 
-__all__ = ["RowGroups", "SwiGLUExperts", "grouped_linear"]
+_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_TRACED_GROUPED_DTYPES = (torch.bfloat16,)
+"""Dtypes for which ``torch.compile`` can trace ``F.grouped_mm``; the loop in its place breaks the graph."""
+_GROUPED_ALIGNMENT_BYTES = 16
+"""Alignment of rows, of which ``F.grouped_mm`` refuses any other, as it does float64 (torch 2.13)."""
 
 
 class RowGroups:
@@ -50,13 +54,6 @@ class RowGroups:
             number, ends = torch.arange(len(rows), device=rows.device).unsqueeze(1), self.offsets
             self._members = ((number >= ends - self.counts) & (number < ends)).to(rows.dtype)
         return self._members
-
-
-_GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_TRACED_GROUPED_DTYPES = (torch.bfloat16,)
-"""Dtypes for which ``torch.compile`` can trace ``F.grouped_mm``; the loop in its place breaks the graph."""
-_GROUPED_ALIGNMENT_BYTES = 16
-"""Alignment of rows, of which ``F.grouped_mm`` refuses any other, as it does float64 (torch 2.13)."""
 
 
 class SwiGLUExperts(nn.Module):

@@ -14,8 +14,6 @@ from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import StepContext
 
-__all__ = ["MixtureOfExperts", "add_aux_loss"]
-
 
 def add_aux_loss(hidden: torch.Tensor, aux: torch.Tensor, step: StepContext | None = None) -> torch.Tensor:
     """Return ``hidden`` unchanged, and let backward through it also follow the gradient of the scalar ``aux``.

@@ -29,20 +29,6 @@ from nxdt_core.models.autocast import without_autocast
 from nxdt_core.models.step_border import step_of
 from nxdt_core.protocols.step_context import ALL_LAYERS, StepContext
 
-__all__ = [
-    "RouterOrder",
-    "RouterStatistics",
-    "Routing",
-    "TokenShards",
-    "TopKRouter",
-    "WholeMicroBatch",
-    "balance_loss_sum",
-    "exclusive_cumsum",
-    "expert_capacity",
-    "slots_within",
-    "z_loss_sum",
-]
-
 
 class TokenShards(Protocol):
     """The part of the micro-batch that this process has.

@@ -9,8 +9,6 @@ import torch
 
 from nxdt_core.models.moe.router import TopKRouter
 
-__all__ = ["RouterActivation", "SinkhornRouter", "sinkhorn_offsets"]
-
 RouterActivation = Literal["sigmoid", "softmax"]
 """Function that turns a logit into the weight of its expert's output; softmax is over all experts."""
 

@@ -1,5 +1,5 @@
-"""Dropout masks by position: which elements of a token's features are kept depends only on the run's seed, the step,
-the module, the row of the global batch and the position in the sequence. No layout changes it.
+"""Dropout (Srivastava et al. 2014) by position: which elements of a token's features are kept depends only on the run's
+seed, the step, the module, the row of the global batch and the position in the sequence. No layout changes it.
 
 The mask of a row is drawn whole, [sequence, features], and each process takes its part. A process that holds only a
 part of the row draws more than it needs, and drawing needs a byte per element. A function of each element, as for
@@ -14,15 +14,10 @@ depends on the layout, and often from other processes, so each row brings the nu
 these numbers as it moves hidden states: :func:`run_numbered` lets it run once more before, without gradients, over
 tokens of eight features that spell them.
 
-
-Dropout (Srivastava et al. 2014) whose masks differ on ranks that hold different values and agree on those that
-hold the same.
-
-Masks of hidden states and of experts' rows follow from positions and are the same in every layout
-(:mod:`nxdt_core.models.random.dropout`). Those of attention probabilities depend on the layout, by salts: every
-rank of a run has the same global generator, so that all that is drawn from it agrees. A module with a ``salt`` draws
-one number there and combines it with its salt, so that masks differ where an engine sets different salts. Recomputation
-and a resumed run repeat the masks, since both restore the generator.
+Masks of attention probabilities depend on the layout, by salts: every rank of a run has the same global generator, so
+that all that is drawn from it agrees. A module with a ``salt`` draws one number there and combines it with its salt, so
+that masks differ where an engine sets different salts. Recomputation and a resumed run repeat the masks, since both
+restore the generator.
 """
 
 from __future__ import annotations
@@ -49,6 +44,13 @@ from nxdt_core.protocols.step_context import StepContext
 
 _NAME_BYTES = 128
 """Names of modules fill up to a multiple of this, so that those of all layers are tensors of one shape."""
+
+_BYTES = 8
+"""Features of a spelled number. Each is a byte, which every dtype of activations holds exactly."""
+_LEVELS = 1 << 16
+"""Different values of :func:`noise`: probabilities are rounded to this share."""
+_SEEDS = 2**62
+"""Seeds are a salt and one draw of the global generator below this, on the host."""
 
 
 def whole_sequence(length: int) -> Sequence[int]:
@@ -165,12 +167,6 @@ def _(
 ) -> torch.Tensor:
     *_, kept_share, device = rest
     return torch.empty(tuple(shape), dtype=torch.float32 if kept_share is None else torch.bool, device=device)
-
-
-_BYTES = 8
-"""Features of a spelled number. Each is a byte, which every dtype of activations holds exactly."""
-_LEVELS = 1 << 16
-"""Different values of :func:`noise`: probabilities are rounded to this share."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -291,10 +287,6 @@ def _word(low: torch.Tensor, high: torch.Tensor, key: torch.Tensor) -> torch.Ten
     """Return 32 random bits for each row."""
     upper = noise(low + high * 0x3779B1, key)
     return (upper << 16) | noise(low ^ (upper * 0x5BD1E9), key)
-
-
-_SEEDS = 2**62
-"""Seeds are a salt and one draw of the global generator below this, on the host."""
 
 
 class Salt:

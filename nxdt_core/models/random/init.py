@@ -32,17 +32,6 @@ from nxdt_core.models.random.positions import Rows, rows_of
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule
 
-__all__ = [
-    "complete_init_rules",
-    "draw",
-    "fill",
-    "initialize",
-    "normal_quantiles",
-    "rule_for",
-    "stream_bits",
-    "stream_of",
-]
-
 _ROUNDS = ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1))
 """Shift and factor of each round of mixing."""
 _MIXED_GAMMA_BITS = 24

@@ -15,19 +15,17 @@ from dataclasses import dataclass
 
 import torch
 
-__all__ = [
-    "KEY_WORDS",
-    "Rows",
-    "element_numbers",
-    "hashed",
-    "noise",
-    "noises",
-    "rounded",
-    "rounded_block",
-    "rounded_number",
-    "rounding_key",
-    "rows_of",
-]
+KEY_WORDS = 4
+"""32-bit words of a key. The last is 0, so that each key in a table starts at a multiple of 16 bytes, where
+accelerators load fastest."""
+_LOW_BITS = 0xFFFF
+"""Bits that a float32 has and a bfloat16 lacks."""
+_MULTIPLIER_1 = 0x7FEB352D
+_MULTIPLIER_2 = 0x846CA68B - (1 << 32)
+"""Factors of the 32-bit mixing function that Wellons found by search (https://github.com/skeeto/hash-prospector, the
+public domain ``lowbias32``)."""
+_MULTIPLIER_3 = 0x9E3779B1 - (1 << 32)
+"""Odd and near 2³² divided by the golden ratio (Knuth, The Art of Computer Programming, section 6.4)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +90,6 @@ def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -
     for extent, start, size in zip(shape[:-2], starts, outer, strict=False):
         numbers = [number * extent + start + along for number in numbers for along in range(size)]
     return [Rows(number * whole + first, count, columns, shape[-1] - columns) for number in numbers]
-
-
-KEY_WORDS = 4
-"""32-bit words of a key. The last is 0, so that each key in a table starts at a multiple of 16 bytes, where
-accelerators load fastest."""
-
-_LOW_BITS = 0xFFFF
-"""Bits that a float32 has and a bfloat16 lacks."""
-_MULTIPLIER_1 = 0x7FEB352D
-_MULTIPLIER_2 = 0x846CA68B - (1 << 32)
-"""Factors of the 32-bit mixing function that Wellons found by search (https://github.com/skeeto/hash-prospector, the
-public domain ``lowbias32``)."""
-_MULTIPLIER_3 = 0x9E3779B1 - (1 << 32)
-"""Odd and near 2³² divided by the golden ratio (Knuth, The Art of Computer Programming, section 6.4)."""
 
 
 def rounding_key(seed: int, name: str) -> tuple[int, int, int, int]:

@@ -12,7 +12,14 @@ from torch import nn
 
 from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, make_schedule, schedule_operations
+from nxdt_core.engine.pipeline.schedules import (
+    Operation,
+    bubble_fraction,
+    check_micro_batches,
+    check_whole_backward,
+    make_schedule,
+    schedule_operations,
+)
 from nxdt_core.engine.pipeline.split import cut_stage, stage_layers
 from nxdt_core.errors.layouts import (
     LayersDoNotDivide,
@@ -23,7 +30,7 @@ from nxdt_core.errors.layouts import (
     UnknownPipelineCut,
     ZeroBubbleCannot,
 )
-from nxdt_core.protocols.mesh import MeshSizes, check_micro_batches, check_whole_backward, rank_of_stage, stages_of_rank
+from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
