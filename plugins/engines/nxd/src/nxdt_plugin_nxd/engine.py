@@ -134,15 +134,16 @@ class NxdEngine(ParallelEngine):
         """
         from neuronx_distributed.parallel_layers import parallel_state
 
+        from nxdt_plugin_nxd import layout
         from nxdt_plugin_nxd.model import NxdModel
         from nxdt_plugin_nxd.passes import ComputeContext
 
         fixed_shapes = not profile_of(self.device).host
-        stage = stages.lay_out(builder, self.place, self.config, precision, adapters, fixed_shapes=fixed_shapes)
+        stage = layout.lay_out(builder, self.place, self.config, precision, adapters, fixed_shapes=fixed_shapes)
         copies = max((shard.copies for shard in stage.shards.values()), default=1)
         if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
-        stages.materialise(stage, self.place, self.device, seed=seed, base=materialise)
+        layout.materialise(stage, self.place, self.device, seed=seed, base=materialise)
         sizes = self._sizes
         around = ComputeContext(
             device=self.device,

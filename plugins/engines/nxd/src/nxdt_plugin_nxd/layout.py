@@ -2,7 +2,10 @@
 
 The order is that of :class:`nxdt_core.protocols.plan.ParallelPlan`: adapters, pipeline cut, tensor parallel layers,
 dropouts, recomputation. Ranks that hold the same values drop the same elements, as under the torch engine. The module
-is on the meta device until :func:`materialise`.
+is on the meta device until :func:`materialise`, as otherwise every rank would hold each whole matrix once.
+
+The library's layers have the paths and parameter names of the modules that they replace. The gradient of what enters a
+tensor block is summed once for all layers in it, where each of the library's own would sum for itself.
 """
 
 from __future__ import annotations

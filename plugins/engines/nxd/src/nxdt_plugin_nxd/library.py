@@ -1,4 +1,9 @@
-"""Check that neuronx-distributed can be imported, and the errors if it cannot."""
+"""The import of neuronx-distributed, and what it and the Neuron tools read of a configuration. No torch here.
+
+Environment variables of the runtime and of the compiler are set as NxD Training does: a variable that is set already
+wins, except for compiler flags, which are appended to it. A program of the compiler fills the cache of compiled graphs
+ahead of a run.
+"""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ device of torch-xla only, and its state has no place in the whole model.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,17 +77,11 @@ class TrainedTensor:
         groups = tuple(group for group in over if group is not None)
         return ParameterShard(shape=self.held.shape, box=self.box(), groups=groups, matrix=len(self.held.shape) >= 2)
 
-    def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Assign this part of the parameter's gradient to the tensor."""
-        if self.tensor is not self.held.parameter and gradient is not None:
-            gradient = self._part_of(gradient).to(self.tensor.dtype)
-        self.tensor.grad = gradient
-
     @torch.no_grad()
     def take(self) -> None:
         """Take over the parameter's values, after a load of those."""
         if self.tensor is not self.held.parameter:
-            self.tensor.copy_(self._part_of(self.held.parameter))
+            self.tensor.copy_(self.part_of(self.held.parameter))
 
     @torch.no_grad()
     def give(self, groups: object, rounding: tuple[int, str] | None = None) -> None:
@@ -106,60 +100,9 @@ class TrainedTensor:
             value = comm.all_gather(value, dim=0, groups=groups, pin_layout=False)
         self.held.parameter.copy_(value)
 
-    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this part of a tensor of the parameter's shape."""
         return whole.detach().chunk(self.parts)[self.part] if self.parts > 1 else whole.detach()
-
-
-def trained_tensors(
-    parameters: Mapping[str, LocalParameter],
-    *,
-    master: torch.dtype | None,
-    sharing: Callable[[LocalParameter], tuple[int, int, dist.ProcessGroup | None]],
-) -> dict[str, TrainedTensor]:
-    """Return the tensor of each parameter that is trained, by global name.
-
-    Args:
-        parameters: of this rank, with the values that masters begin with.
-        master: dtype of masters; None keeps none.
-        sharing: returns this rank's part of the optimizer's state of a parameter, the number of parts, and the ranks
-            that share it.
-    """
-    trained = {}
-    for name, local in parameters.items():
-        parameter = local.parameter
-        if not parameter.requires_grad:
-            continue
-        part, parts, group = sharing(local)
-        if parts == 1 or parameter.ndim == 0 or parameter.shape[0] % parts:
-            part, parts = 0, 1
-        tensor = parameter
-        if parts > 1 or master is not None:
-            values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
-            tensor = nn.Parameter(values.to(master or parameter.dtype, copy=True))
-        trained[name] = TrainedTensor(held=local, tensor=tensor, part=part, parts=parts, group=group)
-    return trained
-
-
-def accumulate_gradients(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Sum gradients over micro-batches in ``dtype``, after each backward; the sums are in the attribute ``main_grad``,
-    which the library knows, too."""
-
-    def add(parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        gradient, before = parameter.grad.to(dtype), parameter.main_grad  # type: ignore[attr-defined]
-        parameter.main_grad = gradient if before is None else before.add_(gradient)  # type: ignore[attr-defined]
-        parameter.grad = None
-
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.dtype != dtype:
-            parameter.main_grad = None  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-
-
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the sum of a parameter's gradients."""
-    found: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if found is None else found
 
 
 class NxdModel(ParallelModel):
@@ -178,18 +121,45 @@ class NxdModel(ParallelModel):
         self._stage, self._place, self._around = stage, place, around
         self.held: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """Parameters of this rank by global name."""
-        self.trained = trained_tensors(
-            self.held,
-            master=torch.float32 if precision.master_weights else None,
-            sharing=self._sharing,
-        )
+        self.trained: dict[str, TrainedTensor] = {}
         """Tensors that the optimizer updates, by global name."""
         self._masters = precision.master_weights
+        for name, local in self.held.items():
+            parameter = local.parameter
+            if not parameter.requires_grad:
+                continue
+            # This rank's part of the optimizer's state, and the data parallel ranks that share it: they hold the same.
+            part, parts, group = 0, 1, None
+            if place.sizes.zero_stage and local.distributed:
+                part, parts = place.expert_dp, place.sizes.efsdp
+                group = parallel_state.get_expert_data_parallel_group()
+            elif place.sizes.zero_stage:
+                part, parts, group = place.dp, place.sizes.dp, around.data_group
+            if parts == 1 or parameter.ndim == 0 or parameter.shape[0] % parts:
+                part, parts = 0, 1
+            tensor = parameter
+            if parts > 1 or self._masters:
+                values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
+                tensor = nn.Parameter(values.to(torch.float32 if self._masters else parameter.dtype, copy=True))
+            self.trained[name] = TrainedTensor(held=local, tensor=tensor, part=part, parts=parts, group=group)
         # On a device, the Neuron runtime rounds; environment variables enable it.
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
             round_to(stage, getattr(torch, precision.parameters))
-        accumulate_gradients([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
+        # Gradients are summed over micro-batches in their dtype, after each backward; the sums are in an attribute that
+        # the library knows, too.
+        gradients: torch.dtype = getattr(torch, precision.gradients)
+
+        def add(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            gradient, before = parameter.grad.to(gradients), parameter.main_grad  # type: ignore[attr-defined]
+            parameter.main_grad = gradient if before is None else before.add_(gradient)  # type: ignore[attr-defined]
+            parameter.grad = None
+
+        for parameter in (local.parameter for local in self.held.values()):
+            if parameter.requires_grad and parameter.dtype != gradients:
+                parameter.main_grad = None  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         self._sequence_multiple = place.sizes.tp if sequence_parallel else 1
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
@@ -227,16 +197,6 @@ class NxdModel(ParallelModel):
     def expert_group(self) -> dist.ProcessGroup | None:
         """Return the expert parallel ranks; None where there is one."""
         return parallel_state.get_expert_model_parallel_group() if self._place.sizes.ep > 1 else None
-
-    def _sharing(self, local: LocalParameter) -> tuple[int, int, dist.ProcessGroup | None]:
-        """Return this rank's part of the optimizer's state of a parameter, the number of parts, and the data parallel
-        ranks that share it, which hold the same."""
-        place = self._place
-        if not place.sizes.zero_stage:
-            return 0, 1, None
-        if local.distributed:
-            return place.expert_dp, place.sizes.efsdp, parallel_state.get_expert_data_parallel_group()
-        return place.dp, place.sizes.dp, self._around.data_group
 
     @property
     def plan(self) -> ParallelPlan:
@@ -280,7 +240,11 @@ class NxdModel(ParallelModel):
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-        passing = _TokenValues(measure or _label_log_probs)
+
+        def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
+            return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
+
+        passing = _TokenValues(measure or log_probs)
         self.run_eval(micro_batches, passing)
         kept = iter(passing.kept)
         return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
@@ -375,7 +339,12 @@ class NxdModel(ParallelModel):
 
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
-        sums = {name: grad for name, held in self.held.items() if (grad := gradient_of(held.parameter)) is not None}
+        sums: dict[str, torch.Tensor] = {}
+        for name, held in self.held.items():
+            summed = getattr(held.parameter, "main_grad", None)
+            gradient = held.parameter.grad if summed is None else summed
+            if gradient is not None:
+                sums[name] = gradient
         as_list = not computes_on_host()
         partials = [grad for name, grad in sums.items() if self.held[name].partial]
         if partials:
@@ -400,7 +369,10 @@ class NxdModel(ParallelModel):
                 [_counted(self.held[name].parameter, grad) for name, grad in sums.items()], norm, max_norm
             )
         for name, trained in self.trained.items():
-            trained.set_gradient(sums.get(name))
+            gradient = sums.get(name)
+            if trained.tensor is not trained.held.parameter and gradient is not None:
+                gradient = trained.part_of(gradient).to(trained.tensor.dtype)
+            trained.tensor.grad = gradient
         return norm
 
     def clear_gradients(self) -> None:
@@ -411,10 +383,6 @@ class NxdModel(ParallelModel):
                 held.parameter.main_grad = None
         for trained in self.trained.values():
             trained.tensor.grad = None
-
-
-def _label_log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
-    return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
 
 
 class _TokenValues(Objective):

@@ -1,4 +1,6 @@
-"""This rank's pipeline stages under the library's schedules: hidden states are sent, each rank reads its own batches.
+"""Passes over a global batch: its weight, the losses of this rank's micro-batches, and their sums over all ranks.
+
+This rank's pipeline stages run under the library's schedules: hidden states are sent, each rank reads its own batches.
 
 The library fixes the number and the shape of micro-batches when its model is built, so there is one for each that
 occurs. It divides each loss by their number, and leaves the sums of gradients to the caller.
@@ -94,7 +96,12 @@ class GlobalBatch:
         self.weight = weights[0]
         divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
         self._divisors, self._tokens = divisors[:-1], divisors[-1]
-        self.micro_batches = list(_numbered(micro_batches, around.data_rank))
+        self.micro_batches: list[Batch] = []
+        """With the numbers of their rows; ranks hold equally many, one after the other."""
+        row = around.data_rank * sum(batch.input_ids.shape[0] for batch in micro_batches)
+        for batch in micro_batches:
+            self.micro_batches.append(replace(batch, first_row=row))
+            row += batch.input_ids.shape[0]
         self._losses: list[torch.Tensor] = []
         self._metrics: dict[str, list[torch.Tensor]] = {}
 
@@ -129,7 +136,11 @@ class GlobalBatch:
         """Return loss and metrics of the global batch, equal on all ranks. Collective."""
         around = self._around
         own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
-        names = self._agreed(tuple(own))
+        names, kind = tuple(own), type(self._objective)
+        if around.pipeline_group is not None:  # only the last stage of a pipeline knows them by itself
+            if kind not in self._metric_names:
+                self._metric_names[kind] = max(around.ranks.all_gather_object(names), key=len)
+            names = self._metric_names[kind]
         sums = torch.zeros(1 + len(names), device=around.device)
         if self._losses:
             sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
@@ -142,23 +153,6 @@ class GlobalBatch:
     def _mean(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the terms of ``sums``, each divided by its own weight, together."""
         return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
-
-    def _agreed(self, names: tuple[str, ...]) -> tuple[str, ...]:
-        """Return the names of the metrics, which only the last stage of a pipeline knows by itself."""
-        kind = type(self._objective)
-        if self._around.pipeline_group is None:
-            self._metric_names[kind] = names
-        elif kind not in self._metric_names:
-            self._metric_names[kind] = max(self._around.ranks.all_gather_object(names), key=len)
-        return self._metric_names[kind]
-
-
-def _numbered(batches: Sequence[Batch], data_rank: int) -> Iterator[Batch]:
-    """Yield the micro-batches with the numbers of their rows; ranks hold equally many, one after the other."""
-    row = data_rank * sum(batch.input_ids.shape[0] for batch in batches)
-    for batch in batches:
-        yield replace(batch, first_row=row)
-        row += batch.input_ids.shape[0]
 
 
 Consume = Callable[[Any, Batch, StepContext], torch.Tensor]

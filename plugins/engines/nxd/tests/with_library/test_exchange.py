@@ -38,7 +38,7 @@ def way(*, on_host: bool) -> list[torch.Tensor]:
     from neuronx_distributed.parallel_layers import mappings
     from nxdt_plugin_nxd import layout
 
-    layers.computes_on_host = lambda: on_host
+    layout.computes_on_host = lambda: on_host
     mappings.xm.all_to_all = exchanged
     rows = torch.arange(EXPERTS * CAPACITY * HIDDEN, dtype=torch.float32).add(100 * dist.get_rank())
     rows = rows.view(EXPERTS, CAPACITY, HIDDEN).requires_grad_()
