@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -315,9 +316,7 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
     if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)
 
-    def delete_older() -> list[int]:
-        return checkpoint.prune(place, 1, deep=False, passed_over=lambda other: other > step)
-
+    delete_older = partial(checkpoint.prune, place, 1, deep=False, passed_over=lambda other: other > step)
     on_first_rank(ranks, delete_older, where=place.uri)
 
 

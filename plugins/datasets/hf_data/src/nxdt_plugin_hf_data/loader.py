@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from nxdt_core.data.tokens import TokenStream, tokenize
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.errors import CacheUnwritable, NothingToLearn
-from nxdt_plugin_hf_data.formats import Saved, files_of, open_saved
+from nxdt_plugin_hf_data.formats import files_of, open_saved
 from nxdt_plugin_hf_data.rows import (
     Chunks,
     SampleSettings,
@@ -149,16 +149,19 @@ class HfData(DatasetSplits):
                 _log.warning("%s: left out %s: the text is empty", saved.path, count_records(blank))
             tokens = stream.tokens[:]
             ids = TokenColumn(values=Chunks([tokens]), offsets=np.append(stream.starts, len(tokens)))
-            copies = replace(saved, files=WatchedFiles([], may_grow=True))
-            return self._cut(TokenColumns(input_ids=ids), copies, source, split, self._config.packing is not False)
+            return self._cutting.samples(
+                TokenColumns(input_ids=ids),
+                packs=self._config.packing is not False,
+                path=saved.path,
+                source=source,
+                split=split,
+                files=WatchedFiles([], may_grow=True),  # what is cut are copies
+            )
         columns = token_columns(saved.table, saved.path)
         packs = self._cutting.packs_rows_of(np.diff(columns.input_ids.offsets), saved.path)
-        dataset = self._cut(columns, saved, saved.content, split, packs)
+        dataset = self._cutting.samples(
+            columns, packs=packs, path=saved.path, source=saved.content, split=split, files=saved.files
+        )
         if not columns.teach():
             raise NothingToLearn(key=named.key, path=saved.path, where="in each of its rows")
         return dataset
-
-    def _cut(self, columns: TokenColumns, saved: Saved, source: str, split: SplitName, packs: bool) -> MapDataset:
-        if packs:
-            return self._cutting.packed(columns, path=saved.path, source=source, split=split, files=saved.files)
-        return self._cutting.rows(columns, path=saved.path, source=source, files=saved.files)

@@ -487,40 +487,34 @@ class SampleSettings:
             raise MisfitRows(path=path, found=low, seq_length=self.seq_length)
         return low != high or low not in (self.seq_length, self.seq_length + 1)
 
-    def rows(self, columns: TokenColumns, *, path: str, source: str, files: WatchedFiles) -> MapDataset:
-        """Return the samples, one per row.
-
-        Raises:
-            RowTooLong: a row has more tokens than a sample.
-            TokenOutOfVocabulary: one of the samples that are looked at has a token that the model has not.
-        """
-        dataset = RowDataset(columns, seq_length=self.seq_length, packing=self.packing, path=path, source=source)
-        return CheckedDataset(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
-
-    def packed(
-        self, columns: TokenColumns, *, path: str, source: str, split: SplitName, files: WatchedFiles
+    def samples(
+        self, columns: TokenColumns, *, packs: bool, path: str, source: str, split: SplitName, files: WatchedFiles
     ) -> MapDataset:
-        """Return the rows end to end, cut into samples.
+        """Return the samples: rows end to end, cut into samples, where ``packs``; else one per row.
 
         Raises:
-            PaddedDocuments: rows are padded.
+            RowTooLong: a row has more tokens than its sample.
+            PaddedDocuments: rows that are packed are padded.
             TooFewTokens: they do not make up a sample.
             TokenOutOfVocabulary: one of the samples that are looked at has a token that the model has not.
         """
-        ids, labels, mask = columns.input_ids, columns.labels, columns.attention_mask
-        if mask is not None and not mask.values.all():
+        dataset: MapDataset
+        ids, labels, mask, needed = columns.input_ids, columns.labels, columns.attention_mask, self.seq_length + 1
+        if not packs:
+            dataset = RowDataset(columns, seq_length=self.seq_length, packing=self.packing, path=path, source=source)
+        elif mask is not None and not mask.values.all():
             raise PaddedDocuments(path=path)
-        needed = self.seq_length + 1
-        if len(ids.values) < needed:
+        elif len(ids.values) < needed:
             raise TooFewTokens(split=split, found=len(ids.values), needed=needed, seq_length=self.seq_length)
-        dataset = PackedDataset(
-            TokenStream(tokens=ids.values, starts=columns.starts()),
-            seq_length=self.seq_length,
-            packing=self.packing,
-            source=source,
-            labels=None if labels is None else labels.values,
-        )
-        return CheckedDataset(dataset, self.vocab_size, path, labelled=columns.labels is not None, files=files)
+        else:
+            dataset = PackedDataset(
+                TokenStream(tokens=ids.values, starts=columns.starts()),
+                seq_length=self.seq_length,
+                packing=self.packing,
+                source=source,
+                labels=None if labels is None else labels.values,
+            )
+        return CheckedDataset(dataset, self.vocab_size, path, labelled=labels is not None, files=files)
 
 
 def _special(key: str, token_id: int | None, meaning: str) -> int:

@@ -81,9 +81,7 @@ class _Trial:
     def __init__(self, block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> None:
         self._block = copy.deepcopy(block).train()
         self._block._forward_hooks.clear()  # :func:`end_with_sum`
-        for path, _ in list(routed_experts(self._block)):
-            self._block.set_submodule(path, _Given(hidden_size))
-        for path in ends:
+        for path in [*(path for path, _ in routed_experts(self._block)), *ends]:
             self._block.set_submodule(path, _Given(hidden_size))
         self._block.to_empty(device=HOST)
         with torch.no_grad():
@@ -166,7 +164,17 @@ def replace_experts(model: PreTrainedModel) -> None:
     name = type(model).__name__
     for path, module in list(model.named_modules()):
         if hasattr(type(module), "_apply_gate"):  # what transformers' decorator for experts leaves behind
-            model.set_submodule(path, _ours(name, path, module))
+            theirs: Any = module
+            if problem := _problem(theirs):
+                raise UnsupportedArchitecture(model=name, reason=f"its experts '{path}' {problem}")
+            gate_up = theirs.gate_up_proj
+            experts, twice_wide, hidden_size = gate_up.mT.shape if theirs.is_transposed else gate_up.shape
+            with gate_up.device:
+                bias = hasattr(theirs, f"gate_up_proj{BIAS}")
+                routed = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=bias)
+            if not torch.allclose(_Gate(theirs)(*_tried()), GatedSiLU()(*_tried()), atol=1e-6):
+                routed.stack.activation = _Gate(theirs)
+            model.set_submodule(path, routed)
     ours = {path for path, _ in routed_experts(model)}
     paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
     sharded = (pattern for pattern, style in (model.tp_plan or {}).items() if style == TENSOR_STYLE)
@@ -177,19 +185,6 @@ def replace_experts(model: PreTrainedModel) -> None:
         if others:
             reason = f"'{others[0]}' are experts that do not go through transformers' interface for them"
             raise UnsupportedArchitecture(model=name, reason=reason)
-
-
-def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
-    problem = _problem(theirs)
-    if problem:
-        raise UnsupportedArchitecture(model=model, reason=f"its experts '{path}' {problem}")
-    gate_up: Any = theirs.gate_up_proj
-    experts, twice_wide, hidden_size = gate_up.mT.shape if theirs.is_transposed else gate_up.shape
-    with gate_up.device:
-        ours = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=hasattr(theirs, f"gate_up_proj{BIAS}"))
-    if not torch.allclose(_Gate(theirs)(*_tried()), GatedSiLU()(*_tried()), atol=1e-6):
-        ours.stack.activation = _Gate(theirs)
-    return ours
 
 
 _MATRICES = {"gate_up_proj": 3, "down_proj": 3}

@@ -58,7 +58,22 @@ def trace_model(architecture: Architecture) -> Trace:
             numbers, or a layer does not leave its attention to us or wants what no core has.
         NotACausalLM: tokens see later ones.
     """
-    model = _built(architecture).train()
+    try:
+        with torch.device("meta"):
+            model = architecture.new().train()
+    except Exception as error:  # a model's own code may raise anything
+        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
+            raise UnsupportedArchitecture(model=architecture.name, reason=_OWN_ATTENTION) from error
+        reason = f"it cannot be built with this configuration: {_words(error)}"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
+    kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    if kept:
+        reason = f"its buffer '{kept[0]}' is saved and holds no fractions"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+    replace_experts(model)
+    for module in model.modules():
+        if type(module) is nn.Dropout:  # which is replaced by one whose masks every layout repeats
+            module.p = 0.0
     top_k: dict[nn.Module, int] = {}
 
     def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -91,27 +106,6 @@ def trace_model(architecture: Architecture) -> Trace:
             reason = f"'{pattern_of(path)}' mixes tokens without attention, and would mix packed documents"
             raise UnsupportedArchitecture(model=architecture.name, reason=reason)
     return Trace(attention=found, experts={path: top_k[experts] for path, experts in routed_experts(model)})
-
-
-def _built(architecture: Architecture) -> PreTrainedModel:
-    """The model on the meta device."""
-    try:
-        with torch.device("meta"):
-            model = architecture.new()
-    except Exception as error:  # a model's own code may raise anything
-        if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
-            raise UnsupportedArchitecture(model=architecture.name, reason=_OWN_ATTENTION) from error
-        reason = f"it cannot be built with this configuration: {_words(error)}"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
-    kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    if kept:
-        reason = f"its buffer '{kept[0]}' is saved and holds no fractions"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
-    replace_experts(model)
-    for module in model.modules():
-        if type(module) is nn.Dropout:  # which is replaced by one whose masks every layout repeats
-            module.p = 0.0
-    return model
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -202,20 +196,17 @@ class CausalLM(nn.Module):
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden = CausalLM._embedded(self, input_ids)  # [batch, seq, hidden]
+        embedding = self.get_submodule(self.embedding_path)
+        hidden: torch.Tensor = embedding(input_ids)  # [batch, seq, hidden]
+        if self.embedding_scale is not None and not isinstance(embedding, nn.Identity):
+            # Rounded to the dtype first, as transformers does.
+            hidden = hidden * hidden.new_full((), self.embedding_scale)
         given = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
         head = self.get_submodule(self.head_path)
         if self.scores or isinstance(head, nn.Identity):  # without a head, the result is hidden states
             return cast(torch.Tensor, head(cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0]))
         theirs: Any = type(self)
         return cast(torch.Tensor, theirs.forward(self, **given, use_cache=False).logits)
-
-    def _embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embedding = self.get_submodule(self.embedding_path)
-        hidden: torch.Tensor = embedding(input_ids)
-        if self.embedding_scale is None or isinstance(embedding, nn.Identity):
-            return hidden
-        return hidden * hidden.new_full((), self.embedding_scale)  # rounded to the dtype first, as transformers does
 
     @torch.no_grad()
     def reset_buffers(self) -> None:

@@ -121,17 +121,6 @@ def reward_losses(loss_type: str, ratios: Pairs, beta: float, tau: float) -> tor
     return torch.lerp(-functional.logsigmoid(margins), (-margins).exp(), (margins / tau).sigmoid())
 
 
-def check_paired(objective: str, batch: Batch) -> None:
-    """Let a batch of pairs pass.
-
-    Raises:
-        RowsNotPaired: its samples are something else, such as answers apart from each other.
-    """
-    scores = batch.values.get(SCORES)
-    if batch.rows_per_sample != PAIR or (scores is not None and scores[::PAIR].any() and not scores[1::PAIR].any()):
-        raise RowsNotPaired(objective=objective, rows=batch.rows_per_sample)
-
-
 def answer_mask(batch: Batch) -> torch.Tensor:
     """float [rows, seq]: 1 where the label is a token of an answer."""
     labelled = batch.labels != IGNORE_INDEX
@@ -177,7 +166,10 @@ class _PairObjective(Objective):
         Raises:
             RowsNotPaired: the samples are not pairs.
         """
-        check_paired(self._name, batch)
+        scores = batch.values.get(SCORES)
+        unpaired = scores is not None and scores[::PAIR].any() and not scores[1::PAIR].any()
+        if batch.rows_per_sample != PAIR or unpaired:
+            raise RowsNotPaired(objective=self._name, rows=batch.rows_per_sample)
         (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
         pairs = Pairs.of(counts, counts).real.sum()
         return pairs if self._alpha is None else torch.stack([pairs, self._nll_mask(batch).sum()])
@@ -317,7 +309,7 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
     return log_p - torch.where(near_one, near, far)
 
 
-class Reward(Objective):
+class Reward(_PairObjective):
     """−log σ(score of the chosen answer − score of the rejected one − margin), a mean over pairs.
 
     An answer's score is the head's at its last token, as in transformers' sequence classifiers (Ouyang et al. 2022,
@@ -325,29 +317,28 @@ class Reward(Objective):
     ``rewards/rejected``, ``rewards/accuracies`` and ``rewards/margins``, where rewards are the scores.
     """
 
-    traits = ObjectiveTraits(unit="pairs", rows_per_sample=PAIR, head="score")
-
     def __init__(self, config: RewardConfig) -> None:
+        super().__init__("reward")
+        self.traits = replace(self.traits, head="score")
         self._center = config.center_rewards_coefficient
-
-    def weight(self, batch: Batch) -> torch.Tensor:
-        """Return the number of pairs.
-
-        Raises:
-            RowsNotPaired: the samples are not pairs.
-        """
-        check_paired("reward", batch)
-        (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
-        return Pairs.of(counts, counts).real.sum()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """``logits`` are scores [rows, seq, 1]."""
         scores = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
         mask = answer_mask(batch).to(scores)
         margin = batch.values.get(SCORES, torch.zeros_like(mask)) * mask
-        figures = torch.stack([scores * last_tokens(batch, step.sequences), mask, margin])
-        found, counts, margins = sums_by_answer(figures, batch, step.sequences)
-        rewards = Pairs.of(found, counts)
+        # All tokens of a prompt with its answer but the last have labels: their number is the last one's position.
+        labelled = batch.labels != IGNORE_INDEX
+        (ends,) = sums_by_answer(labelled.float()[None], batch, step.sequences).flatten(1, 2)  # [rows, documents]
+        positions = batch.position_ids
+        if positions is None:
+            positions = torch.arange(labelled.shape[1], device=labelled.device)
+        documents = batch.document_ids
+        if documents is not None:
+            ends = ends.gather(1, documents.clamp(min=0)).masked_fill(documents < 0, -1)
+        is_last = ~labelled & (positions == ends)
+        sums, counts, margins = sums_by_answer(torch.stack([scores * is_last, mask, margin]), batch, step.sequences)
+        rewards = Pairs.of(sums, counts)
         ahead = rewards.chosen - rewards.rejected - Pairs.of(margins / counts.clamp(min=1), counts).chosen
         losses = -functional.logsigmoid(ahead) + self._center * (rewards.chosen + rewards.rejected) ** 2
         return ObjectiveOutput(
@@ -355,24 +346,6 @@ class Reward(Objective):
             weight=rewards.real.sum(),
             metrics=rewards.metrics("rewards", step.sequences, margins=True),
         )
-
-
-def last_tokens(batch: Batch, shards: SequenceShards) -> torch.Tensor:
-    """Return which tokens are the last of a prompt with its answer, bool [rows, seq].
-
-    All others there have labels, so that their number is the last one's position. Collective where ranks share
-    sequences.
-    """
-    labelled = batch.labels != IGNORE_INDEX
-    (counts,) = sums_by_answer(labelled.float()[None], batch, shards).flatten(1, 2)  # [rows, documents]
-    positions = batch.position_ids
-    if positions is None:
-        positions = torch.arange(labelled.shape[1], device=labelled.device)
-    documents = batch.document_ids
-    if documents is not None:
-        counts = counts.gather(1, documents.clamp(min=0)).masked_fill(documents < 0, -1)
-    last: torch.Tensor = ~labelled & (positions == counts)
-    return last
 
 
 class Kto(Objective):
@@ -403,7 +376,8 @@ class Kto(Objective):
         """
         if any(batch.rows_per_sample != PAIR for batch in micro_batches):
             raise LabelsNotRead()
-        own, others = ([_rows(batch, number) for batch in micro_batches] for number in range(PAIR))
+        own = [replace(batch.map(lambda rows: rows[::PAIR]), rows_per_sample=1) for batch in micro_batches]
+        others = [replace(batch.map(lambda rows: rows[1::PAIR]), rows_per_sample=1) for batch in micro_batches]
         return Kto(self._config, model.run_eval(others, _MeanLogRatio()).loss.clamp(min=0)), own
 
     def weight(self, batch: Batch) -> torch.Tensor:
@@ -458,23 +432,13 @@ class _MeanLogRatio(Objective):
 
     traits = ObjectiveTraits(unit="answers")
 
-    def weight(self, batch: Batch) -> torch.Tensor:
-        (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
-        return _answers(counts)
+    def weight(self, batch: Batch, shards: SequenceShards | None = None) -> torch.Tensor:
+        answered: torch.Tensor = sums_by_answer(answer_mask(batch)[None], batch, shards or SequenceShards()) > 0
+        return answered.sum().float()
 
     def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
         _, ratios = _log_ratios(logits, batch, step)
-        (counts,) = sums_by_answer(answer_mask(batch)[None], batch, step.sequences)
-        return ObjectiveOutput(loss_sum=ratios.sum(), weight=_answers(counts))
-
-
-def _answers(counts: torch.Tensor) -> torch.Tensor:
-    number: torch.Tensor = (counts > 0).sum().float()
-    return number
-
-
-def _rows(batch: Batch, number: int) -> Batch:
-    return replace(batch.map(lambda tensor: tensor[number::PAIR]), rows_per_sample=1)
+        return ObjectiveOutput(loss_sum=ratios.sum(), weight=self.weight(batch, step.sequences))
 
 
 def _scores(batch: Batch) -> torch.Tensor:
