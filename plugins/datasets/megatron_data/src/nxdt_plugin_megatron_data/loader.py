@@ -277,7 +277,11 @@ class BlendedDataset(MapDataset):
         order = np.argsort(times, kind="stable")
         self._owners = np.repeat(np.arange(len(datasets), dtype=np.int32), self._counts)[order]
         self._ranks = np.concatenate([np.arange(count, dtype=np.int32) for count in self._counts])[order]
-        self._length = 1 + max(self._place(which, size - 1) for which, size in enumerate(self._sizes))
+        self._length = 0
+        for which, size in enumerate(self._sizes):  # behind the last sample of each set, counted over all its passes
+            turn, rank = divmod(size - 1, int(self._counts[which]))
+            slot = np.flatnonzero((self._owners == which) & (self._ranks == rank))[0]
+            self._length = max(self._length, turn * _SLOTS + int(slot) + 1)
 
     def __len__(self) -> int:
         return self._length
@@ -302,12 +306,6 @@ class BlendedDataset(MapDataset):
     def fingerprint(self) -> str:
         """Digest of the sets and their shares."""
         return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts)
-
-    def _place(self, which: int, number: int) -> int:
-        """Return the place in the order of a set's sample ``number``, counted over all its passes."""
-        turn, rank = divmod(number, int(self._counts[which]))
-        slot = np.flatnonzero((self._owners == which) & (self._ranks == rank))[0]
-        return turn * _SLOTS + int(slot)
 
 
 class ChainedDataset(MapDataset):

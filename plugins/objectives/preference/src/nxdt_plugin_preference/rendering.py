@@ -224,9 +224,7 @@ def _common(answers: Mapping[str, Text]) -> str | None:
     chosen, rejected = answers.values()
     if not isinstance(chosen, str) or not isinstance(rejected, str) or chosen == rejected:
         return None
-    pairs = enumerate(zip(chosen, rejected, strict=False))
-    shared = next((at for at, (one, other) in pairs if one != other), min(len(chosen), len(rejected)))
-    return chosen[:shared].removesuffix(" ") or None
+    return chosen[: _shared(chosen, rejected)].removesuffix(" ") or None
 
 
 def _text(value: Any, key: str, place: Place) -> Text:
@@ -401,13 +399,12 @@ class _Messages:
 
 def _parted(ids: Sequence[list[int]], end: Sequence[int] = ()) -> Pair:
     """Return what a prompt alone and with each answer begin with, and what follows in each of the latter."""
-    prompt, *whole = ids
-    shared = min(_shared(prompt, each) for each in whole)
-    answers = tuple([*each[shared:], *end] for each in whole)
-    return Pair(prompt=prompt[:shared], answers=answers)
+    prompt, *conversations = ids
+    shared = min(_shared(prompt, whole) for whole in conversations)
+    return Pair(prompt=prompt[:shared], answers=tuple([*whole[shared:], *end] for whole in conversations))
 
 
-def _shared(alone: Sequence[int], whole: Sequence[int]) -> int:
-    """Tokens with which both begin."""
-    pairs = enumerate(zip(alone, whole, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(alone), len(whole)))
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of elements with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (first, second) in pairs if first != second), min(len(one), len(other)))
