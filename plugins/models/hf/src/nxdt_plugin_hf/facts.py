@@ -292,25 +292,13 @@ class ModelFacts:
 
     calls: Mapping[str, AttentionCall]
     """Call of each attention module, by path."""
-    layers: str
-    """Path of the layers."""
     parameters: tuple[str, ...]
     """Names; a tied one under its first."""
-    tied: tuple[tuple[str, str], ...]
-    """Owner and user."""
-    norms: tuple[str, ...]
-    """Normalising modules."""
-    classes: Mapping[str, tuple[str, ...]]
-    """Class name → paths, of layers, their parts and norms."""
-    tensor: TensorPlan
-    pipeline: PipelinePlan | None
-    refused: Mapping[str, str]
-    """Mesh dimension → why the model cannot be laid out along it."""
+    plan: ParallelPlan
+    """Capabilities by transformers' own plans, as far as they were seen to work."""
     init_rules: tuple[InitRule, ...]
     experts: Mapping[str, str]
     """Path of our matrices of experts → path of the module that they are of."""
-    biased: bool
-    """True if experts have biases."""
     multiplied: int
     """Weights that a token is multiplied with, of experts those of as many as it is sent to."""
 
@@ -325,7 +313,8 @@ class ModelFacts:
         calls = trace.attention
         with torch.device("meta"):
             model = build_model(architecture, calls)
-        layers = pattern_of(next(iter(calls))).partition(".*.")[0]
+        attention = pattern_of(next(iter(calls)))
+        layers, core = attention.partition(".*.")[0], f"{attention}.{CORE}"
         tensor = tensor_plan(model, calls, layers)
         hidden_size = model.get_parameter(f"{model.embedding_path}.weight").shape[1]
         with HOST:  # independent of the caller's default device
@@ -348,55 +337,41 @@ class ModelFacts:
         dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
         experts = ((model.get_submodule(path), top_k) for path, top_k in trace.experts.items())
         routed = sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
-        return cls(
-            calls=calls,
-            layers=layers,
-            parameters=tuple(name for name, _ in model.named_parameters()),
-            tied=tuple(tied),
-            norms=tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module))),
-            classes={name: tuple(paths) for name, paths in classes.items()},
-            tensor=tensor,
+        norms = tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module)))
+        mixed = tuple(dict.fromkeys(pattern_of(path) for path in trace.experts))
+        biased = any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters())
+        plan = ParallelPlan(
+            tensor=tensor.styles,
+            tensor_blocks=tensor.blocks,
+            sequence_norms=tuple(norm for norm in norms if norm.rpartition(".")[0] not in tensor.blocks),
+            heads=tensor.heads,
             pipeline=pipeline,
-            refused={dimension: reason for dimension, reason in reasons.items() if reason},
-            init_rules=rules,
-            experts={f"{path}.{STACK}": path for path in trace.experts},
-            biased=any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters()),
-            multiplied=dense + routed,
-        )
-
-    @property
-    def attention(self) -> str:
-        """Return the pattern of the attention modules."""
-        return pattern_of(next(iter(self.calls)))
-
-    def plan(self) -> ParallelPlan:
-        """Return the capabilities by transformers' own plans, as far as they were seen to work."""
-        core = f"{self.attention}.{CORE}"
-        routed = tuple(dict.fromkeys(pattern_of(experts) for experts in self.experts.values()))
-        return ParallelPlan(
-            tensor=self.tensor.styles,
-            tensor_blocks=self.tensor.blocks,
-            sequence_norms=tuple(n for n in self.norms if n.rpartition(".")[0] not in self.tensor.blocks),
-            heads=self.tensor.heads,
-            pipeline=self.pipeline,
             attention_cores=(core,),
             experts=ExpertPlan(
-                modules=tuple(f"{experts}.{STACK}" for experts in routed),
+                modules=tuple(f"{path}.{STACK}" for path in mixed),
                 tensor={
-                    f"{experts}.{STACK}.{name}{end}": side
-                    for experts in routed
+                    f"{path}.{STACK}.{name}{end}": side
+                    for path in mixed
                     for name, side in STACK_SIDES.items()
-                    for end in ("", *([BIAS] if self.biased else []))
+                    for end in ("", *([BIAS] if biased else []))
                 },
-                dispatchers=tuple(f"{experts}.{DISPATCHER}" for experts in routed),
-                routers=routed,
+                dispatchers=tuple(f"{path}.{DISPATCHER}" for path in mixed),
+                routers=mixed,
             ),
-            recompute={"CoreAttention": (core,), **self.classes},
-            recompute_layer=f"{self.layers}.*",
-            norms=tuple(f"{norm}.weight" for norm in self.norms),
-            no_weight_decay=("*.bias", *([f"*_proj{BIAS}"] if self.biased else [])),
-            tied=self.tied,
-            refused=self.refused,
+            recompute={"CoreAttention": (core,), **{name: tuple(paths) for name, paths in classes.items()}},
+            recompute_layer=f"{layers}.*",
+            norms=tuple(f"{norm}.weight" for norm in norms),
+            no_weight_decay=("*.bias", *([f"*_proj{BIAS}"] if biased else [])),
+            tied=tuple(tied),
+            refused={dimension: reason for dimension, reason in reasons.items() if reason},
+        )
+        return cls(
+            calls=calls,
+            parameters=tuple(name for name, _ in model.named_parameters()),
+            plan=plan,
+            init_rules=rules,
+            experts={f"{path}.{STACK}": path for path in trace.experts},
+            multiplied=dense + routed,
         )
 
     def flops_per_token(self, sequence_length: int) -> float:

@@ -73,7 +73,9 @@ class Distill(Objective):
         if isinstance(logits, TokenLosses):  # of :meth:`head_loss`
             cross, soft, same = logits.of(batch.labels).unbind(-1)
         else:
-            cross, soft, same = self._terms(logits, batch.labels, step, self._taught(logits))
+            estimates = logits.device.type == "meta"  # with something of the same size in place of the teacher's
+            teacher: Teacher = self._kept(torch.empty_like(logits)) if estimates else self._next()
+            cross, soft, same = self._terms(logits, batch.labels, step, teacher)
         trained = (batch.labels != IGNORE_INDEX).to(soft)
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
         losses = {"ce_loss": (cross * weights).sum(), "kd_loss": (soft * weights).sum()}
@@ -98,7 +100,7 @@ class Distill(Objective):
         """Return the terms of each token, [rows, 3], from the logits of some tokens of both models at a time."""
         assert step.labels is not None  # as of every pass for a loss
         labels, self._hidden_bytes = step.labels.flatten(), head.hidden.nbytes
-        teacher = head if head.hidden.device.type == "meta" else self._next()  # as in :meth:`_taught`
+        teacher = head if head.hidden.device.type == "meta" else self._next()  # as in the call
 
         def terms(logits: torch.Tensor, part: slice) -> torch.Tensor:
             return torch.stack(self._terms(logits, labels[part], step, self._kept(teacher.logits(part))), dim=-1)
@@ -202,19 +204,17 @@ class Distill(Objective):
         own, teacher = copy.copy(self), self._model
         if teacher is None:
             raise TeacherMissing()
-        # A loop over what it says would hold that of one micro-batch while the teacher runs on the next one.
-        own._coming = (
-            iter(self._asked(teacher, micro_batches))
-            if self._pipelined
-            else (self._asked(teacher, [batch])[0] for batch in micro_batches)
-        )
-        return own, micro_batches
 
-    def _asked(self, teacher: ParallelModel, micro_batches: Sequence[Batch]) -> list[Teacher | ChunkedHead]:
-        """Run the teacher; of a pipeline the last stage has its logits, or its hidden states with their head."""
-        listening = _Listening(self._kept)
-        teacher.run_eval(micro_batches, listening)
-        return listening.heard
+        def asked(batches: Sequence[Batch]) -> list[Teacher | ChunkedHead]:
+            """Run the teacher; of a pipeline the last stage has its logits, or its hidden states with their head."""
+            listening = _Listening(self._kept)
+            teacher.run_eval(batches, listening)
+            return listening.heard
+
+        # A loop over what it says would hold that of one micro-batch while the teacher runs on the next one.
+        one_by_one = (asked([batch])[0] for batch in micro_batches)
+        own._coming = iter(asked(micro_batches)) if self._pipelined else one_by_one
+        return own, micro_batches
 
     def _kept(self, logits: torch.Tensor) -> Teacher:
         top_k = self._config.top_k
@@ -222,14 +222,8 @@ class Distill(Objective):
             return TopTokens.of(logits, top_k, self._measure)
         return logits if self._rows is None else shared_like(logits, self._rows)
 
-    def _taught(self, logits: torch.Tensor) -> Teacher:
-        """Return what the teacher says of the next micro-batch, whose ``logits`` are those of the model."""
-        if logits.device.type == "meta":  # an estimate: something of the same size
-            return self._kept(torch.empty_like(logits))
-        said: Teacher = self._next()
-        return said
-
     def _next(self) -> Any:
+        """Return what the teacher says of the next micro-batch."""
         said = None if self._coming is None else next(self._coming, None)
         if said is None:
             raise TeacherMissing()

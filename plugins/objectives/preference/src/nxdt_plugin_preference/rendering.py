@@ -29,7 +29,7 @@ from nxdt_core.data.chat.records import (
     unused_fields,
     with_system,
 )
-from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
+from nxdt_core.data.chat.rendering import ReservedTokens, TemplateRunner, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
 from nxdt_core.data.files.records import Place, unread
 from nxdt_core.data.tokens import leading_ids, with_leading
@@ -283,14 +283,17 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig) -> None:
-        self._tokenizer = tokenizer
-        self._keys = keys
+        self._tokenizer, self._keys = tokenizer, keys
         self._leading = leading_ids(tokenizer, add_bos=keys.add_bos)
-        self._messages: _Messages | None = None
+        self._template: tuple[TemplateRunner, ReservedTokens] | None = None
+        """What renders messages, and the tokens that none may spell."""
 
     def fingerprint(self) -> str:
         """Digest of all that decided which tokens the pairs became."""
-        return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings, self._leading)
+        settings = self._template and self._template[0].settings
+        if settings is not None and self._keys.space_after_turns:
+            settings = settings, True
+        return digest(self._tokenizer.fingerprint(), settings, self._leading)
 
     def render(self, pair: Preference) -> Pair:
         """Return the tokens of a record.
@@ -301,62 +304,56 @@ class Renderer:
             EndOfTurnUntrained: the template does not end the answers.
             TemplateRefuses, AnswersInseparable, AnswersEqual, SpecialTokenInText: of the record; each names the place.
         """
-        found = self._rendered(pair)
+        tokenizer = self._tokenizer
+        if isinstance(pair.prompt, str):
+            answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all of them
+            end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+            texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
+            found = _parted([with_leading(ids, self._leading) for ids in tokenizer.encode_batch(texts)], end)
+        else:
+            found = self._rendered(pair, pair.prompt)
         if len(found.answers) > 1 and found.answers[0] == found.answers[1]:
             raise AnswersEqual(place=str(pair.place), where=" in tokens")
         return replace(found, scores=pair.scores, unused=(*pair.unused, *found.unused))
 
-    def _rendered(self, pair: Preference) -> Pair:
-        if not isinstance(pair.prompt, str):
-            if self._messages is None:
-                self._messages = _Messages(self._tokenizer, self._keys, str(pair.place))
-            return self._messages.render(pair, pair.prompt)
-        answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all, as the prompt is one
-        end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
-        texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
-        return _parted([with_leading(ids, self._leading) for ids in self._tokenizer.encode_batch(texts)], end)
-
-
-class _Messages:
-    """Tokenizes pairs of messages, of which the first has ``place``."""
-
-    def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig, place: str) -> None:
-        tokenizer.locate([])  # raises where it cannot
-        runner = runner_of(keys, tokenizer)
-        if runner is None:
-            raise TemplateMissing(known=template_names(), place=place)
-        end_of_turn(runner, tokenizer)
-        self._tokenizer = tokenizer
-        self._runner = runner
-        self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
-        self._keeps_space = keys.space_after_turns
-        self._cuts_before_header = keys.truncation_mode == "keep_start"
-        self.settings = (runner.settings, True) if keys.space_after_turns else runner.settings
-
-    def render(self, pair: Preference, prompt: Turns) -> Pair:
+    def _rendered(self, pair: Preference, prompt: Turns) -> Pair:
+        """Return the tokens of a record of messages."""
+        tokenizer, place = self._tokenizer, str(pair.place)
+        if self._template is None:
+            tokenizer.locate([])  # raises where it cannot
+            runner = runner_of(self._keys, tokenizer)
+            if runner is None:
+                raise TemplateMissing(known=template_names(), place=place)
+            end_of_turn(runner, tokenizer)
+            self._template = runner, ReservedTokens(tokenizer, allowed=self._keys.special_tokens_in_text)
+        runner, reserved = self._template
         conversations: dict[str, Turns] = {}
         for key, answer in pair.answers.items():
             assert not isinstance(answer, str)
             conversations[key] = prompt + answer
-            said = ((turn.content, turn.fields) for turn in conversations[key])
-            self._reserved.check(said, str(pair.place), tools=pair.tools)
+            reserved.check(((turn.content, turn.fields) for turn in conversations[key]), place, tools=pair.tools)
         try:
-            texts, header, ignored = self._texts(pair, prompt, conversations, "")
+            texts, header, ignored = self._texts(runner, pair, prompt, conversations, "")
         except TemplateRefuses as refusal:
             # Some templates know a turn that only calls tools by its content being null.
             if not any(turn.calls_tools and not turn.content for turns in conversations.values() for turn in turns):
                 raise
             try:
-                texts, header, ignored = self._texts(pair, prompt, conversations, None)
+                texts, header, ignored = self._texts(runner, pair, prompt, conversations, None)
             except TemplateRefuses:
                 raise refusal from None
-        located = self._tokenizer.locate(texts)
+        located = tokenizer.locate(texts)
         found = _parted([each.ids.tolist() for each in located])
         begins = located[0].starts[: len(found.prompt)]
         return replace(found, header=int((begins >= len(texts[0]) - header).sum()), unused=ignored)
 
     def _texts(
-        self, pair: Preference, prompt: Turns, conversations: Mapping[str, Turns], nothing: str | None
+        self,
+        runner: TemplateRunner,
+        pair: Preference,
+        prompt: Turns,
+        conversations: Mapping[str, Turns],
+        nothing: str | None,
     ) -> tuple[list[str], int, tuple[str, ...]]:
         """Return the prompt alone and each conversation up to the end of its last turn, the characters of the prompt
         after its last message, where the prompt may be cut before them, and what the template ignores.
@@ -365,7 +362,7 @@ class _Messages:
 
         def render(conversation: Conversation, *, prompts: bool = False) -> str:
             messages = [turn.for_template(nothing) for turn in conversation.messages]
-            return self._runner.run(messages, place=str(pair.place), tools=conversation.tools, prompts=prompts)[0]
+            return runner.run(messages, place=str(pair.place), tools=conversation.tools, prompts=prompts)[0]
 
         def conversation_of(turns: Turns) -> Conversation:
             return Conversation(place=pair.place, messages=turns, tools=pair.tools)
@@ -373,7 +370,7 @@ class _Messages:
         # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
         begins = [render(conversation_of(prompt), prompts=prompts) for prompts in (True, False)]
         header = 0
-        if self._cuts_before_header:
+        if self._keys.truncation_mode == "keep_start":
             other = replace(prompt[-1], content="B" if prompt[-1].content.strip().endswith("A") else "A")
             changed = render(conversation_of((*prompt[:-1], other)), prompts=True)
             ends = zip(reversed(begins[0]), reversed(changed), strict=False)
@@ -388,12 +385,12 @@ class _Messages:
             for number, turn in enumerate(turns[len(prompt) :], start=len(prompt) + 1):
                 if turn.role == "assistant" and not turn.is_contained_in(text[len(begin) :]):
                     reason = f"it leaves out what message {number} of prompt and {key!r} says or calls"
-                    origin = self._runner.template.origin
+                    origin = runner.template.origin
                     raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)
             ignored |= dict.fromkeys(ignored_fields(conversation, text, render))
-            texts.append(text if self._keeps_space else text.rstrip())
+            texts.append(text if self._keys.space_after_turns else text.rstrip())
             follows = "no text follows" if texts[-1] == text else "data.space_after_turns leaves out the space after"
-            self._runner.check_end(turns[-1], texts[-1][len(begin) :], f"{follows} an answer")
+            runner.check_end(turns[-1], texts[-1][len(begin) :], f"{follows} an answer")
         return texts, header, tuple(ignored)
 
 
