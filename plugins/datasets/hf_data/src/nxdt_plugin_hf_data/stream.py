@@ -40,7 +40,7 @@ from nxdt_plugin_hf_data.rows import (
     SampleSettings,
     TextFraming,
     TokenColumns,
-    check_columns,
+    check_ids,
     is_tokenised,
     row_sample,
     text_column,
@@ -258,8 +258,15 @@ class FileStream(IterableDataset):
                     )
 
     def _checked(self, path: Path, first: int, table: pa.Table) -> TokenColumns:
-        columns = token_columns(table, str(path), first)
-        check_columns(columns, self._cutting.vocab_size, lambda: f"{path} (rows from {first})")
+        """Return the columns, whose tokens and labels that are learnt are of the vocabulary."""
+        columns, limit = token_columns(table, str(path), first), self._cutting.vocab_size
+
+        def place() -> str:
+            return f"{path} (rows from {first})"
+
+        check_ids(columns.input_ids.values[:], limit, place)
+        if columns.labels is not None:
+            check_ids(columns.labels.values[:][columns.learnt(0, len(columns.input_ids))], limit, place)
         return columns
 
     def _compare(self, path: Path, first: int, table: pa.Table) -> None:

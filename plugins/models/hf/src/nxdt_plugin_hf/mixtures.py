@@ -54,12 +54,8 @@ def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
             yield block, model.get_submodule(block)
 
 
-def end_with_sum(block: nn.Module) -> None:
-    """Let what ``block`` returns be the sum of what the tensor parallel ranks computed."""
-    block.register_forward_hook(_summed)
-
-
-def _summed(block: nn.Module, args: Any, output: Any) -> Any:
+def end_with_sum(block: nn.Module, args: Any, output: Any) -> Any:
+    """A hook: return the sum of what the tensor parallel ranks computed as ``output`` of ``block``."""
     finish = next(experts for _, experts in routed_experts(block)).dispatcher.finish
     return (finish(output[0]), *output[1:]) if isinstance(output, tuple) else finish(output)
 
@@ -69,34 +65,23 @@ def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ())
 
     ``ends``: paths in ``block`` of linear layers that give parts of the sum, too.
     """
-    with HOST, torch.random.fork_rng(devices=[]):
-        trial = _Trial(block, hidden_size, ends)
-        nothing, one, two, three = (trial(scale) for scale in (0.0, 1.0, 2.0, 3.0))
-    return bool(nothing.any()) or not torch.allclose(one + two, three, rtol=1e-4, atol=1e-5)
-
-
-class _Trial:
-    """Return a copy of a block whose experts return given values."""
-
-    def __init__(self, block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> None:
-        self._block = copy.deepcopy(block).train()
-        self._block._forward_hooks.clear()  # :func:`end_with_sum`
-        for path in [*(path for path, _ in routed_experts(self._block)), *ends]:
-            self._block.set_submodule(path, _Given(hidden_size))
-        self._block.to_empty(device=HOST)
-        with torch.no_grad():
-            for number, tensor in enumerate((*self._block.parameters(), *self._block.buffers())):
-                tensor.fill_(0.01 * (1 + number))
-        self._hidden = torch.linspace(-1, 1, _TOKENS * hidden_size).view(1, _TOKENS, hidden_size)
-
-    @torch.no_grad()
-    def __call__(self, scale: float) -> torch.Tensor:
-        for part in self._block.modules():
-            if isinstance(part, _Given):
+    with HOST, torch.random.fork_rng(devices=[]), torch.no_grad():
+        trial = copy.deepcopy(block).train()
+        trial._forward_hooks.clear()  # :func:`end_with_sum`
+        parts = {path: _Given(hidden_size) for path in (*(path for path, _ in routed_experts(trial)), *ends)}
+        for path, part in parts.items():
+            trial.set_submodule(path, part)
+        trial.to_empty(device=HOST)
+        for number, tensor in enumerate((*trial.parameters(), *trial.buffers())):
+            tensor.fill_(0.01 * (1 + number))
+        hidden, outputs = torch.linspace(-1, 1, _TOKENS * hidden_size).view(1, _TOKENS, hidden_size), []
+        for scale in (0.0, 1.0, 2.0, 3.0):
+            for part in parts.values():
                 part.scale = scale
-        output = self._block(self._hidden.clone())
-        found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return found
+            output = trial(hidden.clone())
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+    nothing, one, two, three = outputs
+    return bool(nothing.any()) or not torch.allclose(one + two, three, rtol=1e-4, atol=1e-5)
 
 
 class _Given(nn.Module):

@@ -18,15 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
+from nxdt_core.models.attention.sinks import SinkAttention
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout
 from nxdt_plugin_hf.architecture import (
     CORE,
     IMPLEMENTATION,
+    NOTED,
     Architecture,
     AttentionCall,
     HeadValues,
-    core_for,
-    note_calls,
 )
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, routed_experts, router_balance
@@ -82,7 +83,9 @@ def trace_model(architecture: Architecture) -> Trace:
     for _, experts in routed_experts(model):
         experts.register_forward_pre_hook(note, with_kwargs=True)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    calls, draws = note_calls(model), _Draws()
+    calls, draws = dict[nn.Module, AttentionCall](), _Draws()
+    for module in model.modules():
+        setattr(module, NOTED, calls)
     try:
         with torch.no_grad(), draws.tracker, draws:
             called = model.base_model if architecture.scores else model  # a classifier looks at its tokens' values
@@ -95,7 +98,26 @@ def trace_model(architecture: Architecture) -> Trace:
         keys = "where hf_config has keys for such dropout or noise, set them to 0"
         raise UnsupportedArchitecture(model=architecture.name, reason=f"{reason}; {keys}")
     found = {path: calls[module] for path, module in model.named_modules() if module in calls}
-    _check(architecture.name, found)
+    name = architecture.name
+    if not found:
+        raise UnsupportedArchitecture(model=name, reason=_OWN_ATTENTION)
+    places = sorted({pattern_of(path) for path in found})
+    if len(places) > 1 or places[0].count("*") != 1:
+        raise UnsupportedArchitecture(model=name, reason=f"it has attention elsewhere than once a layer ({places})")
+    for path, call in found.items():
+        if not call.causal:
+            raise NotACausalLM(model=name, reason=f"tokens of '{path}' see later ones")
+        if not call.documents:
+            raise UnsupportedArchitecture(model=name, reason=f"'{path}' does not receive the document boundaries")
+        if call.unknown:
+            raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
+        scaled = call.scale != call.key_width**-0.5
+        if call.dropout and (call.window or call.softcap or scaled or call.sinks):
+            reason = f"'{path}' wants dropout with a window, a cap, a scale or sinks; set attention_dropout to 0"
+            raise UnsupportedArchitecture(model=name, reason=reason)
+        if call.softcap and call.sinks:
+            reason = f"'{path}' wants sinks with a cap"
+            raise UnsupportedArchitecture(model=name, reason=reason)
     layers = model.get_submodule(pattern_of(next(iter(found))).partition(".*.")[0])
     if len(found) < len(list(layers.children())):
         reason = f"only {len(found)} of its {len(list(layers.children()))} layers mix tokens by attention"
@@ -142,28 +164,6 @@ def pattern_of(path: str) -> str:
 def is_norm(module: nn.Module) -> bool:
     """Return whether ``module`` normalises; transformers recognises norms by the names of their classes, too."""
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
-
-
-def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:
-    if not calls:
-        raise UnsupportedArchitecture(model=name, reason=_OWN_ATTENTION)
-    places = sorted({pattern_of(path) for path in calls})
-    if len(places) > 1 or places[0].count("*") != 1:
-        raise UnsupportedArchitecture(model=name, reason=f"it has attention elsewhere than once a layer ({places})")
-    for path, call in calls.items():
-        if not call.causal:
-            raise NotACausalLM(model=name, reason=f"tokens of '{path}' see later ones")
-        if not call.documents:
-            raise UnsupportedArchitecture(model=name, reason=f"'{path}' does not receive the document boundaries")
-        if call.unknown:
-            raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
-        scaled = call.scale != call.key_width**-0.5
-        if call.dropout and (call.window or call.softcap or scaled or call.sinks):
-            reason = f"'{path}' wants dropout with a window, a cap, a scale or sinks; set attention_dropout to 0"
-            raise UnsupportedArchitecture(model=name, reason=reason)
-        if call.softcap and call.sinks:
-            reason = f"'{path}' wants sinks with a cap"
-            raise UnsupportedArchitecture(model=name, reason=reason)
 
 
 class CausalLM(nn.Module):
@@ -271,7 +271,16 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     masks = DocumentMasks()
     for path, call in calls.items():
         attention = model.get_submodule(path)
-        attention.add_module(CORE, core_for(call, masks))
+        core: nn.Module
+        if call.sinks is not None:
+            core = SinkAttention(scale=call.scale, window=call.window)
+        elif call.dropout:  # without a window, a cap, a scale or sinks
+            core = CausalAttentionWithDropout(call.dropout, masks)
+        else:  # the plain one wherever that suffices
+            scale = None if call.scale == call.key_width**-0.5 else call.scale
+            semantics = AttentionSemantics(causal=True, scale=scale, window=call.window, softcap=call.softcap)
+            core = attention_core(semantics, masks)
+        attention.add_module(CORE, core)
         if call.sinks is not None:
             attention.add_module(call.sinks, HeadValues(attention._parameters.pop(call.sinks)))
     layers = next(iter(calls)).partition(".0.")[0]
@@ -302,7 +311,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     head = getattr(model, "score", None) if model.scores else model.get_output_embeddings()
     model.head_path = _path_of(model, head, "head")
     for _, block in mixtures(model, layers):
-        end_with_sum(block)
+        block.register_forward_hook(end_with_sum)
     balance = router_balance(architecture, model)
     if balance is not None:
         model.base_model.register_forward_pre_hook(balance.ask, with_kwargs=True)
