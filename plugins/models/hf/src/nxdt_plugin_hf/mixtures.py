@@ -55,7 +55,7 @@ def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
 
 
 def end_with_sum(block: nn.Module, args: Any, output: Any) -> Any:
-    """A hook: return the sum of what the tensor parallel ranks computed as ``output`` of ``block``."""
+    """Return the sum of what the tensor parallel ranks computed as ``output`` of ``block``: a forward hook."""
     finish = next(experts for _, experts in routed_experts(block)).dispatcher.finish
     return (finish(output[0]), *output[1:]) if isinstance(output, tuple) else finish(output)
 
