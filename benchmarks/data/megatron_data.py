@@ -25,9 +25,8 @@ from typing import Any
 import numpy as np
 import torch
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.dataset import build_indices
 from nxdt_plugin_megatron_data.indexed_files import IndexedWriter, bin_path, dtype_for, idx_path, write_index
-from nxdt_plugin_megatron_data.loader import MegatronData
+from nxdt_plugin_megatron_data.loader import MegatronData, build_indices
 
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.dataset import DataContext

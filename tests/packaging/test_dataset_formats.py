@@ -75,7 +75,7 @@ def test_every_field_of_a_conversation_is_read(title, tmp_path):
 
 @pytest.mark.parametrize("title", ["Preference pairs of texts", "Preference pairs of messages"])
 def test_every_field_of_a_pair_is_read(title, tmp_path):
-    read_preference = pytest.importorskip("nxdt_plugin_preference.records").read_preference
+    read_preference = pytest.importorskip("nxdt_plugin_preference.rendering").read_preference
     file = tmp_path / "a.jsonl"
     file.write_text("".join(RECORDS[title]))
     for place, record in read_records([file], "train_files")[0]:
@@ -86,7 +86,7 @@ def test_every_field_of_a_pair_is_read(title, tmp_path):
 
 
 def test_every_field_of_an_answer_with_a_label_is_read(tmp_path):
-    read_unpaired = pytest.importorskip("nxdt_plugin_preference.records").read_unpaired
+    read_unpaired = pytest.importorskip("nxdt_plugin_preference.rendering").read_unpaired
     file = tmp_path / "a.jsonl"
     file.write_text("".join(RECORDS["Answers with labels"]))
     for place, record in read_records([file], "train_files")[0]:

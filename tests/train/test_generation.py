@@ -467,14 +467,22 @@ def test_weights_of_draws_are_those_of_transformers_warpers(settings):
     assert (found - expected).abs().max() < 1e-6
 
 
-def test_penalties_are_those_of_transformers_and_of_the_counts_of_what_was_written():
+def test_penalised_logits_are_those_of_transformers_to_the_last_bit():
+    """A token that has not occurred is chosen if its logit is the next number above the penalised one, not below."""
     transformers = pytest.importorskip("transformers")
-    prompts = [[1, 2, 3, 40], [4, 4]]  # an id that the tokenizer does not have
+    logits = 4 * torch.randn(64, generator=torch.Generator().manual_seed(0))
     theirs = transformers.RepetitionPenaltyLogitsProcessor(1.7)
-    for seed in range(100):
-        logits = torch.randn(2, 6, generator=torch.Generator().manual_seed(seed))
-        expected = theirs(torch.tensor([[1, 2, 3], [4, 4, 4]]), logits.clone()).argmax(-1)
-        assert Sampler(Sampling(repetition_penalty=1.7), prompts, 6)(logits) == expected.tolist()
+    penalised = theirs(torch.zeros(64, 1, dtype=torch.int64), logits[:, None].clone())[:, 0]
+    for towards, token in (("-inf", 0), ("inf", 1)):
+        other = torch.nextafter(penalised, torch.tensor(float(towards)))
+        sampler = Sampler(Sampling(repetition_penalty=1.7), [[0]] * 64, 2)
+        assert sampler(torch.stack([logits, other], dim=1)) == [token] * 64
+
+
+def test_penalties_are_of_tokens_of_the_prompt_and_of_the_counts_of_what_was_written():
+    prompts = [[1, 2, 3, 40], [4, 4]]  # an id that the tokenizer does not have
+    sampler = Sampler(Sampling(repetition_penalty=1.7), prompts, 6)
+    assert [sampler(torch.ones(2, 6)) for _ in range(4)] == [[0, 0], [4, 1], [5, 2], [0, 3]]
     counted = Sampler(Sampling(frequency_penalty=0.4), prompts, 30)
     flat = torch.zeros(2, 30)
     flat[:, 7] = 1.0

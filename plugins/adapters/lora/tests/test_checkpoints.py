@@ -141,7 +141,7 @@ def test_an_adapter_s_checkpoint_holds_what_trains_and_nothing_else(run):
 @pytest.mark.parametrize(
     "more",
     [
-        slow(()),
+        (),
         slow(("adapter.save_lora_base=true",)),
         slow(("adapter.use_dora=true", "adapter.modules_to_save=[lm_head]")),
         ("adapter.use_dora=true", *PISSA),
@@ -255,7 +255,7 @@ def test_a_run_does_not_start_from_an_adapter_s_weights_under_another_scale(run)
     run("same", *over)
 
 
-@pytest.mark.parametrize("adapter", [slow(()), PISSA], ids=["plain", "pissa"])
+@pytest.mark.parametrize("adapter", [(), PISSA], ids=["plain", "pissa"])
 def test_a_run_starts_from_a_saved_adapter(run, adapter):
     first = run("first", "trainer.max_steps=2", *adapter) / "checkpoints"
     more = (

@@ -6,7 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.dataset import BlendedDataset, ChainedDataset, in_shares
+from nxdt_plugin_megatron_data.loader import BlendedDataset, ChainedDataset, in_shares
 
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import MapDataset

@@ -14,7 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from nxdt_plugin_megatron_data.config import read_shares, split_bounds
-from nxdt_plugin_megatron_data.dataset import (
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
+from nxdt_plugin_megatron_data.loader import (
     IndexedDataset,
     Indices,
     SampleSettings,
@@ -23,7 +24,6 @@ from nxdt_plugin_megatron_data.dataset import (
     cached_indices,
     count_samples,
 )
-from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 
 from tests import processes
 
@@ -110,8 +110,8 @@ BUILD = """
 import sys, time
 from pathlib import Path
 import numpy as np
-from nxdt_plugin_megatron_data.dataset import cached_indices
-from nxdt_plugin_megatron_data.dataset import build_indices
+from nxdt_plugin_megatron_data.loader import cached_indices
+from nxdt_plugin_megatron_data.loader import build_indices
 def build():
     with open(sys.argv[2], "a") as log:
         log.write("built\\n")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from nxdt_plugin_nxd.neuron.environment import apply_environment, variables_of
+from nxdt_plugin_nxd.library import apply_environment, variables_of
 
 from nxdt_core.config import load
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from nxdt_plugin_nxd.errors import LayoutNotOnHardware
-from nxdt_plugin_nxd.neuron.hardware import Machine, check_layout, machine_of_product, position_of
+from nxdt_plugin_nxd.hardware import Machine, check_layout, machine_of_product, position_of
 from nxdt_testing.errors import raises
 
 from nxdt_core.protocols.mesh import MeshSizes

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from nxdt_plugin_nxd.errors import PlanNotExpressible
-from nxdt_plugin_nxd.layout.translation import MeshCoordinates, Translation, translate
+from nxdt_plugin_nxd.translation import MeshCoordinates, Translation, translate
 from nxdt_testing.errors import raises
 from torch import nn
 

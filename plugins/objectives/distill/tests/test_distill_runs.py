@@ -19,8 +19,7 @@ from nxdt_plugin_distill.errors import (
     TeacherVocabularyDiffers,
     TopKTooLarge,
 )
-from nxdt_plugin_distill.objective import Distill
-from nxdt_plugin_distill.on_policy import is_drawn
+from nxdt_plugin_distill.objective import Distill, is_drawn
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool, process_group
 from torch.distributed.tensor import DTensor

@@ -7,9 +7,7 @@ from functools import partial
 import pytest
 import torch
 from nxdt_plugin_preference.config import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, RewardConfig
-from nxdt_plugin_preference.objectives import Cpo, Dpo, Orpo
-from nxdt_plugin_preference.reward import Reward
-from nxdt_plugin_preference.unpaired import Kto
+from nxdt_plugin_preference.objectives import Cpo, Dpo, Kto, Orpo, Reward
 from nxdt_testing.objective_contract import ObjectiveContract
 
 

@@ -12,8 +12,7 @@ from nxdt_plugin_preference.config import DpoConfig, OrpoConfig, PreferenceConfi
 from nxdt_plugin_preference.errors import PairTooLong
 from nxdt_plugin_preference.loader import PreferenceData, TruncatedPairs, UnpairedData
 from nxdt_plugin_preference.objectives import Dpo, Orpo
-from nxdt_plugin_preference.records import read_preference
-from nxdt_plugin_preference.rendering import Pair
+from nxdt_plugin_preference.rendering import Pair, read_preference
 from nxdt_testing.errors import raises
 
 from nxdt_core.config.sources import resolve_path

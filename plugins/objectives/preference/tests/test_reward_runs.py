@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from nxdt_plugin_preference.config import RewardConfig
-from nxdt_plugin_preference.reward import Reward
+from nxdt_plugin_preference.objectives import Reward
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.cli.app import main

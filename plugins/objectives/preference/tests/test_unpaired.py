@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from nxdt_plugin_preference.config import DpoConfig, KtoConfig, PreferenceConfig, UnpairedConfig
 from nxdt_plugin_preference.loader import PreferenceData, UnpairedData
-from nxdt_plugin_preference.objectives import Dpo
-from nxdt_plugin_preference.unpaired import Kto
+from nxdt_plugin_preference.objectives import Dpo, Kto
 
 from nxdt_core.data.loader import collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer

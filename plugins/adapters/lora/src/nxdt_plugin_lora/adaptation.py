@@ -204,13 +204,32 @@ def adapt(module: nn.Module, plan: ParallelPlan, config: LoraConfig) -> Adapted:
         TargetSavedWhole: a target trains whole already.
         LayerNotAdaptable: an option does not fit a layer.
     """
-    whole = chosen_modules(module, config.modules_to_save)
-    targets = chosen_targets(module, plan, config.target_modules, whole)
+    # What trains whole: modules with parameters that end in one of the names, as in peft, or match its pattern.
+    owners = [path for path, part in module.named_modules() if path and any(True for _ in part.parameters())]
+    whole: list[str] = []
+    for name in config.modules_to_save:
+        whole += _meant(name, owners, "modules_to_save", "module", ending=True)
+    # Layers with an update: those that the names mean, without those inside what trains whole, as in peft.
+    candidates = adaptable(module)
+    heads = [pattern for pattern, style in plan.tensor.items() if style in ("vocab_head", "score_head")]
+    linear = [
+        path
+        for path, part in candidates.items()
+        if not isinstance(part, nn.Embedding) and not matches_any(heads, path) and path != "lm_head"
+    ]
+    wanted: set[str] = set()
+    for name in config.target_modules:
+        meant = linear if name == ALL_LINEAR else _meant(name, candidates, "target_modules", "layer")
+        left = [path for path in meant if not any(f"{path}.".startswith(f"{owner}.") for owner in whole)]
+        if meant and not left:
+            raise TargetSavedWhole(name=name, paths=meant)
+        wanted |= set(left)
+    targets = {path: part for path, part in candidates.items() if path in wanted}
     for key in ("rank_pattern", "alpha_pattern"):
         for name in getattr(config, key):
             if not any(ends_in(path, name) for path in targets):
-                kind, nearest = "layer with an update", _nearest(name, [*targets])
-                raise TargetNotFound(key=key, name=name, kind=kind, candidates=nearest)
+                nearest = _nearest(name, [*targets])
+                raise TargetNotFound(key=key, name=name, kind="layer with an update", candidates=nearest)
     module.requires_grad_(False)
     rules: list[InitRule] = []
     for path, layer in targets.items():
@@ -222,22 +241,15 @@ def adapt(module: nn.Module, plan: ParallelPlan, config: LoraConfig) -> Adapted:
             bias = getattr(part, "bias", None)
             if isinstance(bias, nn.Parameter) and (config.biases == "all" or path in targets):
                 bias.requires_grad_(True)
-    exempt = (*plan.no_weight_decay, "*.lora_magnitude")
-    changed = replace(plan, no_weight_decay=exempt, lr_scales=_scales(module, config.loraplus_lr_ratio))
+    scales: dict[str, float] = {}  # of what LoRA+ lets learn at the rate of B
+    if config.loraplus_lr_ratio != 1.0:
+        tables = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, UpdatedEmbedding))
+        for name, parameter in module.named_parameters():
+            is_b = name.endswith(".lora_B") and not name.startswith(tables)
+            if parameter.requires_grad and (parameter.ndim == 1 or is_b):
+                scales[name] = config.loraplus_lr_ratio
+    changed = replace(plan, no_weight_decay=(*plan.no_weight_decay, "*.lora_magnitude"), lr_scales=scales)
     return Adapted(plan=changed, rules=rules, targets=tuple(targets))
-
-
-def _scales(module: nn.Module, ratio: float) -> dict[str, float]:
-    """Return the factor on the learning rate of what LoRA+ lets learn at the rate of B."""
-    if ratio == 1.0:
-        return {}
-    tables = tuple(f"{path}." for path, part in module.named_modules() if isinstance(part, UpdatedEmbedding))
-    return {
-        name: ratio
-        for name, parameter in module.named_parameters()
-        if parameter.requires_grad
-        and (parameter.ndim == 1 or (name.endswith(".lora_B") and not name.startswith(tables)))
-    }
 
 
 def _add_update(module: nn.Module, path: str, layer: nn.Module, config: LoraConfig, rules: list[InitRule]) -> None:
@@ -309,48 +321,6 @@ def adaptable(module: nn.Module) -> dict[str, nn.Module]:
         elif type(part).forward in (nn.Linear.forward, nn.Embedding.forward):
             found[path] = part
     return found
-
-
-def chosen_targets(
-    module: nn.Module, plan: ParallelPlan, names: Sequence[str], whole: Sequence[str] = ()
-) -> dict[str, nn.Module]:
-    """Return those of :func:`adaptable` that ``names`` mean, without those inside ``whole``, as in peft.
-
-    Args:
-        module: the model.
-        plan: parallel plan of the model.
-        names: names of layers.
-        whole: paths of the modules that train whole.
-
-    Raises:
-        TargetNotFound: one of ``names`` means nothing.
-        TargetSavedWhole: one means nothing else than what trains whole.
-    """
-    candidates = adaptable(module)
-    heads = [pattern for pattern, style in plan.tensor.items() if style in ("vocab_head", "score_head")]
-    linear = [
-        path
-        for path, part in candidates.items()
-        if not isinstance(part, nn.Embedding) and not matches_any(heads, path) and path != "lm_head"
-    ]
-    wanted: set[str] = set()
-    for name in names:
-        meant = linear if name == ALL_LINEAR else _meant(name, candidates, "target_modules", "layer")
-        left = [path for path in meant if not any(f"{path}.".startswith(f"{owner}.") for owner in whole)]
-        if meant and not left:
-            raise TargetSavedWhole(name=name, paths=meant)
-        wanted |= set(left)
-    return {path: part for path, part in candidates.items() if path in wanted}
-
-
-def chosen_modules(module: nn.Module, names: Sequence[str]) -> list[str]:
-    """Return the paths of the modules with parameters that end in one of ``names``, as in peft, or match its pattern.
-
-    Raises:
-        TargetNotFound: one of ``names`` means nothing.
-    """
-    candidates = [path for path, part in module.named_modules() if path and any(True for _ in part.parameters())]
-    return [path for name in names for path in _meant(name, candidates, "modules_to_save", "module", ending=True)]
 
 
 def adaptable_names(builder: ModelBuilder) -> set[str]:

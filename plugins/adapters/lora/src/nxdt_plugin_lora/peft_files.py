@@ -103,15 +103,6 @@ def base_of(name: str) -> UpdateParameter | None:
     return UpdateParameter(base=f"{layer.removesuffix('.updates')}.{last}", kind=kind)
 
 
-def module_of(name: str) -> tuple[str, bool]:
-    """Return the module of transformers that a tensor of the file belongs to, and whether it is of an update."""
-    inner = name.removeprefix(_PREFIX)
-    for suffix in {*_IN_PEFT.values(), *_EMBEDDING_IN_PEFT.values()}:
-        if inner.endswith(f".{suffix}"):
-            return inner.removesuffix(f".{suffix}"), True
-    return inner.rpartition(".")[0].removesuffix(".base_layer"), False
-
-
 def peft_tensors(
     builder: ModelBuilder, shapes: Mapping[str, tuple[int, ...]], embeddings: Iterable[str]
 ) -> dict[str, PeftTensor]:
@@ -352,13 +343,17 @@ def read_peft(
         AdapterDiffers: embedding and head are one matrix here, but two in the file.
         WeightsDoNotFit: the tensors in the file differ from those that ``tensors`` describes.
     """
-    path = directory / WEIGHTS
     with opened_weights(directory) as file:
         held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     wanted = {part for tensor in tensors.values() for part in tensor.source.hf_names}
     base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # peft saves them with embeddings
     for each in tensors.values():
-        _check_shared(each, held, path)
+        if each.twin is not None:  # a matrix that two modules share trains in both here
+            names = (*each.source.hf_names, each.twin)
+            shared = [held[name] for name in names if name in held]
+            if shared and (len(shared) < len(names) or not all(torch.equal(shared[0], other) for other in shared)):
+                said = f"embedding and head share '{each.source.name}' here, and it trained them apart"
+                raise AdapterDiffers(where=str(directory), differences=[said], remedies=(MERGE,))
     wanted |= {each.twin for each in tensors.values() if each.twin is not None}
     missing, extra = sorted(wanted - held.keys()), sorted(held.keys() - wanted - base_layers)
     if missing or extra:
@@ -391,19 +386,6 @@ def opened_weights(directory: Path) -> Iterator[Any]:
         raise AdapterFileDamaged(path=str(path), reason=str(error)) from error
 
 
-def _check_shared(tensor: PeftTensor, held: Mapping[str, torch.Tensor], path: Path) -> None:
-    """A matrix that two modules share trains in both here; peft may have trained it for one of them."""
-    if tensor.twin is None:
-        return
-    names = (*tensor.source.hf_names, tensor.twin)
-    found = [held[name] for name in names if name in held]
-    if not found:
-        return
-    if len(found) < len(names) or not all(torch.equal(found[0], other) for other in found):
-        said = f"embedding and head share '{tensor.source.name}' here, and it trained them apart"
-        raise AdapterDiffers(where=str(path.parent), differences=[said], remedies=(MERGE,))
-
-
 def read_config(directory: Path) -> dict[str, Any]:
     """Return the content of ``adapter_config.json``.
 
@@ -414,12 +396,15 @@ def read_config(directory: Path) -> dict[str, Any]:
     found = read_json(directory, CONFIG)
     reason = unusable(found, weights=None)
     base, matrices = found.get("base_model_name_or_path"), found.get("target_parameters") or []
+    tables = {key: found.get(key) or {} for key in _PATTERNS}
+    numbers = {key: table.values() if isinstance(table, dict) else [None] for key, table in tables.items()}
+    odd = [key for key, values in numbers.items() if not all(isinstance(value, int | float) for value in values)]
     if found.get("peft_type") != "LORA":
         reason = f"its peft_type is {found.get('peft_type')!r}, not 'LORA'"
     elif not isinstance(base, str | None):
         reason = f"base_model_name_or_path is {base!r}, not a path or a name"
-    elif pattern := next((key for key in _PATTERNS if not _is_table(found.get(key) or {})), None):
-        reason = f"{pattern} is {found[pattern]!r}, not numbers by name"
+    elif odd:
+        reason = f"{odd[0]} is {found[odd[0]]!r}, not numbers by name"
     elif not isinstance(matrices, list) or not all(isinstance(name, str) for name in matrices):
         reason = f"target_parameters is {matrices!r}, not a list of names"
     if reason is not None:
@@ -459,7 +444,11 @@ def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) 
     targets, whole = dict[str, dict[str, Any]](), dict[str, None]()
     with opened_weights(directory) as file:
         for name in file.keys():  # noqa: SIM118 - no mapping
-            module, updated = module_of(name)
+            inner = name.removeprefix(_PREFIX)
+            leaves = {*_IN_PEFT.values(), *_EMBEDDING_IN_PEFT.values()}
+            leaf = next((leaf for leaf in leaves if inner.endswith(f".{leaf}")), None)
+            updated = leaf is not None
+            module = inner.removesuffix(f".{leaf}") if updated else inner.rpartition(".")[0].removesuffix(".base_layer")
             if not updated and name.endswith(".bias"):  # those of the file's ``bias``, or of a module that is whole
                 continue
             source = by_name.get(f"{module}.weight")
@@ -495,10 +484,6 @@ def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) 
         "load_lora_from_ckpt": True,
         "lora_save_dir": str(directory),
     }
-
-
-def _is_table(value: object) -> bool:
-    return isinstance(value, dict) and all(isinstance(number, int | float) for number in value.values())
 
 
 def _literal(pattern: str) -> str | None:

@@ -10,6 +10,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -33,7 +34,7 @@ from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.weights.export import tokenizer_files
 from nxdt_core.train.weights.importing import check_empty, write_counters
-from nxdt_core.train.weights.loading import BaseWeights, base_weights
+from nxdt_core.train.weights.loading import base_weights
 from nxdt_core.train.weights.saved_config import SavedRun, base_step, locate, named_config, saved_run
 from nxdt_plugin_lora.adaptation import adapt, tables_of
 from nxdt_plugin_lora.config import LoraConfig
@@ -59,19 +60,11 @@ class SavedLora:
     lora: LoraConfig
     trained: Mapping[str, tuple[int, ...]]
     """Shapes of all that trained and of its frozen initial values, by name."""
-    found_base: BaseWeights | None
-    """Weights of the base; None where they were not needed."""
 
     @property
     def uri(self) -> str:
         """Address of the checkpoint."""
         return build.step_uri(self.storage, self.manifest.step)
-
-    @property
-    def base(self) -> BaseWeights:
-        """The weights below the adapter."""
-        assert self.found_base is not None
-        return self.found_base
 
     @property
     def updated(self) -> Mapping[str, Mapping[str, str]]:
@@ -92,8 +85,7 @@ def open_saved(
     storage: CheckpointStore,
     step: int | None,
     *,
-    base: str | None = None,
-    needs_base: bool = True,
+    reads_base: bool,
     config: ResolvedConfig | None = None,
     trusted: TrustedKeys | None = None,
 ) -> SavedLora:
@@ -102,8 +94,7 @@ def open_saved(
     Args:
         storage: the store that holds the run's checkpoints.
         step: step of the checkpoint; None selects the newest valid one.
-        base: address of the frozen weights, if they are no longer where the run read them.
-        needs_base: whether the frozen weights are to be read.
+        reads_base: whether the frozen weights will be read from where the run read them.
         config: decides in place of the configuration that the checkpoint keeps.
         trusted: keys, one of which must have signed the checkpoint and its base; None requires no signature.
 
@@ -113,7 +104,7 @@ def open_saved(
     """
     manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
     uri = build.step_uri(storage, manifest.step)
-    saved = saved_run(manifest, where=uri, config=config, base=needs_base and base is None)
+    saved = saved_run(manifest, where=uri, config=config, base=reads_base)
     run = saved.config
     chosen = run.components["adapter"]
     if chosen is None or not isinstance(chosen.config, LoraConfig) or not chosen.config.enable_lora:
@@ -128,7 +119,6 @@ def open_saved(
         run=saved,
         lora=chosen.config,
         trained={name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad or base_of(name)},
-        found_base=base_weights(run, storage, manifest, base=base, trusted=trusted) if needs_base else None,
     )
 
 
@@ -179,7 +169,8 @@ def merge_lora(
         MergeUnties: the update is of one of two tied matrices.
         ImportPlaceTaken: ``target`` holds a checkpoint.
     """
-    saved = open_saved(source, step, base=base, config=config, trusted=trusted)
+    saved = open_saved(source, step, reads_base=base is None, config=config, trusted=trusted)
+    weights = base_weights(saved.run.config, source, saved.manifest, base=base, trusted=trusted)
     builder, facts = build.model_builder(saved.run.config), saved.manifest.facts
     for owner, user in builder.plan().tied:
         if {owner, user} & saved.updated.keys():
@@ -187,7 +178,7 @@ def merge_lora(
     uri = build.step_uri(target, saved.manifest.step)
     listing: Listing = {
         ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
-        for name, spec in saved.base.specs.items()
+        for name, spec in weights.specs.items()
         if base_of(name) is None
     }
     updated, tables, rank = saved.updated, tables_of(builder), rank_of(ranks)
@@ -197,11 +188,11 @@ def merge_lora(
             if not keep_others:
                 check_empty(target)
             frozen = [name for _, name in listing if name not in saved.trained]
-            saved.base.check(frozen, facts.base, where=saved.uri)
+            weights.check(frozen, facts.base, where=saved.uri)
         return listing
 
     def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
-        frozen = saved.base.values([name for name in names if name not in saved.trained])
+        frozen = weights.values([name for name in names if name not in saved.trained])
         needed = {name: [name] * (name in saved.trained) + [*updated.get(name, {}).values()] for name in names}
         trained = saved.read([part for parts in needed.values() for part in parts])
         for name in names:
@@ -315,9 +306,7 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
     if ranks.rank == 0:
         _log.warning("merged model: %s", merged.target)
 
-    def delete_older() -> list[int]:
-        return checkpoint.prune(place, 1, deep=False, passed_over=lambda other: other > step)
-
+    delete_older = partial(checkpoint.prune, place, 1, deep=False, passed_over=lambda other: other > step)
     on_first_rank(ranks, delete_older, where=place.uri)
 
 
@@ -364,7 +353,7 @@ def export_lora(
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise HFNotWritable(directory=target)
     own, keys = named_config(config, trusted)
-    saved = open_saved(*locate(source, own), needs_base=False, config=own, trusted=keys)
+    saved = open_saved(*locate(source, own), reads_base=False, config=own, trusted=keys)
     base, began = base_model, HFSource.of_facts(saved.manifest.facts.hf)
     if base is None and began is not None and not base_step(saved.manifest):  # an import has step 0; later ones trained
         base = began.path

@@ -1,10 +1,10 @@
-"""Tokens of a text column: in memory, or in a directory that later runs and other processes of the machine share."""
+"""The dataloader ``hf-data``, and tokens of a text column in a directory that later runs and other processes share."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.data.files.records import count_records
 from nxdt_core.data.mixture import mixed
+from nxdt_core.data.packing import Packing
 from nxdt_core.data.tokens import TokenStream, tokenize
+from nxdt_core.errors.data import DataNeedsTokenizer, SpecialTokenMissing
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, IterableDataset, MapDataset, Split, SplitName
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.errors import CacheUnwritable, NothingToLearn
-from nxdt_plugin_hf_data.formats import Saved, files_of, open_saved
+from nxdt_plugin_hf_data.formats import files_of, open_saved
 from nxdt_plugin_hf_data.rows import (
     Chunks,
     SampleSettings,
@@ -85,7 +87,15 @@ class HfData(DatasetSplits):
     def __init__(self, config: HfDataConfig, context: DataContext) -> None:
         self._config = config
         self._context = context
-        self._cutting = SampleSettings.of(config, context)
+        eos = None if context.tokenizer is None else context.tokenizer.eos_id
+        packing = Packing(
+            reset_attention_mask=config.reset_attention_mask,
+            reset_position_ids=config.reset_position_ids,
+            eod_id=_special("data.eod_mask_loss", eos, "end of text") if config.eod_mask_loss else None,
+        )
+        self._cutting = SampleSettings(
+            seq_length=context.seq_length, vocab_size=context.vocab_size, packs=config.packing, packing=packing
+        )
         self._weights = {name: source.weight for name, source in config.named_sources().items()}
 
     def split(self, name: SplitName) -> Split:
@@ -130,7 +140,18 @@ class HfData(DatasetSplits):
         )
 
     def _framing(self) -> TextFraming:
-        return TextFraming.of(self._config, self._context.tokenizer)
+        """Return the tokenizer and what the configuration puts around texts.
+
+        Raises:
+            DataNeedsTokenizer: the run has no tokenizer.
+            SpecialTokenMissing: it lacks a token that is asked for.
+        """
+        config, tokenizer = self._config, self._context.tokenizer
+        if tokenizer is None:
+            raise DataNeedsTokenizer(dataloader="hf-data")
+        bos = _special("data.add_bos", tokenizer.bos_id, "begin of text") if config.add_bos else None
+        eos = _special("data.add_eos", tokenizer.eos_id, "end of text") if config.add_eos else None
+        return TextFraming(tokenizer=tokenizer, bos_id=bos, eos_id=eos)
 
     def _saved(self, named: Named, split: SplitName) -> MapDataset:
         directory = self._config.cache_dir or self._context.cache_dir
@@ -149,16 +170,25 @@ class HfData(DatasetSplits):
                 _log.warning("%s: left out %s: the text is empty", saved.path, count_records(blank))
             tokens = stream.tokens[:]
             ids = TokenColumn(values=Chunks([tokens]), offsets=np.append(stream.starts, len(tokens)))
-            copies = replace(saved, files=WatchedFiles([], may_grow=True))
-            return self._cut(TokenColumns(input_ids=ids), copies, source, split, self._config.packing is not False)
+            return self._cutting.samples(
+                TokenColumns(input_ids=ids),
+                packs=self._config.packing is not False,
+                path=saved.path,
+                source=source,
+                split=split,
+                files=WatchedFiles([], may_grow=True),  # what is cut are copies
+            )
         columns = token_columns(saved.table, saved.path)
         packs = self._cutting.packs_rows_of(np.diff(columns.input_ids.offsets), saved.path)
-        dataset = self._cut(columns, saved, saved.content, split, packs)
+        dataset = self._cutting.samples(
+            columns, packs=packs, path=saved.path, source=saved.content, split=split, files=saved.files
+        )
         if not columns.teach():
             raise NothingToLearn(key=named.key, path=saved.path, where="in each of its rows")
         return dataset
 
-    def _cut(self, columns: TokenColumns, saved: Saved, source: str, split: SplitName, packs: bool) -> MapDataset:
-        if packs:
-            return self._cutting.packed(columns, path=saved.path, source=source, split=split, files=saved.files)
-        return self._cutting.rows(columns, path=saved.path, source=source, files=saved.files)
+
+def _special(key: str, token_id: int | None, meaning: str) -> int:
+    if token_id is None:
+        raise SpecialTokenMissing(key=key, token=meaning)
+    return token_id

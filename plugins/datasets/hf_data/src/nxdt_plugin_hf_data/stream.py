@@ -40,7 +40,7 @@ from nxdt_plugin_hf_data.rows import (
     SampleSettings,
     TextFraming,
     TokenColumns,
-    check_columns,
+    check_ids,
     is_tokenised,
     row_sample,
     text_column,
@@ -237,31 +237,36 @@ class FileStream(IterableDataset):
             start = begin.row if number == begin.file else 0
             self._files.check(path)
             for first, batch in read_rows(path, self._text_key, start):
-                yield from self._documents(path, Place(epoch=begin.epoch, file=number, row=first), batch)
-
-    def _documents(self, path: Path, place: Place, batch: pa.RecordBatch) -> Iterator[Row]:
-        table, first = pa.Table.from_batches([batch]), place.row
-        self._compare(path, first, table)
-        if self._text:
-            framing = self._framing()
-            texts = text_column(table, self._text_key, str(path), first)
-            for row, own in zip(count(first), encode_documents(texts, framing.tokenizer), strict=False):
-                if len(own):
-                    yield Row(place=replace(place, row=row), path=path, ids=framing.around(own))
-            return
-        columns = self._checked(path, first, table)
-        for row in range(batch.num_rows):
-            yield Row(
-                place=replace(place, row=first + row),
-                path=path,
-                ids=columns.input_ids.row(row),
-                labels=None if columns.labels is None else columns.labels.row(row),
-                documents=columns.documents(row, row + 1),
-            )
+                table = pa.Table.from_batches([batch])
+                self._compare(path, first, table)
+                places = (Place(epoch=begin.epoch, file=number, row=row) for row in count(first))
+                if self._text:
+                    framing = self._framing()
+                    texts = text_column(table, self._text_key, str(path), first)
+                    for place, ids in zip(places, encode_documents(texts, framing.tokenizer), strict=False):
+                        if len(ids):
+                            yield Row(place=place, path=path, ids=framing.around(ids))
+                    continue
+                columns = self._checked(path, first, table)
+                for place, row in zip(places, range(batch.num_rows), strict=False):
+                    yield Row(
+                        place=place,
+                        path=path,
+                        ids=columns.input_ids.row(row),
+                        labels=None if columns.labels is None else columns.labels.row(row),
+                        documents=columns.documents(row, row + 1),
+                    )
 
     def _checked(self, path: Path, first: int, table: pa.Table) -> TokenColumns:
-        columns = token_columns(table, str(path), first)
-        check_columns(columns, self._cutting.vocab_size, lambda: f"{path} (rows from {first})")
+        """Return the columns, whose tokens and labels that are learnt are of the vocabulary."""
+        columns, limit = token_columns(table, str(path), first), self._cutting.vocab_size
+
+        def place() -> str:
+            return f"{path} (rows from {first})"
+
+        check_ids(columns.input_ids.values[:], limit, place)
+        if columns.labels is not None:
+            check_ids(columns.labels.values[:][columns.learnt(0, len(columns.input_ids))], limit, place)
         return columns
 
     def _compare(self, path: Path, first: int, table: pa.Table) -> None:

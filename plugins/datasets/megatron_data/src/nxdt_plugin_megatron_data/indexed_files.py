@@ -44,6 +44,8 @@ DTYPES: dict[int, np.dtype[np.generic]] = {
 }
 """Dtypes by the code that a header carries."""
 
+_TOKENS = 1 << 22
+"""Tokens that are read at a time."""
 _UINT16_BELOW = 65500
 """Vocabularies that Megatron-Core's preprocessing stores as uint16."""
 
@@ -99,7 +101,9 @@ class IndexedTokens:
                 require_fetched(path)
             except OSError as error:
                 raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
-        raw = _mapped(index)
+        # An empty file cannot be mapped.
+        empty = index.stat().st_size == 0
+        raw = np.empty(0, np.uint8) if empty else np.memmap(index, dtype=np.uint8, mode="r").view(np.ndarray)
         if len(raw) < HEADER.size or raw[: len(MAGIC)].tobytes() != MAGIC:
             raise BadIndexFile(path=str(index), reason=f"it does not begin with {MAGIC!r}")
         _, version, code, sequences, borders = HEADER.unpack(raw[: HEADER.size].tobytes())
@@ -194,16 +198,6 @@ class IndexedTokens:
     def total_tokens(self) -> int:
         """Return the tokens of all sequences."""
         return int(self.lengths.sum(dtype=np.int64))
-
-
-_TOKENS = 1 << 22
-
-
-def _mapped(path: Path) -> NDArray[np.uint8]:
-    """The bytes of a file. (An empty file cannot be mapped.)"""
-    if os.path.getsize(path) == 0:
-        return np.empty(0, np.uint8)
-    return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
 
 
 class IndexedWriter:

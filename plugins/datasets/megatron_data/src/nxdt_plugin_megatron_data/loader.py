@@ -1,15 +1,29 @@
-"""The dataloader ``megatron-data``: opens the files that the section names and lays their documents out."""
+"""The dataloader ``megatron-data``: samples of Megatron's files, blends, and the indices of what is in each sample.
+
+A split of a file has the document, sample and shuffle index of Megatron-Core's ``GPTDataset``. Documents are laid end
+to end in a random order, and every ``seq_length`` tokens a sample begins. For the same file, seed and length the three
+are, number for number, what Megatron-Core builds for one pass (``num_samples=None``), so that sample i here is sample i
+there. Where it walks through the documents one by one, this is arithmetic on whole arrays: sample k begins at token
+``k * seq_length``, and a binary search in the running sum of lengths says where that is.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import fsum
 from pathlib import Path
 
-from nxdt_core.data.cache import digest, file_digest
+import numpy as np
+from numpy.typing import NDArray
+
+from nxdt_core.data.cache import cached_arrays, digest, file_digest, is_array
 from nxdt_core.data.packing import Packing
-from nxdt_core.protocols.dataset import DataContext, DatasetSplits, Split, SplitName
+from nxdt_core.data.sampler import Head
+from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
+from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, Split, SplitName
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.config import (
     SPLITS,
@@ -19,19 +33,306 @@ from nxdt_plugin_megatron_data.config import (
     short_names,
     split_bounds,
 )
-from nxdt_plugin_megatron_data.dataset import (
-    BlendedDataset,
-    ChainedDataset,
-    IndexedDataset,
-    SampleSettings,
-    are_indices,
-    build_indices,
-    cached_indices,
-    count_samples,
-    in_shares,
-)
-from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer
+from nxdt_plugin_megatron_data.errors import EmptySplit, EndOfDocumentUnknown, OtherTokenizer, TokenOutsideVocabulary
 from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, provenance_path, read_provenance
+
+_log = logging.getLogger("nxdt.data")
+
+
+@dataclass(frozen=True, slots=True)
+class Indices:
+    """Arrays that say which tokens each sample is made of."""
+
+    documents: NDArray[np.int32]
+    """[documents] sequences of the file in the order in which they are laid out."""
+    samples: NDArray[np.int32 | np.int64]
+    """[samples + 1, 2] where each sample begins: a place in ``documents``, and tokens into that sequence. The last
+    row is the end of the last sample."""
+    shuffle: NDArray[np.uint32 | np.int64]
+    """[samples] the sample at each place of the order."""
+
+
+def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool) -> int:
+    """Samples in a pass over ``tokens``.
+
+    Args:
+        tokens: number of tokens in all documents together.
+        seq_length: tokens of a sample.
+        extra: each sample has one token more than that, for the last label; it is the first of the next sample.
+        drop_last: leave out what is left behind the last whole sample.
+    """
+    available = max(0, tokens - int(extra))
+    return available // seq_length if drop_last else -(-available // seq_length)
+
+
+def build_indices(
+    lengths: NDArray[np.int32],
+    documents: range,
+    *,
+    seq_length: int,
+    seed: int,
+    extra: bool = True,
+    drop_last: bool = True,
+) -> Indices:
+    """Lay out the sequences ``documents`` of a file with ``lengths`` [sequences]; see :func:`count_samples`."""
+    random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
+    order = np.arange(documents.start, documents.stop, dtype=np.int32)
+    random.shuffle(order)
+    samples = _starts(lengths, order, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    count = len(samples) - 1
+    wide = count >= 2**32 - 2
+    shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
+    random.shuffle(shuffle)
+    return Indices(documents=order, samples=samples, shuffle=shuffle)
+
+
+def are_indices(
+    indices: Indices,
+    lengths: NDArray[np.int32],
+    documents: range,
+    *,
+    seq_length: int,
+    extra: bool = True,
+    drop_last: bool = True,
+) -> bool:
+    """Return whether ``indices`` have the sequences ``documents`` of a file with ``lengths``, in any order."""
+    if not _is_permutation(indices.documents, documents):
+        return False
+    samples = _starts(lengths, indices.documents, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    same = is_array(indices.samples, "i", *samples.shape) and np.array_equal(indices.samples, samples)
+    return same and _is_permutation(indices.shuffle, range(len(samples) - 1))
+
+
+def _is_permutation(order: NDArray[np.integer], of: range) -> bool:
+    places = order.astype(np.int64) - of.start
+    is_within = 0 <= places.min(initial=0) <= places.max(initial=0) < max(len(of), 1)
+    return is_array(order, "iu", len(of)) and is_within and bool((np.bincount(places, minlength=len(of)) == 1).all())
+
+
+def _starts(
+    lengths: NDArray[np.int32], order: NDArray[np.int32], *, seq_length: int, extra: bool, drop_last: bool
+) -> NDArray[np.int32 | np.int64]:
+    """Return the places at which the samples begin, and at which the last ends.
+
+    A sample that begins with the first token of a document, and shares no token with the one before, is said to begin
+    behind the last token of the document before it.
+    """
+    ends = np.cumsum(lengths[order], dtype=np.int64)
+    tokens = int(ends[-1]) if len(ends) else 0
+    count = count_samples(tokens, seq_length=seq_length, extra=extra, drop_last=drop_last)
+    if not count:
+        return np.zeros((1, 2), np.int32)
+    at = np.arange(count + 1, dtype=np.int64) * seq_length
+    at[-1] = min(at[-1], ends[-1] - int(extra))
+    places = np.searchsorted(ends, at, side="right" if extra else "left")
+    places[0] = 0  # also where the first documents are empty
+    begins = np.where(places > 0, ends[places - 1], 0)
+    wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
+    return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)
+
+
+def cached_indices(
+    directory: Path, name: str, build: Callable[[], Indices], fits: Callable[[Indices], bool]
+) -> Indices:
+    """Return the index ``name`` of ``directory``, built where it is missing or damaged.
+
+    Where the directory cannot be written, the index stays in the memory of this process, and a warning says so.
+    """
+
+    def unkept(error: OSError) -> None:
+        reason = error.strerror or str(error)
+        _log.warning("%s: cannot keep an index there (%s); each process builds its own", directory, reason)
+
+    return cached_arrays(directory, name, Indices, build, unkept, fits)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleSettings:
+    """Settings that make samples of the tokens of any file."""
+
+    seq_length: int
+    extra: bool
+    """True if a sample takes one token more than ``seq_length``, for its last label."""
+    packing: Packing | None
+    """Separation of documents in one sample; None: they are one text, and every label counts."""
+    eod_id: int | None
+    """The token that ends a document, where it is known: with ``packing``, documents also end there."""
+    vocab_size: int | None
+    """Ids are below; None does not look."""
+    vocab_owner: str = "the model"
+    """Description of whose vocabulary it is."""
+
+
+class IndexedDataset(MapDataset):
+    """A map-style dataset; sample i is sample i of Megatron-Core's ``GPTDataset`` for the same indices.
+
+    Args:
+        source: the file.
+        indices: which of its tokens each sample is made of.
+        cut: how.
+        content: digest of the file and of what the indices were built by.
+    """
+
+    def __init__(self, source: IndexedTokens, indices: Indices, cut: SampleSettings, *, content: str) -> None:
+        self._source = source
+        self._indices = indices
+        self._cut = cut
+        self._content = content
+        self._window = cut.seq_length + int(cut.extra)
+
+    def __len__(self) -> int:
+        return len(self._indices.shuffle)
+
+    def __getitem__(self, index: int, /) -> Sample:
+        """Sample ``index``.
+
+        Raises:
+            TokenOutsideVocabulary: it holds an id that the model has no row for.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        window, borders, found = self._tokens(index)
+        cut = self._cut
+        inputs = window[: cut.seq_length]
+        labels = window[1:] if cut.extra else np.append(window[1:], IGNORE_INDEX)
+        if found < self._window:
+            labels = np.where(np.arange(cut.seq_length) < found - 1, labels, IGNORE_INDEX)
+        sample = Sample(input_ids=inputs, labels=labels)
+        if cut.packing is not None:
+            # Documents begin where sequences do, and behind each end-of-document token: places 1 … seq.
+            starts = borders[(borders > 0) & (borders <= len(inputs))]
+            if cut.eod_id is not None:
+                starts = np.union1d(starts, np.flatnonzero(inputs == cut.eod_id) + 1)
+            sample = cut.packing.sample(inputs, labels, starts)
+        if found >= cut.seq_length:
+            return sample
+        if sample.document_ids is not None:
+            sample.document_ids[found:] = -1
+        return replace(sample, padding=np.arange(cut.seq_length) >= found)
+
+    def fingerprint(self) -> str:
+        """Digest of the file, the indices' settings and how samples are cut."""
+        cut = self._cut
+        return digest(self._content, len(self), cut.seq_length, cut.extra, cut.packing, cut.eod_id)
+
+    def _tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
+        """Tokens [window], places in them at which another sequence begins, and how many were found."""
+        indices, source = self._indices, self._source
+        source.check()
+        number = int(indices.shuffle[index])
+        (first, offset), (last, end) = indices.samples[number : number + 2].tolist()
+        sequences = indices.documents[first : last + 1]
+        counts = source.lengths[sequences].astype(np.int64)
+        begins = source.pointers[sequences] // source.dtype.itemsize
+        counts[-1] = end + int(self._cut.extra)
+        counts[0] -= offset
+        begins[0] += offset
+        borders = np.cumsum(counts)
+        found = min(int(borders[-1]), self._window)
+        window = np.empty(self._window, np.int64)
+        at = 0
+        for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
+            window[at : at + count] = source.tokens(begin, count)
+            at += count
+        window[found:] = 0
+        if self._cut.vocab_size is not None:
+            unsigned = window.view(np.uint64)  # of which a negative token is the largest
+            if int(unsigned.max()) >= self._cut.vocab_size:
+                position = int(unsigned.argmax())
+                raise TokenOutsideVocabulary(
+                    path=str(source.prefix),
+                    sequence=int(sequences[np.searchsorted(borders, position, side="right")]),
+                    token=int(window[position]),
+                    owner=self._cut.vocab_owner,
+                    last=self._cut.vocab_size - 1,
+                )
+        return window, borders[:-1], found
+
+
+_SLOTS = 1 << 20
+"""Places of the pattern that a blend repeats: shares are kept to a millionth."""
+
+
+class BlendedDataset(MapDataset):
+    """Samples of several sets such that every stretch of the order has them in the wanted shares.
+
+    A set's places in the pattern are evenly spaced, so that at every point its count is within two samples of its
+    share. (Megatron-Core takes the set that is furthest behind, in an index as long as the run; a pattern has no
+    length, so that neither a longer run nor a large set with a small weight costs anything.) A pass ends once each set
+    was seen whole, the others more than once for it.
+
+    Args:
+        datasets: none of them empty.
+        shares: of each, with the sum 1.
+    """
+
+    def __init__(self, datasets: Sequence[MapDataset], shares: Sequence[float]) -> None:
+        self._datasets = datasets
+        self._sizes = [len(dataset) for dataset in datasets]
+        exact = np.array(shares) * _SLOTS
+        self._counts: NDArray[np.int64] = np.floor(exact).astype(np.int64)  # rounded by largest remainder
+        missing = _SLOTS - int(self._counts.sum())
+        self._counts[np.argsort(self._counts - exact, kind="stable")[:missing]] += 1
+        times = np.concatenate([(np.arange(count) + 0.5) / count for count in self._counts])
+        order = np.argsort(times, kind="stable")
+        self._owners = np.repeat(np.arange(len(datasets), dtype=np.int32), self._counts)[order]
+        self._ranks = np.concatenate([np.arange(count, dtype=np.int32) for count in self._counts])[order]
+        self._length = 0
+        for which, size in enumerate(self._sizes):  # behind the last sample of each set, counted over all its passes
+            turn, rank = divmod(size - 1, int(self._counts[which]))
+            slot = np.flatnonzero((self._owners == which) & (self._ranks == rank))[0]
+            self._length = max(self._length, turn * _SLOTS + int(slot) + 1)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int, /) -> Sample:
+        return self.at(index, 0)
+
+    def at(self, index: int, epoch: int) -> Sample:
+        """Return the sample at ``index`` in a pass; each pass continues where the one before left each set."""
+        if not 0 <= index < self._length:
+            raise IndexError(f"sample {index} of {self._length}")
+        which, number = self.source(index + epoch * self._length)
+        return self._datasets[which][number]
+
+    def source(self, place: int) -> tuple[int, int]:
+        """Return the set at a place of the order, passes counted through, and the number of its sample."""
+        turn, slot = divmod(place, _SLOTS)
+        which = int(self._owners[slot])
+        number = turn * int(self._counts[which]) + int(self._ranks[slot])
+        return which, number % self._sizes[which]
+
+    def fingerprint(self) -> str:
+        """Digest of the sets and their shares."""
+        return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts)
+
+
+class ChainedDataset(MapDataset):
+    """Each sample of each set once, one set behind the other."""
+
+    def __init__(self, datasets: Sequence[MapDataset]) -> None:
+        self._datasets = datasets
+        self._ends = np.cumsum([len(dataset) for dataset in datasets])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: int, /) -> Sample:
+        if not 0 <= index < len(self):
+            raise IndexError(f"sample {index} of {len(self)}")
+        which = int(np.searchsorted(self._ends, index, side="right"))
+        return self._datasets[which][index - (int(self._ends[which - 1]) if which else 0)]
+
+    def fingerprint(self) -> str:
+        """Digest of the sets in their order."""
+        return digest("chained", *(dataset.fingerprint() for dataset in self._datasets))
+
+
+def in_shares(datasets: Sequence[MapDataset], shares: Sequence[float]) -> list[Head]:
+    """Return the first samples of each set: as many as can be had in the wanted shares with none of them twice."""
+    most = min(len(dataset) / share for dataset, share in zip(datasets, shares, strict=True))
+    return [Head(dataset, max(1, round(most * share))) for dataset, share in zip(datasets, shares, strict=True)]
 
 
 class MegatronData(DatasetSplits):

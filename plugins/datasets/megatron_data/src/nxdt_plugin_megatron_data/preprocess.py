@@ -318,7 +318,25 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
         output = Output(job.prefix, dtype_for(note.vocab_size), decides)
         before = output.counts.tokens
         with write_errors_explained(job.prefix, lambda: output.counts.tokens), closing(output):
-            _write_all(job, output, watch)
+            separator = job.recipe.separator
+            for path in job.files:
+                check_utf8_start(path, read_bytes(path, _HEAD_BYTES))
+            blocks = _of_shard(job, output.place, separator.encode() if separator else None)
+            saved = time.monotonic()
+            for block, encoded in _encoded(blocks, job):
+                path, counts = job.files[block.begin.file], output.counts
+                for line, reason in encoded.faults:
+                    counts.bad += 1
+                    if len(counts.first_bad) < _NAMED:
+                        counts.first_bad.append(f"{path}:{block.begin.line + line}: {reason}")
+                counts.records += encoded.records
+                counts.empty += encoded.empty
+                output.append(encoded.tokens, encoded.lengths, block.end)
+                watch(block.disk_bytes, counts)
+                if time.monotonic() - saved >= job.save_every_s:
+                    output.save()
+                    saved = time.monotonic()
+                _check_bad_share(output, job.max_bad_share, at_least=_CHECKED_FROM)
             _check_bad_share(output, job.max_bad_share, at_least=1)
             if not output.counts.documents and job.shard[1] == 1:  # a part of a small input may have none
                 raise NoDocuments(files=len(job.files), records=output.counts.records)
@@ -334,28 +352,6 @@ def _content(path: Path) -> str:
         return blocks if found.st_size <= SAMPLED_FROM_BYTES else digest(blocks, found.st_mtime_ns)
     except OSError as error:
         raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
-
-
-def _write_all(job: Job, output: Output, watch: Callable[[int, Counts], None]) -> None:
-    separator = job.recipe.separator
-    for path in job.files:
-        check_utf8_start(path, read_bytes(path, _HEAD_BYTES))
-    blocks = _of_shard(job, output.place, separator.encode() if separator else None)
-    saved = time.monotonic()
-    for block, encoded in _encoded(blocks, job):
-        path, counts = job.files[block.begin.file], output.counts
-        for line, reason in encoded.faults:
-            counts.bad += 1
-            if len(counts.first_bad) < _NAMED:
-                counts.first_bad.append(f"{path}:{block.begin.line + line}: {reason}")
-        counts.records += encoded.records
-        counts.empty += encoded.empty
-        output.append(encoded.tokens, encoded.lengths, block.end)
-        watch(block.disk_bytes, counts)
-        if time.monotonic() - saved >= job.save_every_s:
-            output.save()
-            saved = time.monotonic()
-        _check_bad_share(output, job.max_bad_share, at_least=_CHECKED_FROM)
 
 
 def _of_shard(job: Job, start: Place, separator: bytes | None) -> Iterator[Block]:

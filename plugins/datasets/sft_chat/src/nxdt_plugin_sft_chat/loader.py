@@ -36,7 +36,7 @@ from nxdt_core.errors.chats import TemplateMissing
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataContext, DataReport, DatasetSplits, MapDataset, SplitName, TokenCount
-from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
+from nxdt_core.protocols.tokenizer import LocatedIds
 from nxdt_plugin_sft_chat.config import ChatConfig, Truncation
 from nxdt_plugin_sft_chat.errors import ChatTooLong, EmptySplit, EverythingTrained, NothingTrained
 from nxdt_plugin_sft_chat.rendering import Rendered, Renderer
@@ -74,49 +74,6 @@ class Encoded:
         """Return the same with some of the tokens."""
         arrays = ("ids", "trained", "weights", "roles", "turns")
         return replace(self, **{name: getattr(self, name)[part] for name in arrays})
-
-
-class Encoder:
-    """Encodes conversations with one template and one tokenizer."""
-
-    def __init__(self, renderer: Renderer, tokenizer: Tokenizer, config: ChatConfig) -> None:
-        self._renderer = renderer
-        self._tokenizer = tokenizer
-        self._config = config
-        self._reserved = ReservedTokens(tokenizer, allowed=config.special_tokens_in_text)
-
-    def encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
-        """Yield the conversations of records in their order, without those that ``bad`` takes.
-
-        Raises:
-            NxdtError: of a record that is refused, such as:
-            NothingTrained: it has no answer, and no mark of ``train: false`` or ``weight: 0`` leaves it out.
-            SpecialTokenInText: a text would become a special token.
-            TemplateNeedsToken: what ends a turn would become several tokens.
-            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
-        """
-        end_of_turn(self._renderer.runner, self._tokenizer)
-        usable = bad.usable(records, self._rendered)
-        while batch := list(islice(usable, _BATCH)):
-            located = self._tokenizer.locate([rendered.text for _, rendered in batch])
-            yield from (_encoded(*each, ids) for each, ids in zip(batch, located, strict=True))
-
-    def _rendered(self, record: Record) -> tuple[Conversation, Rendered]:
-        place, content = record
-        conversation = read_record(content, place, merge=self._config.turn_order == "merge")
-        said = ((message.content, message.fields) for message in conversation.messages)
-        self._reserved.check(said, str(place), tools=conversation.tools)
-        messages = conversation.messages
-        wanted = [i for i, message in enumerate(messages) if message.role in self._config.train_roles]
-        if self._config.train_turns == "last":
-            wanted = wanted[-1:]
-        marks = [i in wanted if message.train is None else message.train for i, message in enumerate(messages)]
-        rendered = self._renderer.render(conversation, [i for i, trained in enumerate(marks) if trained])
-        marked = any(message.train is False for message in messages)
-        if not marked and not any(start < end for start, end in rendered.learnt):
-            roles = one_of(self._config.train_roles)
-            raise NothingTrained(place=str(place), reason=f"there is no message of {roles} with text")
-        return conversation, rendered
 
 
 def _encoded(conversation: Conversation, rendered: Rendered, located: LocatedIds) -> Encoded:
@@ -419,7 +376,8 @@ class ChatData(DatasetSplits):
         runner = runner_of(config, chat_tokenizer)
         if runner is None:
             raise TemplateMissing(known=template_names())
-        self._encoder = Encoder(Renderer(runner), chat_tokenizer, config)
+        self._renderer = Renderer(runner)
+        self._reserved = ReservedTokens(chat_tokenizer, allowed=config.special_tokens_in_text)
         self._settings = runner.settings
         self._records = SplitRecords(config, example=_EXAMPLE, section=section, empty=EmptySplit, limit_in_digests=True)
 
@@ -485,7 +443,7 @@ class ChatData(DatasetSplits):
         def chats() -> Chats:
             bad = BadRecords(self._config)
             return gather(
-                self._encoder.encode(records, bad),
+                self._encode(records, bad),
                 bad,
                 seq_length=length,
                 truncation=self._config.truncation,
@@ -502,3 +460,36 @@ class ChatData(DatasetSplits):
         name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
         fits = partial(Chats.fits, most=length + 1, vocab_size=self._tokenizer.vocab_size)
         return cached_arrays(directory, name, Chats, chats, unkept, fits, most_bytes=self._config.cache_bytes)
+
+    def _encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
+        """Yield the conversations of records in their order, without those that ``bad`` takes.
+
+        Raises:
+            NxdtError: of a record that is refused, such as:
+            NothingTrained: it has no answer, and no mark of ``train: false`` or ``weight: 0`` leaves it out.
+            SpecialTokenInText: a text would become a special token.
+            TemplateNeedsToken: what ends a turn would become several tokens.
+            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
+        """
+        end_of_turn(self._renderer.runner, self._tokenizer)
+        usable = bad.usable(records, self._rendered)
+        while batch := list(islice(usable, _BATCH)):
+            located = self._tokenizer.locate([rendered.text for _, rendered in batch])
+            yield from (_encoded(*each, ids) for each, ids in zip(batch, located, strict=True))
+
+    def _rendered(self, record: Record) -> tuple[Conversation, Rendered]:
+        place, content = record
+        conversation = read_record(content, place, merge=self._config.turn_order == "merge")
+        said = ((message.content, message.fields) for message in conversation.messages)
+        self._reserved.check(said, str(place), tools=conversation.tools)
+        messages = conversation.messages
+        wanted = [i for i, message in enumerate(messages) if message.role in self._config.train_roles]
+        if self._config.train_turns == "last":
+            wanted = wanted[-1:]
+        marks = [i in wanted if message.train is None else message.train for i, message in enumerate(messages)]
+        rendered = self._renderer.render(conversation, [i for i, trained in enumerate(marks) if trained])
+        marked = any(message.train is False for message in messages)
+        if not marked and not any(start < end for start, end in rendered.learnt):
+            roles = one_of(self._config.train_roles)
+            raise NothingTrained(place=str(place), reason=f"there is no message of {roles} with text")
+        return conversation, rendered

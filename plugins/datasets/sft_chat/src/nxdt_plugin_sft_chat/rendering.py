@@ -80,7 +80,14 @@ class Renderer:
             try:
                 found = {number: [self._between_prefixes(conversation, number, text)] for number in trained}
             except TurnsInseparable:  # prefixes may have reasoning that the whole conversation no longer has
-                kept = self._without_dropped_reasoning(conversation, text)
+                messages = list(conversation.messages)
+                for number, message in enumerate(messages):
+                    for other in message.without_reasoning():
+                        tried = replace(conversation, messages=[*messages[:number], other, *messages[number + 1 :]])
+                        if self._run(tried, len(messages))[0] == text:
+                            messages[number] = other
+                            break
+                kept = replace(conversation, messages=messages)
                 found = {number: [self._between_prefixes(kept, number, text)] for number in trained}
         turns = {number: (spans[0][0], spans[-1][1]) for number, spans in found.items()}
         for number, (start, end) in turns.items():
@@ -94,22 +101,19 @@ class Renderer:
         learnt = tuple(span for spans in found.values() for span in spans)
         return Rendered(text=text, trained=turns, learnt=learnt, ignored=ignored)
 
-    def _without_dropped_reasoning(self, conversation: Conversation, text: str) -> Conversation:
-        """Return the conversation without the reasoning of messages that ``text``, its rendering, does not have."""
-        messages = list(conversation.messages)
-        for number, message in enumerate(messages):
-            for other in message.without_reasoning():
-                tried = replace(conversation, messages=[*messages[:number], other, *messages[number + 1 :]])
-                if self._run(tried, len(messages))[0] == text:
-                    messages[number] = other
-                    break
-        return replace(conversation, messages=messages)
-
     def _marked(self, conversation: Conversation, trained: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:
         messages = conversation.messages
         text, blocks = self._run(conversation, len(messages), marks=True)
         spoken = [i for i, message in enumerate(messages) if message.role == "assistant"]
-        groups = _of_turns(blocks, [messages[i + 1 : j] for i, j in pairwise(spoken)], text)
+        groups = [[block] for block in blocks]  # the blocks of each turn
+        if len(blocks) != len(spoken):
+            between = [messages[i + 1 : j] for i, j in pairwise(spoken)]
+            groups = groups[:1]
+            for (_, end), block in pairwise(blocks):
+                heard = between[len(groups) - 1] if len(groups) <= len(between) else ()
+                if heard and all(message.content.strip() in text[end : block[0]] for message in heard):
+                    groups.append([])
+                groups[-1].append(block)
         if groups and len(groups) != len(spoken):
             reason = f"it has {len(blocks)} generation blocks for {len(spoken)} turns of the assistant"
             raise self._inseparable(conversation, spoken[0] if spoken else 0, reason)
@@ -156,20 +160,15 @@ class Renderer:
         bare, _ = self._run(conversation, number)
         if text.startswith(bare) and shared >= len(bare):
             return shared
-        start = self._differing(conversation, number, text)
-        if spoken and start is not None and _THOUGHTS.sub("", text[:start]).startswith(_THOUGHTS.sub("", bare)):
-            return start
-        raise self._inseparable(conversation, number, "earlier messages are rendered differently when it follows")
-
-    def _differing(self, conversation: Conversation, number: int, text: str) -> int | None:
-        """Return where another answer without reasoning makes the conversation differ; None where ``text`` may have
-        the reasoning of this one."""
         message = conversation.messages[number]
-        if next(message.without_reasoning(), None):
-            return None
-        other = Message(role=message.role, content="B" if message.content.strip().startswith("A") else "A")
-        messages = [*conversation.messages[:number], other, *conversation.messages[number + 1 :]]
-        return _shared(text, self._run(replace(conversation, messages=messages), len(messages))[0])
+        if spoken and not next(message.without_reasoning(), None):  # else ``text`` may have the reasoning of this one
+            # Another answer makes the conversation differ where this one begins.
+            other = Message(role=message.role, content="B" if message.content.strip().startswith("A") else "A")
+            messages = [*conversation.messages[:number], other, *conversation.messages[number + 1 :]]
+            start = _shared(text, self._run(replace(conversation, messages=messages), len(messages))[0])
+            if _THOUGHTS.sub("", text[:start]).startswith(_THOUGHTS.sub("", bare)):
+                return start
+        raise self._inseparable(conversation, number, "earlier messages are rendered differently when it follows")
 
     def _words(self, conversation: Conversation, number: int, text: str, start: int, end: int) -> int:
         """The start of a turn's words: the text before them stays the same if other words follow."""
@@ -184,25 +183,6 @@ class Renderer:
         return TurnsInseparable(
             place=str(conversation.place), number=number + 1, origin=self._template.origin, reason=reason
         )
-
-
-def _of_turns(blocks: Sequence[Span], between: Sequence[Sequence[Message]], text: str) -> list[list[Span]]:
-    """Return the generation blocks of each turn of the assistant.
-
-    Args:
-        blocks: of the conversation, in order.
-        between: the messages between each two turns.
-        text: the conversation.
-    """
-    if len(blocks) == len(between) + 1:
-        return [[block] for block in blocks]
-    groups = [list(blocks[:1])] if blocks else []
-    for (_, end), block in pairwise(blocks):
-        heard = between[len(groups) - 1] if len(groups) <= len(between) else ()
-        if heard and all(message.content.strip() in text[end : block[0]] for message in heard):
-            groups.append([])
-        groups[-1].append(block)
-    return groups
 
 
 def _end_as_last(through: str, start: int, message: Message, text: str) -> int | None:

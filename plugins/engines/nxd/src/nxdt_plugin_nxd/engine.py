@@ -19,15 +19,21 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.optimizer import OptimizerFactory
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_plugin_nxd.errors import RanksPlacedOtherwise
-from nxdt_plugin_nxd.layout.translation import MeshCoordinates
-from nxdt_plugin_nxd.library import computes_on_host, load_library, platform
-from nxdt_plugin_nxd.neuron.environment import ahead_of, apply_environment, check_cache, variables_of
-from nxdt_plugin_nxd.neuron.hardware import Machine, check_layout, machine_of_product, position_of
-from nxdt_plugin_nxd.neuron.lazy_device import end_of_step, join_processes, lazy_device
+from nxdt_plugin_nxd.hardware import Machine, check_layout, machine_of_product, position_of
+from nxdt_plugin_nxd.lazy_device import end_of_step, join_processes, lazy_device
+from nxdt_plugin_nxd.library import (
+    ahead_of,
+    apply_environment,
+    check_cache,
+    computes_on_host,
+    load_library,
+    platform,
+    variables_of,
+)
+from nxdt_plugin_nxd.translation import MeshCoordinates
 
 if TYPE_CHECKING:
-    from nxdt_plugin_nxd.training.model import NxdModel
-    from nxdt_plugin_nxd.training.optimizer import NxdOptimizer
+    from nxdt_plugin_nxd.model import NxdModel, NxdOptimizer
 
 
 _LOCAL_RANKS = "LOCAL_WORLD_SIZE"
@@ -128,16 +134,16 @@ class NxdEngine(ParallelEngine):
         """
         from neuronx_distributed.parallel_layers import parallel_state
 
-        from nxdt_plugin_nxd.layout import stages
-        from nxdt_plugin_nxd.training.global_batch import ComputeContext
-        from nxdt_plugin_nxd.training.model import NxdModel
+        from nxdt_plugin_nxd import layout
+        from nxdt_plugin_nxd.model import NxdModel
+        from nxdt_plugin_nxd.passes import ComputeContext
 
         fixed_shapes = not profile_of(self.device).host
-        stage = stages.lay_out(builder, self.place, self.config, precision, adapters, fixed_shapes=fixed_shapes)
+        stage = layout.lay_out(builder, self.place, self.config, precision, adapters, fixed_shapes=fixed_shapes)
         copies = max((shard.copies for shard in stage.shards.values()), default=1)
         if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
-        stages.materialise(stage, self.place, self.device, seed=seed, base=materialise)
+        layout.materialise(stage, self.place, self.device, seed=seed, base=materialise)
         sizes = self._sizes
         around = ComputeContext(
             device=self.device,
@@ -162,7 +168,7 @@ class NxdEngine(ParallelEngine):
         Raises:
             ParameterGroupEmpty: a pattern of ``model.optim.param_groups`` chooses no parameter on any rank.
         """
-        from nxdt_plugin_nxd.training.optimizer import NxdOptimizer
+        from nxdt_plugin_nxd.model import NxdOptimizer
 
         overrides = self.config.run.model.optim.param_groups
         check_overrides(overrides, [name for name, each in model.named_parameters() if each.requires_grad], self.ranks)

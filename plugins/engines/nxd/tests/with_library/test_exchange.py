@@ -36,14 +36,14 @@ def exchanged(tensor: torch.Tensor, *, split_dimension: int, concat_dimension: i
 def way(*, on_host: bool) -> list[torch.Tensor]:
     """Outputs and gradients by the exchange for the host, or by the library's."""
     from neuronx_distributed.parallel_layers import mappings
-    from nxdt_plugin_nxd.layout import layers
+    from nxdt_plugin_nxd import layout
 
-    layers.computes_on_host = lambda: on_host
+    layout.computes_on_host = lambda: on_host
     mappings.xm.all_to_all = exchanged
     rows = torch.arange(EXPERTS * CAPACITY * HIDDEN, dtype=torch.float32).add(100 * dist.get_rank())
     rows = rows.view(EXPERTS, CAPACITY, HIDDEN).requires_grad_()
     experts = Scaling(dist.get_rank())
-    outputs = layers.ExpertDispatcher(sequence_parallel=False).run_padded(rows, experts)
+    outputs = layout.ExpertDispatcher(sequence_parallel=False).run_padded(rows, experts)
     (outputs * torch.linspace(0, 1, outputs.numel()).view(outputs.shape)).sum().backward()
     return [outputs.detach(), rows.grad, experts.factors.grad]
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 
 import pytest
 import torch.distributed as dist
-from nxdt_plugin_nxd.layout.translation import MeshCoordinates
-from nxdt_plugin_nxd.neuron.hardware import machine_of_product, position_of
+from nxdt_plugin_nxd.hardware import machine_of_product, position_of
+from nxdt_plugin_nxd.translation import MeshCoordinates
 
 from nxdt_core.protocols.mesh import MeshSizes
 

@@ -154,9 +154,6 @@ class StartedProcesses(LightningEnvironment):
 class ScriptLauncher(_SubprocessScriptLauncher):
     """Runs the script again for each further rank, unless the ``Trainer`` asks for one process."""
 
-    def __init__(self, environment: StartedProcesses, devices: int, nodes: int) -> None:
-        super().__init__(environment, devices, nodes)
-
     def launch(self, function: Callable[..., Any], *args: Any, trainer: pl.Trainer | None = None, **kwargs: Any) -> Any:
         """Start the other processes, then call ``function``.
 

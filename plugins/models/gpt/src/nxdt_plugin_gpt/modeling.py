@@ -20,8 +20,7 @@ from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import Dropout, causal_attention
 from nxdt_core.models.rotary import RotaryEmbedding, rotate
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_gpt.architecture import Activation
-from nxdt_plugin_gpt.config import GPTConfig
+from nxdt_plugin_gpt.config import Activation, GPTConfig
 
 
 class GPT(nn.Module):

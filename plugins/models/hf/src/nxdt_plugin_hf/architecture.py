@@ -14,11 +14,7 @@ from torch import nn
 from nxdt_core.config.huggingface import architectures_of
 from nxdt_core.errors.base import one_of
 from nxdt_core.errors.models import HFUnsupported
-from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
-from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.models.huggingface import read_floats
-from nxdt_core.models.random.dropout import CausalAttentionWithDropout
 from nxdt_plugin_hf.errors import (
     ArchitectureUnknown,
     ConfigurationRefused,
@@ -36,7 +32,7 @@ IMPLEMENTATION = "nxdt"
 """Name of the attention function in transformers."""
 CORE = "attention_core"
 """Attribute of an attention module that holds its core."""
-_NOTED = "noted_calls"
+NOTED = "noted_calls"
 """Attribute of the modules of a model without cores, whose calls of attention are noted and not computed."""
 
 _HARMLESS = frozenset(
@@ -68,21 +64,6 @@ class AttentionCall:
     """Arguments that no core of ours honours."""
 
 
-def register() -> None:
-    """Register :data:`IMPLEMENTATION` with transformers."""
-    from transformers import AttentionInterface
-
-    AttentionInterface.register(IMPLEMENTATION, _attend)
-
-
-def note_calls(model: nn.Module) -> dict[nn.Module, AttentionCall]:
-    """Return the mapping in which attention modules of ``model``, which have no cores, note what they ask for."""
-    noted: dict[nn.Module, AttentionCall] = {}
-    for module in model.modules():
-        setattr(module, _NOTED, noted)
-    return noted
-
-
 def _attend(
     module: nn.Module,
     query: torch.Tensor,
@@ -107,7 +88,7 @@ def _attend(
     own = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is s_aux), None)
     if s_aux is not None and own is None:
         unknown.add("s_aux")
-    getattr(module, _NOTED)[module] = AttentionCall(
+    getattr(module, NOTED)[module] = AttentionCall(
         heads=query.shape[1],
         kv_heads=key.shape[1],
         key_width=query.shape[-1],
@@ -122,22 +103,6 @@ def _attend(
         unknown=tuple(sorted(unknown | ({"attention_mask"} if attention_mask is not None else set()))),
     )
     return value.new_empty((query.shape[0], query.shape[2], query.shape[1], value.shape[-1])), None
-
-
-def core_for(call: AttentionCall, masks: DocumentMasks) -> nn.Module:
-    """Return the core that computes what ``call`` asks for; the plain one wherever that suffices.
-
-    Args:
-        call: causal, without unknown arguments, and without dropout where it has a window, a cap, a scale or sinks.
-        masks: shared by the cores of a model.
-    """
-    if call.sinks is not None:
-        return SinkAttention(scale=call.scale, window=call.window)
-    if call.dropout:
-        return CausalAttentionWithDropout(call.dropout, masks)
-    scale = None if call.scale == call.key_width**-0.5 else call.scale
-    semantics = AttentionSemantics(causal=True, scale=scale, window=call.window, softcap=call.softcap)
-    return attention_core(semantics, masks)
 
 
 class HeadValues(nn.Module):
@@ -180,15 +145,23 @@ class Architecture:
         return self.model_class(copy.deepcopy(self.config))
 
     def new(self) -> PreTrainedModel:
-        """Return the same with our attention, with routers whose logits are not kept unless requested, and with no
-        saved buffers (:func:`nxdt_plugin_hf.architecture.as_frozen_parameters`)."""
-        register()
+        """Return the same with our attention, with routers whose logits are not kept unless requested, and with
+        parameters that are not trained in place of saved buffers, but for integers: these are drawn, sharded, saved and
+        exchanged with the others."""
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(IMPLEMENTATION, _attend)
         config = copy.deepcopy(self.config)
         config._attn_implementation = IMPLEMENTATION
         if getattr(config, "output_router_logits", None):
             config.output_router_logits = False
         model = self.model_class(config)
-        as_frozen_parameters(model)
+        for module in model.modules():
+            for name in sorted(module._buffers.keys() - module._non_persistent_buffers_set):
+                buffer = module._buffers[name]
+                if buffer is not None and buffer.is_floating_point():
+                    del module._buffers[name]
+                    module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
         return model
 
 
@@ -255,17 +228,3 @@ def read_architecture(values: Mapping[str, Any], *, scores: bool = False) -> Arc
         wanted = f"transformers' {model_type}"
         raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
     return Architecture(config=config, model_class=model_class, scores=scores)
-
-
-def as_frozen_parameters(model: nn.Module) -> None:
-    """Make them parameters that are not trained: these are drawn, sharded, saved and exchanged with the others.
-
-    Integers stay buffers.
-    """
-    for module in model.modules():
-        saved = module._buffers.keys() - module._non_persistent_buffers_set
-        for name in sorted(saved):
-            buffer = module._buffers[name]
-            if buffer is not None and buffer.is_floating_point():
-                del module._buffers[name]
-                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))

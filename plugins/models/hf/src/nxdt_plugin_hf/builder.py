@@ -73,7 +73,7 @@ class HFBuilder(ModelBuilder):
         """
         model = build_model(self.architecture, self.facts.calls)
         for path, module in model.named_modules():
-            if pattern_of(path) in self.facts.tensor.blocks and path != model.head_path:
+            if pattern_of(path) in self.facts.plan.tensor_blocks and path != model.head_path:
                 pass_hidden_by_position(module)
         return model
 
@@ -87,7 +87,7 @@ class HFBuilder(ModelBuilder):
 
     def plan(self) -> ParallelPlan:
         """Return the capabilities by transformers' own plans, as far as they were seen to work."""
-        return self.facts.plan()
+        return self.facts.plan
 
     def init_rules(self) -> Sequence[InitRule]:
         """Return :func:`nxdt_plugin_hf.facts.init_rules` of the model."""

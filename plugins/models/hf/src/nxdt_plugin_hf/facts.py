@@ -1,10 +1,14 @@
-"""Facts of one model, all of them seen on the model itself, built on the meta device."""
+"""Facts of one model, all of them seen on the model itself, built on the meta device, and its parallel plan.
+
+Tensor and pipeline parallelism follow the plans that the model brings; the pipeline plan is tried out before it is
+used.
+"""
 
 from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.models.moe.experts import SwiGLUExperts
-from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan, PipelinePlan
+from nxdt_core.models.patterns import matches
+from nxdt_core.protocols.plan import AttentionHeads, ExpertPlan, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_plugin_hf.architecture import CORE, Architecture, AttentionCall, HeadValues
 from nxdt_plugin_hf.mixtures import (
     BIAS,
@@ -22,13 +27,263 @@ from nxdt_plugin_hf.mixtures import (
     REFUSED,
     STACK,
     STACK_SIDES,
+    TENSOR_STYLE,
+    mixtures,
+    not_additive,
+    routed_experts,
     router_balance,
 )
 from nxdt_plugin_hf.modeling import CausalLM, build_model, is_norm, pattern_of, trace_model
-from nxdt_plugin_hf.plan import TensorPlan, pipeline_plan, tensor_plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+_STYLES: Mapping[str, TensorStyle] = {
+    "colwise": "column",
+    "colwise_gather_output": "column_gathered",
+    "rowwise": "row",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocab_embedding",
+}
+"""Theirs → ours."""
+_FROM_PATHS = ("replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params")
+"""Their styles for modules that are in a tensor block and stay whole, and for attention with sinks; ours follow from
+their paths."""
+_ATTENTION: Sequence[Mapping[str, TensorStyle]] = (
+    dict.fromkeys(("q_proj", "k_proj", "v_proj"), "column"),
+    dict.fromkeys(("q_proj", "k_proj", "v_proj", "gate_proj"), "column"),
+    dict.fromkeys(("q_proj", "kv_b_proj"), "column"),
+    dict.fromkeys(("q_b_proj", "kv_b_proj"), "column"),
+)
+"""Projections that make heads in attention that a plan leaves whole: grouped heads, without and with a gate of what
+they give (AFMoE), and latent attention without and with a compressed query (DeepSeek-V2, arXiv:2405.04434). ``o_proj``
+takes them."""
+_LATENT = {"q_a_proj", "kv_a_proj_with_mqa"}
+"""Projections that compress tokens for latent attention, whole on each rank."""
+
+
+_FEED_FORWARD: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+"""Linear layers of a feed-forward block."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorPlan:
+    """Part of a model's plan that can be applied."""
+
+    styles: Mapping[str, TensorStyle]
+    blocks: tuple[str, ...]
+    heads: AttentionHeads | None
+    refusal: str | None
+    """Reason why the plan cannot be followed; None where it can."""
+
+
+def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str) -> TensorPlan:
+    """Translate ``tp_plan`` of ``model``.
+
+    A pattern that names nothing in the model is left out: plans name parts that only some configurations have. Experts
+    are cut by our plan for them where theirs cuts them at all.
+
+    Args:
+        model: whole, with the plan of its class and of its configuration.
+        calls: of its attention.
+        layers: path of its layers.
+    """
+    modules = dict(model.named_modules(remove_duplicate=False))
+    sinks = [path for path, module in modules.items() if isinstance(module, HeadValues)]  # cut with their heads
+    parameters = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+    theirs = {
+        pattern: style
+        for pattern, style in cast("PreTrainedModel", model).tp_plan.items()
+        if any(matches(pattern, path) for path in (*modules, *parameters))
+        and not any(matches(pattern, path) for path in sinks)
+    }
+    cut = {pattern for pattern, style in theirs.items() if style == TENSOR_STYLE}
+    if not any(f"{pattern}.".startswith(f"{layers}.") for pattern in theirs):  # it has none for layers (gpt-oss)
+        cut = {pattern_of(path) for path, _ in routed_experts(model)}
+    known = (*_STYLES, *_FROM_PATHS, TENSOR_STYLE)
+    unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
+    styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
+    path, call = next(iter(calls.items()))
+    attention = pattern_of(path)
+
+    # Attention that the plan leaves whole, though it shards other layers; not where it has other linear layers than
+    # those of ``_ATTENTION``, or norms across heads.
+    if styles and not any(pattern.startswith(f"{attention}.") for pattern in styles):
+        parts = dict(modules[path].named_children())
+        wide = {name: part.out_features for name, part in parts.items() if isinstance(part, nn.Linear)}
+        across = {tuple(p.shape) for name, part in parts.items() if name not in wide for p in part.parameters()}
+        for columns in _ATTENTION:
+            sharded = {*columns, "o_proj"}
+            sizes = [wide.get(name, 1) for name in columns]
+            makes_heads = not any(size % call.kv_heads or (size,) in across for size in sizes)
+            if sharded <= wide.keys() <= sharded | _LATENT and makes_heads:
+                styles |= {f"{attention}.{name}": style for name, style in {**columns, "o_proj": "row"}.items()}
+                break
+    styles |= {model.embedding_path: "vocab_embedding"}  # tied weights are sharded in the same way
+    if model.head_path:
+        styles |= {model.head_path: "score_head" if model.scores else "vocab_head"}
+
+    # Feed-forward blocks that it leaves whole: experts for all tokens in the blocks around others, and what is in the
+    # place of such a block in other layers.
+    around = dict(mixtures(model, layers))
+    feed_forward: dict[str, TensorStyle] = {}
+    places = {pattern_of(block) for block in around} if cut else set()
+    for name, part in modules.items():
+        pattern = pattern_of(name)
+        if pattern not in places and pattern.rpartition(".")[0] not in places:
+            continue
+        linear = {leaf for leaf, layer in part.named_modules() if type(layer) is nn.Linear}
+        if linear == _FEED_FORWARD.keys() and not any(other.startswith(f"{pattern}.") for other in styles):
+            feed_forward |= {f"{pattern}.{leaf}": style for leaf, style in _FEED_FORWARD.items()}
+    styles |= feed_forward
+    styles |= {p: "row_partial" for p, s in styles.items() if s == "row" and _inside(around, p, modules)}
+
+    # Heads, unless attention sees all of them on each rank, and what has weights [heads, width], one row for each
+    # sharded head: modules in attention, and the sinks.
+    inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
+    own = {p: s for p, s in inner.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
+    makers = [pattern for pattern, style in own.items() if style == "column"]
+    heads: AttentionHeads | None = None
+    if makers:
+        widths = (call.key_width, call.value_width)
+        shapes = {(count, width) for count in (call.heads, call.kv_heads) for width in widths}
+        inside = [name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in inner]
+        rows = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in inside}
+        norms = [pattern_of(name) for name, found in rows.items() if found and found <= shapes]
+        norms += dict.fromkeys(f"{attention}.{each.sinks}" for each in calls.values() if each.sinks is not None)
+        styles |= dict.fromkeys(norms, "heads")
+        key_value = tuple(pattern for pattern in (*makers, *norms) if pattern.rpartition(".")[2][0] in "kv")
+        heads = AttentionHeads(
+            query_heads=call.heads,
+            kv_heads=call.kv_heads,
+            query=tuple(pattern for pattern in (*makers, *norms) if pattern not in key_value),
+            key_value=key_value,
+            output=tuple(pattern for pattern, style in own.items() if style == "row"),
+        )
+    blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
+    ends = dict.fromkeys(pattern_of(block) for block in around)
+    outer = [block for block in blocks if not any(block.startswith(f"{end}.") for end in ends)]
+    return TensorPlan(
+        styles=styles,
+        blocks=tuple(dict.fromkeys((*outer, *ends, *(() if model.scores else (model.head_path,))))),
+        heads=heads,
+        refusal=_refusal(unknown, inner, blocks, modules, calls) or _refused_experts(model, cut, around, styles),
+    )
+
+
+def _inside(around: Collection[str], pattern: str, modules: Collection[str]) -> bool:
+    """Return whether a pattern names modules in blocks around experts."""
+    return any(matches(pattern, path) and any(path.startswith(f"{block}.") for block in around) for path in modules)
+
+
+def _refused_experts(
+    model: CausalLM, cut: Collection[str], around: Mapping[str, nn.Module], styles: Mapping[str, TensorStyle]
+) -> str | None:
+    experts = dict.fromkeys(pattern_of(path) for path, _ in routed_experts(model))
+    whole = next((pattern for pattern in experts if pattern not in cut), None)
+    if whole is not None:
+        return f"its plan in transformers leaves the experts '{whole}' whole"
+    blocks = {pattern_of(path): path for path in around}
+    alone = next((pattern for pattern in experts if pattern.rpartition(".")[0] not in blocks), None)
+    if alone is not None:
+        return f"its experts '{alone}' are in no separate block"
+    partial = [pattern for pattern, style in styles.items() if style == "row_partial"]
+    for pattern, path in blocks.items():
+        block = around[path]
+        ends = [name for name, _ in block.named_modules() if any(matches(p, f"{path}.{name}") for p in partial)]
+        biased = next((name for name in ends if getattr(block.get_submodule(name), "bias", None) is not None), None)
+        if biased is not None:
+            return f"'{pattern}.{biased}' has a bias, which each rank would add"
+        if not_additive(block, model.get_parameter(f"{model.embedding_path}.weight").shape[1], ends):
+            return f"'{pattern}' does more than to add up what its experts give, of which each rank has a part"
+    return None
+
+
+def _refusal(
+    unknown: Mapping[str, str],
+    styles: Mapping[str, TensorStyle],
+    blocks: tuple[str, ...],
+    modules: Mapping[str, nn.Module],
+    calls: Mapping[str, AttentionCall],
+) -> str | None:
+    if unknown:
+        named = ", ".join(f"'{pattern}' as {style}" for pattern, style in unknown.items())
+        return f"its plan in transformers names {named}, which cannot be sharded here"
+    if not styles:
+        return "transformers has no tensor parallel plan for its layers"
+    path = next(iter(calls))
+    attention = pattern_of(path)
+    if attention not in blocks:
+        return f"its plan in transformers leaves attention ('{attention}') whole"
+    for block in blocks:
+        ends = {style for pattern, style in styles.items() if pattern.rpartition(".")[0] == block}
+        if not ends & {"row", "row_split", "row_partial"} or not ends & {"column", "column_gathered"}:
+            return f"in its plan '{block}' does not begin with columns and end with rows"
+    for pattern in styles:
+        wrong = next((p for p, m in modules.items() if matches(pattern, p) and type(m) is not nn.Linear), None)
+        if wrong is not None:
+            return f"its plan names '{wrong}', a {type(modules[wrong]).__name__}, where only torch.nn.Linear is sharded"
+    alone = next((name for name, _ in modules[path].named_parameters(recurse=False)), None)
+    if alone is not None:
+        return f"'{attention}.{alone}' belongs to no layer that its plan shards"
+    if len({(call.heads, call.kv_heads) for call in calls.values()}) > 1:
+        return "its layers have different numbers of heads"
+    fused = any(s == "column" and p.rpartition(".")[2].startswith(("qkv", "query_key")) for p, s in styles.items())
+    call = next(iter(calls.values()))
+    if fused and call.heads != call.kv_heads:
+        return "one matrix makes its queries, keys and values, and their heads are shared"
+    return None
+
+
+_TOKENS = 4
+
+
+def pipeline_plan(model: CausalLM, layers: str, hidden_size: int) -> tuple[PipelinePlan | None, str]:
+    """Translate ``pp_plan`` of ``model``.
+
+    Args:
+        model: whole, on the meta device; not changed.
+        layers: path of its layers.
+        hidden_size: width of what travels.
+
+    Returns:
+        The plan, or None and why there is none.
+    """
+    theirs = cast("PreTrainedModel", model).pp_plan or {}
+    if layers not in theirs:
+        return None, "transformers has no pipeline plan for it"
+    first, last = [model.embedding_path], [model.head_path]
+    modules = dict(model.named_modules())
+    for path, (takes, _) in theirs.items():
+        if path not in (layers, *first, *last) and path in modules:
+            (first if takes[0] in ("input_ids", "inputs_embeds") else last).insert(-1, path)
+    plan = PipelinePlan(hidden_size=hidden_size, first=tuple(first), layers=layers, last=tuple(last))
+    refusal = _pipeline_refusal(model, plan)
+    return (plan, "") if refusal is None else (None, refusal)
+
+
+def _pipeline_refusal(model: CausalLM, plan: PipelinePlan) -> str | None:
+    """A stage between others, without its layers, must hand on what it is given: what is left of the model changes
+    nothing, and knows nothing of the first stage's or the last's."""
+    stage = copy.deepcopy(model)
+    stage.get_submodule(plan.layers)._modules.clear()
+    for path in (*plan.first, *plan.last):
+        stage.set_submodule(path, nn.Identity())
+    left = [name for name, _ in stage.named_parameters()]
+    if left:
+        return f"its plan in transformers puts {', '.join(left)} on no stage"
+    stage.to_empty(device=HOST)
+    stage.reset_buffers()
+    hidden = torch.linspace(-1, 1, _TOKENS * plan.hidden_size).view(1, _TOKENS, plan.hidden_size)
+    try:
+        with torch.no_grad():
+            handed_on = stage.eval()(hidden, torch.arange(_TOKENS)[None])
+    except Exception as error:  # a model's own code may raise anything
+        return f"a stage without the first layers does not run ({type(error).__name__}: {error})"
+    if not isinstance(handed_on, torch.Tensor) or not torch.equal(handed_on, hidden):
+        return "its forward changes hidden states outside of its layers, on every stage"
+    return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,25 +292,13 @@ class ModelFacts:
 
     calls: Mapping[str, AttentionCall]
     """Call of each attention module, by path."""
-    layers: str
-    """Path of the layers."""
     parameters: tuple[str, ...]
     """Names; a tied one under its first."""
-    tied: tuple[tuple[str, str], ...]
-    """Owner and user."""
-    norms: tuple[str, ...]
-    """Normalising modules."""
-    classes: Mapping[str, tuple[str, ...]]
-    """Class name → paths, of layers, their parts and norms."""
-    tensor: TensorPlan
-    pipeline: PipelinePlan | None
-    refused: Mapping[str, str]
-    """Mesh dimension → why the model cannot be laid out along it."""
+    plan: ParallelPlan
+    """Capabilities by transformers' own plans, as far as they were seen to work."""
     init_rules: tuple[InitRule, ...]
     experts: Mapping[str, str]
     """Path of our matrices of experts → path of the module that they are of."""
-    biased: bool
-    """True if experts have biases."""
     multiplied: int
     """Weights that a token is multiplied with, of experts those of as many as it is sent to."""
 
@@ -70,7 +313,8 @@ class ModelFacts:
         calls = trace.attention
         with torch.device("meta"):
             model = build_model(architecture, calls)
-        layers = pattern_of(next(iter(calls))).partition(".*.")[0]
+        attention = pattern_of(next(iter(calls)))
+        layers, core = attention.partition(".*.")[0], f"{attention}.{CORE}"
         tensor = tensor_plan(model, calls, layers)
         hidden_size = model.get_parameter(f"{model.embedding_path}.weight").shape[1]
         with HOST:  # independent of the caller's default device
@@ -93,55 +337,41 @@ class ModelFacts:
         dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
         experts = ((model.get_submodule(path), top_k) for path, top_k in trace.experts.items())
         routed = sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
-        return cls(
-            calls=calls,
-            layers=layers,
-            parameters=tuple(name for name, _ in model.named_parameters()),
-            tied=tuple(tied),
-            norms=tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module))),
-            classes={name: tuple(paths) for name, paths in classes.items()},
-            tensor=tensor,
+        norms = tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module)))
+        mixed = tuple(dict.fromkeys(pattern_of(path) for path in trace.experts))
+        biased = any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters())
+        plan = ParallelPlan(
+            tensor=tensor.styles,
+            tensor_blocks=tensor.blocks,
+            sequence_norms=tuple(norm for norm in norms if norm.rpartition(".")[0] not in tensor.blocks),
+            heads=tensor.heads,
             pipeline=pipeline,
-            refused={dimension: reason for dimension, reason in reasons.items() if reason},
-            init_rules=rules,
-            experts={f"{path}.{STACK}": path for path in trace.experts},
-            biased=any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters()),
-            multiplied=dense + routed,
-        )
-
-    @property
-    def attention(self) -> str:
-        """Return the pattern of the attention modules."""
-        return pattern_of(next(iter(self.calls)))
-
-    def plan(self) -> ParallelPlan:
-        """Return the capabilities by transformers' own plans, as far as they were seen to work."""
-        core = f"{self.attention}.{CORE}"
-        routed = tuple(dict.fromkeys(pattern_of(experts) for experts in self.experts.values()))
-        return ParallelPlan(
-            tensor=self.tensor.styles,
-            tensor_blocks=self.tensor.blocks,
-            sequence_norms=tuple(n for n in self.norms if n.rpartition(".")[0] not in self.tensor.blocks),
-            heads=self.tensor.heads,
-            pipeline=self.pipeline,
             attention_cores=(core,),
             experts=ExpertPlan(
-                modules=tuple(f"{experts}.{STACK}" for experts in routed),
+                modules=tuple(f"{path}.{STACK}" for path in mixed),
                 tensor={
-                    f"{experts}.{STACK}.{name}{end}": side
-                    for experts in routed
+                    f"{path}.{STACK}.{name}{end}": side
+                    for path in mixed
                     for name, side in STACK_SIDES.items()
-                    for end in ("", *([BIAS] if self.biased else []))
+                    for end in ("", *([BIAS] if biased else []))
                 },
-                dispatchers=tuple(f"{experts}.{DISPATCHER}" for experts in routed),
-                routers=routed,
+                dispatchers=tuple(f"{path}.{DISPATCHER}" for path in mixed),
+                routers=mixed,
             ),
-            recompute={"CoreAttention": (core,), **self.classes},
-            recompute_layer=f"{self.layers}.*",
-            norms=tuple(f"{norm}.weight" for norm in self.norms),
-            no_weight_decay=("*.bias", *([f"*_proj{BIAS}"] if self.biased else [])),
-            tied=self.tied,
-            refused=self.refused,
+            recompute={"CoreAttention": (core,), **{name: tuple(paths) for name, paths in classes.items()}},
+            recompute_layer=f"{layers}.*",
+            norms=tuple(f"{norm}.weight" for norm in norms),
+            no_weight_decay=("*.bias", *([f"*_proj{BIAS}"] if biased else [])),
+            tied=tuple(tied),
+            refused={dimension: reason for dimension, reason in reasons.items() if reason},
+        )
+        return cls(
+            calls=calls,
+            parameters=tuple(name for name, _ in model.named_parameters()),
+            plan=plan,
+            init_rules=rules,
+            experts={f"{path}.{STACK}": path for path in trace.experts},
+            multiplied=dense + routed,
         )
 
     def flops_per_token(self, sequence_length: int) -> float:

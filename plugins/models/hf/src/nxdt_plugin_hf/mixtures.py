@@ -54,12 +54,8 @@ def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
             yield block, model.get_submodule(block)
 
 
-def end_with_sum(block: nn.Module) -> None:
-    """Let what ``block`` returns be the sum of what the tensor parallel ranks computed."""
-    block.register_forward_hook(_summed)
-
-
-def _summed(block: nn.Module, args: Any, output: Any) -> Any:
+def end_with_sum(block: nn.Module, args: Any, output: Any) -> Any:
+    """Return the sum of what the tensor parallel ranks computed as ``output`` of ``block``: a forward hook."""
     finish = next(experts for _, experts in routed_experts(block)).dispatcher.finish
     return (finish(output[0]), *output[1:]) if isinstance(output, tuple) else finish(output)
 
@@ -69,36 +65,23 @@ def not_additive(block: nn.Module, hidden_size: int, ends: Collection[str] = ())
 
     ``ends``: paths in ``block`` of linear layers that give parts of the sum, too.
     """
-    with HOST, torch.random.fork_rng(devices=[]):
-        trial = _Trial(block, hidden_size, ends)
-        nothing, one, two, three = (trial(scale) for scale in (0.0, 1.0, 2.0, 3.0))
-    return bool(nothing.any()) or not torch.allclose(one + two, three, rtol=1e-4, atol=1e-5)
-
-
-class _Trial:
-    """Return a copy of a block whose experts return given values."""
-
-    def __init__(self, block: nn.Module, hidden_size: int, ends: Collection[str] = ()) -> None:
-        self._block = copy.deepcopy(block).train()
-        self._block._forward_hooks.clear()  # :func:`end_with_sum`
-        for path, _ in list(routed_experts(self._block)):
-            self._block.set_submodule(path, _Given(hidden_size))
-        for path in ends:
-            self._block.set_submodule(path, _Given(hidden_size))
-        self._block.to_empty(device=HOST)
-        with torch.no_grad():
-            for number, tensor in enumerate((*self._block.parameters(), *self._block.buffers())):
-                tensor.fill_(0.01 * (1 + number))
-        self._hidden = torch.linspace(-1, 1, _TOKENS * hidden_size).view(1, _TOKENS, hidden_size)
-
-    @torch.no_grad()
-    def __call__(self, scale: float) -> torch.Tensor:
-        for part in self._block.modules():
-            if isinstance(part, _Given):
+    with HOST, torch.random.fork_rng(devices=[]), torch.no_grad():
+        trial = copy.deepcopy(block).train()
+        trial._forward_hooks.clear()  # :func:`end_with_sum`
+        parts = {path: _Given(hidden_size) for path in (*(path for path, _ in routed_experts(trial)), *ends)}
+        for path, part in parts.items():
+            trial.set_submodule(path, part)
+        trial.to_empty(device=HOST)
+        for number, tensor in enumerate((*trial.parameters(), *trial.buffers())):
+            tensor.fill_(0.01 * (1 + number))
+        hidden, outputs = torch.linspace(-1, 1, _TOKENS * hidden_size).view(1, _TOKENS, hidden_size), []
+        for scale in (0.0, 1.0, 2.0, 3.0):
+            for part in parts.values():
                 part.scale = scale
-        output = self._block(self._hidden.clone())
-        found: torch.Tensor = output[0] if isinstance(output, tuple) else output
-        return found
+            output = trial(hidden.clone())
+            outputs.append(output[0] if isinstance(output, tuple) else output)
+    nothing, one, two, three = outputs
+    return bool(nothing.any()) or not torch.allclose(one + two, three, rtol=1e-4, atol=1e-5)
 
 
 class _Given(nn.Module):
@@ -166,7 +149,17 @@ def replace_experts(model: PreTrainedModel) -> None:
     name = type(model).__name__
     for path, module in list(model.named_modules()):
         if hasattr(type(module), "_apply_gate"):  # what transformers' decorator for experts leaves behind
-            model.set_submodule(path, _ours(name, path, module))
+            theirs: Any = module
+            if problem := _problem(theirs):
+                raise UnsupportedArchitecture(model=name, reason=f"its experts '{path}' {problem}")
+            gate_up = theirs.gate_up_proj
+            experts, twice_wide, hidden_size = gate_up.mT.shape if theirs.is_transposed else gate_up.shape
+            with gate_up.device:
+                bias = hasattr(theirs, f"gate_up_proj{BIAS}")
+                routed = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=bias)
+            if not torch.allclose(_Gate(theirs)(*_tried()), GatedSiLU()(*_tried()), atol=1e-6):
+                routed.stack.activation = _Gate(theirs)
+            model.set_submodule(path, routed)
     ours = {path for path, _ in routed_experts(model)}
     paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
     sharded = (pattern for pattern, style in (model.tp_plan or {}).items() if style == TENSOR_STYLE)
@@ -177,19 +170,6 @@ def replace_experts(model: PreTrainedModel) -> None:
         if others:
             reason = f"'{others[0]}' are experts that do not go through transformers' interface for them"
             raise UnsupportedArchitecture(model=name, reason=reason)
-
-
-def _ours(model: str, path: str, theirs: nn.Module) -> RoutedExperts:
-    problem = _problem(theirs)
-    if problem:
-        raise UnsupportedArchitecture(model=model, reason=f"its experts '{path}' {problem}")
-    gate_up: Any = theirs.gate_up_proj
-    experts, twice_wide, hidden_size = gate_up.mT.shape if theirs.is_transposed else gate_up.shape
-    with gate_up.device:
-        ours = RoutedExperts(hidden_size, twice_wide // 2, experts, bias=hasattr(theirs, f"gate_up_proj{BIAS}"))
-    if not torch.allclose(_Gate(theirs)(*_tried()), GatedSiLU()(*_tried()), atol=1e-6):
-        ours.stack.activation = _Gate(theirs)
-    return ours
 
 
 _MATRICES = {"gate_up_proj": 3, "down_proj": 3}

@@ -18,15 +18,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.random.dropout import Dropout
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
+from nxdt_core.models.attention.sinks import SinkAttention
+from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout
 from nxdt_plugin_hf.architecture import (
     CORE,
     IMPLEMENTATION,
+    NOTED,
     Architecture,
     AttentionCall,
     HeadValues,
-    core_for,
-    note_calls,
 )
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, routed_experts, router_balance
@@ -58,46 +59,9 @@ def trace_model(architecture: Architecture) -> Trace:
             numbers, or a layer does not leave its attention to us or wants what no core has.
         NotACausalLM: tokens see later ones.
     """
-    model = _built(architecture).train()
-    top_k: dict[nn.Module, int] = {}
-
-    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        top_k[module] = (args[1] if len(args) > 1 else kwargs["top_k_index"]).shape[-1]
-
-    for _, experts in routed_experts(model):
-        experts.register_forward_pre_hook(note, with_kwargs=True)
-    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    calls, draws = note_calls(model), _Draws()
-    try:
-        with torch.no_grad(), draws.tracker, draws:
-            called = model.base_model if architecture.scores else model  # a classifier looks at its tokens' values
-            called(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
-    except Exception as error:  # a model's own code may raise anything
-        reason = f"its forward cannot be followed: {_words(error)}"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
-    if draws.places:
-        reason = f"'{pattern_of(draws.places[0])}' draws random numbers in training, which no layout could repeat"
-        keys = "where hf_config has keys for such dropout or noise, set them to 0"
-        raise UnsupportedArchitecture(model=architecture.name, reason=f"{reason}; {keys}")
-    found = {path: calls[module] for path, module in model.named_modules() if module in calls}
-    _check(architecture.name, found)
-    layers = model.get_submodule(pattern_of(next(iter(found))).partition(".*.")[0])
-    if len(found) < len(list(layers.children())):
-        reason = f"only {len(found)} of its {len(list(layers.children()))} layers mix tokens by attention"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
-    for path, module in model.named_modules():  # which would not keep packed documents apart
-        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
-        if convolves or isinstance(module, nn.RNNBase) or hasattr(module, "A_log"):
-            reason = f"'{pattern_of(path)}' mixes tokens without attention, and would mix packed documents"
-            raise UnsupportedArchitecture(model=architecture.name, reason=reason)
-    return Trace(attention=found, experts={path: top_k[experts] for path, experts in routed_experts(model)})
-
-
-def _built(architecture: Architecture) -> PreTrainedModel:
-    """The model on the meta device."""
     try:
         with torch.device("meta"):
-            model = architecture.new()
+            model = architecture.new().train()
     except Exception as error:  # a model's own code may raise anything
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
             raise UnsupportedArchitecture(model=architecture.name, reason=_OWN_ATTENTION) from error
@@ -111,7 +75,59 @@ def _built(architecture: Architecture) -> PreTrainedModel:
     for module in model.modules():
         if type(module) is nn.Dropout:  # which is replaced by one whose masks every layout repeats
             module.p = 0.0
-    return model
+    top_k: dict[nn.Module, int] = {}
+
+    def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        top_k[module] = (args[1] if len(args) > 1 else kwargs["top_k_index"]).shape[-1]
+
+    for _, experts in routed_experts(model):
+        experts.register_forward_pre_hook(note, with_kwargs=True)
+    ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
+    calls, draws = dict[nn.Module, AttentionCall](), _Draws()
+    for module in model.modules():
+        setattr(module, NOTED, calls)
+    try:
+        with torch.no_grad(), draws.tracker, draws:
+            called = model.base_model if architecture.scores else model  # a classifier looks at its tokens' values
+            called(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
+    except Exception as error:  # a model's own code may raise anything
+        reason = f"its forward cannot be followed: {_words(error)}"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
+    if draws.places:
+        reason = f"'{pattern_of(draws.places[0])}' draws random numbers in training, which no layout could repeat"
+        keys = "where hf_config has keys for such dropout or noise, set them to 0"
+        raise UnsupportedArchitecture(model=architecture.name, reason=f"{reason}; {keys}")
+    found = {path: calls[module] for path, module in model.named_modules() if module in calls}
+    name = architecture.name
+    if not found:
+        raise UnsupportedArchitecture(model=name, reason=_OWN_ATTENTION)
+    places = sorted({pattern_of(path) for path in found})
+    if len(places) > 1 or places[0].count("*") != 1:
+        raise UnsupportedArchitecture(model=name, reason=f"it has attention elsewhere than once a layer ({places})")
+    for path, call in found.items():
+        if not call.causal:
+            raise NotACausalLM(model=name, reason=f"tokens of '{path}' see later ones")
+        if not call.documents:
+            raise UnsupportedArchitecture(model=name, reason=f"'{path}' does not receive the document boundaries")
+        if call.unknown:
+            raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
+        scaled = call.scale != call.key_width**-0.5
+        if call.dropout and (call.window or call.softcap or scaled or call.sinks):
+            reason = f"'{path}' wants dropout with a window, a cap, a scale or sinks; set attention_dropout to 0"
+            raise UnsupportedArchitecture(model=name, reason=reason)
+        if call.softcap and call.sinks:
+            reason = f"'{path}' wants sinks with a cap"
+            raise UnsupportedArchitecture(model=name, reason=reason)
+    layers = model.get_submodule(pattern_of(next(iter(found))).partition(".*.")[0])
+    if len(found) < len(list(layers.children())):
+        reason = f"only {len(found)} of its {len(list(layers.children()))} layers mix tokens by attention"
+        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+    for path, module in model.named_modules():  # which would not keep packed documents apart
+        convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
+        if convolves or isinstance(module, nn.RNNBase) or hasattr(module, "A_log"):
+            reason = f"'{pattern_of(path)}' mixes tokens without attention, and would mix packed documents"
+            raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+    return Trace(attention=found, experts={path: top_k[experts] for path, experts in routed_experts(model)})
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -150,28 +166,6 @@ def is_norm(module: nn.Module) -> bool:
     return "Norm" in type(module).__name__ and any(True for _ in module.parameters(recurse=False))
 
 
-def _check(name: str, calls: Mapping[str, AttentionCall]) -> None:
-    if not calls:
-        raise UnsupportedArchitecture(model=name, reason=_OWN_ATTENTION)
-    places = sorted({pattern_of(path) for path in calls})
-    if len(places) > 1 or places[0].count("*") != 1:
-        raise UnsupportedArchitecture(model=name, reason=f"it has attention elsewhere than once a layer ({places})")
-    for path, call in calls.items():
-        if not call.causal:
-            raise NotACausalLM(model=name, reason=f"tokens of '{path}' see later ones")
-        if not call.documents:
-            raise UnsupportedArchitecture(model=name, reason=f"'{path}' does not receive the document boundaries")
-        if call.unknown:
-            raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
-        scaled = call.scale != call.key_width**-0.5
-        if call.dropout and (call.window or call.softcap or scaled or call.sinks):
-            reason = f"'{path}' wants dropout with a window, a cap, a scale or sinks; set attention_dropout to 0"
-            raise UnsupportedArchitecture(model=name, reason=reason)
-        if call.softcap and call.sinks:
-            reason = f"'{path}' wants sinks with a cap"
-            raise UnsupportedArchitecture(model=name, reason=reason)
-
-
 class CausalLM(nn.Module):
     """Attributes that :func:`build_model` adds to a module, whose class is transformers' own; the two methods become
     attributes as well.
@@ -202,20 +196,17 @@ class CausalLM(nn.Module):
         """
         if position_ids is None:
             position_ids = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        hidden = CausalLM._embedded(self, input_ids)  # [batch, seq, hidden]
+        embedding = self.get_submodule(self.embedding_path)
+        hidden: torch.Tensor = embedding(input_ids)  # [batch, seq, hidden]
+        if self.embedding_scale is not None and not isinstance(embedding, nn.Identity):
+            # Rounded to the dtype first, as transformers does.
+            hidden = hidden * hidden.new_full((), self.embedding_scale)
         given = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
         head = self.get_submodule(self.head_path)
         if self.scores or isinstance(head, nn.Identity):  # without a head, the result is hidden states
             return cast(torch.Tensor, head(cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0]))
         theirs: Any = type(self)
         return cast(torch.Tensor, theirs.forward(self, **given, use_cache=False).logits)
-
-    def _embedded(self, input_ids: torch.Tensor) -> torch.Tensor:
-        embedding = self.get_submodule(self.embedding_path)
-        hidden: torch.Tensor = embedding(input_ids)
-        if self.embedding_scale is None or isinstance(embedding, nn.Identity):
-            return hidden
-        return hidden * hidden.new_full((), self.embedding_scale)  # rounded to the dtype first, as transformers does
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
@@ -280,7 +271,16 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     masks = DocumentMasks()
     for path, call in calls.items():
         attention = model.get_submodule(path)
-        attention.add_module(CORE, core_for(call, masks))
+        core: nn.Module
+        if call.sinks is not None:
+            core = SinkAttention(scale=call.scale, window=call.window)
+        elif call.dropout:  # without a window, a cap, a scale or sinks
+            core = CausalAttentionWithDropout(call.dropout, masks)
+        else:  # the plain one wherever that suffices
+            scale = None if call.scale == call.key_width**-0.5 else call.scale
+            semantics = AttentionSemantics(causal=True, scale=scale, window=call.window, softcap=call.softcap)
+            core = attention_core(semantics, masks)
+        attention.add_module(CORE, core)
         if call.sinks is not None:
             attention.add_module(call.sinks, HeadValues(attention._parameters.pop(call.sinks)))
     layers = next(iter(calls)).partition(".0.")[0]
@@ -311,7 +311,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     head = getattr(model, "score", None) if model.scores else model.get_output_embeddings()
     model.head_path = _path_of(model, head, "head")
     for _, block in mixtures(model, layers):
-        end_with_sum(block)
+        block.register_forward_hook(end_with_sum)
     balance = router_balance(architecture, model)
     if balance is not None:
         model.base_model.register_forward_pre_hook(balance.ask, with_kwargs=True)

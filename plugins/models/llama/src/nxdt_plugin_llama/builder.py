@@ -12,7 +12,7 @@ from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer
 from nxdt_core.models.decoder_builder import LAYER, MLP, NORMS, SWIGLU_STYLES, RotaryDecoderBuilder, rotary_decoder_plan
 from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_plugin_llama.config import LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+from nxdt_plugin_llama.config import LlamaConfig
 
 
 class Llama(RotaryDecoder):
@@ -55,23 +55,14 @@ class MistralBuilder(LlamaBuilder):
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("MistralForCausalLM", "MistralForSequenceClassification")
 
-    def __init__(self, config: MistralConfig) -> None:
-        super().__init__(config)
-
 
 class Qwen2Builder(LlamaBuilder):
     """A Llama with biases of queries, keys and values."""
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("Qwen2ForCausalLM",)
 
-    def __init__(self, config: Qwen2Config) -> None:
-        super().__init__(config)
-
 
 class Qwen3Builder(LlamaBuilder):
     """A Llama whose heads' queries and keys are normalised."""
 
     hf_architectures: ClassVar[tuple[str, ...]] = ("Qwen3ForCausalLM",)
-
-    def __init__(self, config: Qwen3Config) -> None:
-        super().__init__(config)

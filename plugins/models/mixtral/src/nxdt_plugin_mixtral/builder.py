@@ -6,7 +6,7 @@ The component ``mixtral``: builds the module and says how it may be sharded, ini
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.decoder import RotaryDecoder, RotaryDecoderLayer
@@ -30,42 +30,25 @@ class Mixtral(RotaryDecoder):
 
 
 def _layer(config: MixtralConfig, masks: DocumentMasks, number: int) -> RotaryDecoderLayer:
-    if number in config.expert_layers:
-        return RotaryDecoderLayer(config, masks, _mixture(config, number), name="moe")
-    return RotaryDecoderLayer(config, masks, SwiGLU(config.hidden_size, config.ffn_hidden_size))
-
-
-def _mixture(config: MixtralConfig, number: int) -> MixtureOfExperts:
-    moe = config.moe
-    experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
-    return MixtureOfExperts(router=_router(config, number), experts=experts, chunks=moe.exchange_chunks)
-
-
-def _router(config: MixtralConfig, number: int) -> TopKRouter:
-    moe = config.moe
-    # Ours is 1 where experts are balanced and is summed over layers; transformers' is top_k, and a mean.
-    pooled = (number, len(config.expert_layers)) if moe.pooled else None
-    balance = moe.balance_coefficient * moe.top_k / len(config.expert_layers)
+    if number not in config.expert_layers:
+        return RotaryDecoderLayer(config, masks, SwiGLU(config.hidden_size, config.ffn_hidden_size))
+    moe, layers = config.moe, len(config.expert_layers)
+    options: dict[str, Any] = {
+        "capacity_factor": moe.capacity,
+        # Ours is 1 where experts are balanced and is summed over layers; transformers' is top_k, and a mean.
+        "balance_coefficient": moe.balance_coefficient * moe.top_k / layers,
+        "pooled": (number, layers) if moe.pooled else None,
+    }
     if moe.routing_algorithm == "sinkhorn":
-        return SinkhornRouter(
-            config.hidden_size,
-            moe.num_experts,
-            activation=moe.router_activation,
-            iterations=moe.sinkhorn_iterations,
-            tolerance=moe.sinkhorn_tol,
-            capacity_factor=moe.capacity,
-            balance_coefficient=balance,
-            pooled=pooled,
-        )
-    return TopKRouter(
-        config.hidden_size,
-        moe.num_experts,
-        top_k=moe.top_k,
-        normalize=moe.normalize_top_k_affinities,
-        capacity_factor=moe.capacity,
-        balance_coefficient=balance,
-        pooled=pooled,
-    )
+        kind, iterations, tolerance = moe.router_activation, moe.sinkhorn_iterations, moe.sinkhorn_tol
+        options |= {"activation": kind, "iterations": iterations, "tolerance": tolerance}
+        router: TopKRouter = SinkhornRouter(config.hidden_size, moe.num_experts, **options)
+    else:
+        options |= {"top_k": moe.top_k, "normalize": moe.normalize_top_k_affinities}
+        router = TopKRouter(config.hidden_size, moe.num_experts, **options)
+    experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
+    mixture = MixtureOfExperts(router=router, experts=experts, chunks=moe.exchange_chunks)
+    return RotaryDecoderLayer(config, masks, mixture, name="moe")
 
 
 _MOE = f"{LAYER}.moe"

@@ -7,6 +7,7 @@ exist at a time. Where ranks share the vocabulary, each row needs six numbers of
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,10 +99,18 @@ def divergences(student: torch.Tensor, teacher: Teacher, measure: Measure) -> tu
     Returns:
         Both [...], in the dtype of accumulation, equal on all ranks that share the vocabulary.
     """
-    rows, columns = _rows(student), measure.columns(student)
-    parts = [teacher.logits, teacher.ids] if isinstance(teacher, TopTokens) else [_rows(_cut_like(student, teacher))]
+    rows, columns, group = _rows(student), measure.columns(student), _group(student)
+    if isinstance(teacher, TopTokens):
+        parts = [teacher.logits, teacher.ids]
+    else:  # in the shards of the student's
+        if is_dtensor(teacher) and group is None:
+            teacher = teacher.full_tensor()
+        elif group is not None and not is_dtensor(teacher):
+            width = rows.shape[1]
+            teacher = teacher[..., group.rank() * width : (group.rank() + 1) * width]
+        parts = [_rows(teacher)]
     found: tuple[torch.Tensor, torch.Tensor] = _Divergences.apply(  # type: ignore[no-untyped-call]
-        rows, measure, columns, _group(student), *parts
+        rows, measure, columns, group, *parts
     )
     return found[0].view(student.shape[:-1]), found[1].view(student.shape[:-1])
 
@@ -138,6 +147,8 @@ def _common(own: slice, other: slice) -> slice:
 
 
 class _Divergences(torch.autograd.Function):
+    """Divergences of rows of both models' logits, of which this rank may hold some columns."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -147,136 +158,77 @@ class _Divergences(torch.autograd.Function):
         group: dist.ProcessGroup | None,
         *teacher: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        pair = _Pair(rows, teacher, measure, columns, group)
-        sums, same = _over_ranks(pair.extremes(), group)
-        of_teacher, of_student = reduce_from_group(pair.terms(sums), group)
-        ctx.pair = measure, columns, group
-        ctx.save_for_backward(rows, sums, of_student, *teacher)
+        first = 0 if group is None else group.rank() * rows.shape[1]
+        dtype = torch.promote_types(rows.dtype, torch.float32)
+        # Of each row the student's log-sum-exp, largest logit and its token, and the teacher's: [6, rows].
+        extremes = rows.new_zeros((6, len(rows)), dtype=dtype)
+        for part in row_chunks(rows, _COPIES):
+            for place, values in zip((0, 3), _scaled(rows, teacher, part, measure, columns, first), strict=True):
+                extremes[place, part] = torch.logsumexp(values, dim=1)
+                extremes[place + 1, part] = _nothing(dtype)
+                if columns:
+                    largest, token = values.max(dim=1)
+                    extremes[place + 1, part], extremes[place + 2, part] = largest, (token + first).to(dtype)
+        of_ranks = gather_along(extremes[None], 0, group)  # [ranks, 6, rows]
+        sums = torch.logsumexp(of_ranks[:, [0, 3]], dim=0)  # of whole rows, of the student and the teacher
+        likeliest = [of_ranks[:, at + 1].gather(0, of_ranks[:, at].argmax(0)[None]).squeeze(0) for at in (1, 4)]
+        same = (likeliest[0] == likeliest[1]).to(sums)
+        # The divergences of the teacher's and of the student's distribution from the mixture, or from each other.
+        terms, (of_teacher, of_student) = torch.zeros_like(sums), measure.shares
+        for part in row_chunks(rows, _COPIES):
+            student, taught = _scaled(rows, teacher, part, measure, columns, first)
+            student, taught = student.sub_(sums[0, part, None]), taught.sub_(sums[1, part, None])
+            middle = measure.between(student, taught)
+            if of_teacher:
+                log_ratio = taught - (student if middle is None else middle)
+                terms[0, part] = log_ratio.mul_(taught.exp()).sum(1)
+            if of_student:
+                log_ratio = student - (taught if middle is None else middle)
+                terms[1, part] = log_ratio.mul_(student.exp_()).sum(1)
+        terms = reduce_from_group(terms, group)
+        ctx.settings = measure, columns, first
+        ctx.save_for_backward(rows, sums, terms[1], *teacher)
         ctx.mark_non_differentiable(same)
-        first, second = measure.shares
-        return first * of_teacher + second * of_student, same
+        return of_teacher * terms[0] + of_student * terms[1], same
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         rows, sums, of_student, *teacher = ctx.saved_tensors
-        gradient = _Pair(rows, teacher, *ctx.pair).gradient(sums, of_student, grad)
+        measure, columns, first = ctx.settings
+        share = measure.shares[1]
+        scale, gradient = grad * (share or 1) / measure.temperature, torch.zeros_like(rows)
+        for part in row_chunks(rows, _COPIES):
+            student, taught = _scaled(rows, teacher, part, measure, columns, first)
+            student, taught = student.sub_(sums[0, part, None]), taught.sub_(sums[1, part, None])
+            if share:
+                middle = measure.between(student, taught)
+                slope = (student - (taught if middle is None else middle)).sub_(of_student[part, None])
+                slope.mul_(student.exp_())
+            else:
+                slope = student.exp_().sub_(taught.exp_())
+            gradient[part, :columns] = slope.mul_(scale[part, None])
         return gradient, *(None,) * (3 + len(teacher))
 
 
-class _Pair:
-    """Rows of both models' logits, of which this rank may hold a part."""
-
-    def __init__(
-        self,
-        rows: torch.Tensor,
-        teacher: tuple[torch.Tensor, ...] | list[torch.Tensor],
-        measure: Measure,
-        columns: int,
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        self._rows, self._teacher, self._measure, self._columns = rows, teacher, measure, columns
-        self._first = 0 if group is None else group.rank() * rows.shape[1]
-        self._dtype = torch.promote_types(rows.dtype, torch.float32)
-
-    def extremes(self) -> torch.Tensor:
-        """Return of each row the student's log-sum-exp, largest logit and its token, and the teacher's: [6, rows]."""
-        found = self._rows.new_zeros((6, len(self._rows)), dtype=self._dtype)
-        for part in row_chunks(self._rows, _COPIES):
-            for first, values in zip((0, 3), self._scaled(part), strict=True):
-                found[first, part] = torch.logsumexp(values, dim=1)
-                found[first + 1, part] = _nothing(self._dtype)
-                if self._columns:
-                    largest, place = values.max(dim=1)
-                    found[first + 1, part], found[first + 2, part] = largest, (place + self._first).to(self._dtype)
-        return found
-
-    def terms(self, sums: torch.Tensor) -> torch.Tensor:
-        """Return the divergences of the teacher's and of the student's distribution from the mixture, or from each
-        other, summed over this rank's columns: [2, rows]; 0 where the measure has none.
-
-        Args:
-            sums: log-sum-exp of the whole rows of the student and the teacher, [2, rows].
-        """
-        found, (first, second) = torch.zeros_like(sums), self._measure.shares
-        for part in row_chunks(self._rows, _COPIES):
-            student, teacher = self._log_probs(part, sums)
-            middle = self._measure.between(student, teacher)
-            if first:
-                apart = teacher - (student if middle is None else middle)
-                found[0, part] = apart.mul_(teacher.exp()).sum(1)
-            if second:
-                apart = student - (teacher if middle is None else middle)
-                found[1, part] = apart.mul_(student.exp_()).sum(1)
-        return found
-
-    def gradient(self, sums: torch.Tensor, of_student: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-        """Return the gradient of the student's logits.
-
-        Args:
-            sums: as of :meth:`terms`.
-            of_student: the second of :meth:`terms`, of whole rows.
-            grad: of the rows' divergences.
-        """
-        second = self._measure.shares[1]
-        scale = grad * (second or 1) / self._measure.temperature
-        found = torch.zeros_like(self._rows)
-        for part in row_chunks(self._rows, _COPIES):
-            student, teacher = self._log_probs(part, sums)
-            if second:
-                middle = self._measure.between(student, teacher)
-                own = (student - (teacher if middle is None else middle)).sub_(of_student[part, None])
-                own.mul_(student.exp_())
-            else:
-                own = student.exp_().sub_(teacher.exp_())
-            found[part, : self._columns] = own.mul_(scale[part, None])
-        return found
-
-    def _log_probs(self, part: slice, sums: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        student, teacher = self._scaled(part)
-        return student.sub_(sums[0, part, None]), teacher.sub_(sums[1, part, None])
-
-    def _scaled(self, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return copies of some rows of both models' logits over the temperature, in full precision."""
-        by, given = self._measure.temperature, [each[part] for each in self._teacher]
-        student = self._rows[part, : self._columns].to(self._dtype, copy=True).div_(by)
-        if len(given) == 1:
-            return student, given[0][:, : self._columns].to(self._dtype, copy=True).div_(by)
-        values, place = given[0] / by, given[1] - self._first
-        own = (place >= 0) & (place < self._columns)
-        # One more column takes what other ranks hold.
-        whole = values.new_full((len(values), self._columns + 1), _nothing(values.dtype))
-        return student, whole.scatter_(1, torch.where(own, place, self._columns), values)[:, :-1]
-
-
-def _over_ranks(own: torch.Tensor, group: dist.ProcessGroup | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both models' log-sum-exp of whole rows, [2, rows], and where their likeliest token is the same.
-
-    Args:
-        own: :meth:`_Pair.extremes` of this rank's columns.
-        group: the ranks that share the rows.
-    """
-    of_ranks = gather_along(own[None], 0, group)  # [ranks, 6, rows]
-    sums = torch.logsumexp(of_ranks[:, [0, 3]], dim=0)
-    student, teacher = (
-        of_ranks[:, first + 1].gather(0, of_ranks[:, first].argmax(0)[None]).squeeze(0) for first in (1, 4)
-    )
-    return sums, (student == teacher).to(sums)
+def _scaled(
+    rows: torch.Tensor, teacher: Sequence[torch.Tensor], part: slice, measure: Measure, columns: int, first: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return copies of some rows of both models' logits over the temperature, in full precision."""
+    by, dtype = measure.temperature, torch.promote_types(rows.dtype, torch.float32)
+    student, logits = rows[part, :columns].to(dtype, copy=True).div_(by), teacher[0][part]
+    if len(teacher) == 1:
+        return student, logits[:, :columns].to(dtype, copy=True).div_(by)
+    values, place = logits / by, teacher[1][part] - first
+    here = (place >= 0) & (place < columns)
+    # One more column takes what other ranks hold.
+    whole = values.new_full((len(values), columns + 1), _nothing(values.dtype))
+    return student, whole.scatter_(1, torch.where(here, place, columns), values)[:, :-1]
 
 
 def _nothing(dtype: torch.dtype) -> float:
     """A logit of tokens without probability. An infinite one would give 0 × ∞."""
     return torch.finfo(dtype).min / 4
-
-
-def _cut_like(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
-    """Return the teacher's logits in the parts of the student's. Collective where the teacher's alone are sharded."""
-    if is_dtensor(teacher) == is_dtensor(student):
-        return teacher
-    if is_dtensor(teacher):
-        return teacher.full_tensor()
-    group, width = _group(student), _local(student).shape[-1]
-    return teacher if group is None else teacher[..., group.rank() * width : (group.rank() + 1) * width]
 
 
 def _local(logits: torch.Tensor) -> torch.Tensor:

@@ -8,6 +8,7 @@ there, so that one micro-batch of its logits is held. The stages of a pipeline r
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -21,17 +22,19 @@ from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveT
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
+from nxdt_core.train.sampling import Sampling, Writer
 from nxdt_core.train.weights.loading import known_tokenizer, same_tokens
 from nxdt_plugin_distill.config import DistillConfig
 from nxdt_plugin_distill.divergence import Measure, Teacher, TopTokens, divergences, shared_like
 from nxdt_plugin_distill.errors import (
+    NoPrompts,
+    PromptTooLong,
     TeacherGivesScores,
     TeacherMissing,
     TeacherTokenizerDiffers,
     TeacherVocabularyDiffers,
     TopKTooLarge,
 )
-from nxdt_plugin_distill.on_policy import answered, is_drawn
 
 if TYPE_CHECKING:
     from nxdt_core.engine.loss import ChunkedHead
@@ -70,7 +73,9 @@ class Distill(Objective):
         if isinstance(logits, TokenLosses):  # of :meth:`head_loss`
             cross, soft, same = logits.of(batch.labels).unbind(-1)
         else:
-            cross, soft, same = self._terms(logits, batch.labels, step, self._taught(logits))
+            estimates = logits.device.type == "meta"  # with something of the same size in place of the teacher's
+            teacher: Teacher = self._kept(torch.empty_like(logits)) if estimates else self._next()
+            cross, soft, same = self._terms(logits, batch.labels, step, teacher)
         trained = (batch.labels != IGNORE_INDEX).to(soft)
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
         losses = {"ce_loss": (cross * weights).sum(), "kd_loss": (soft * weights).sum()}
@@ -95,7 +100,7 @@ class Distill(Objective):
         """Return the terms of each token, [rows, 3], from the logits of some tokens of both models at a time."""
         assert step.labels is not None  # as of every pass for a loss
         labels, self._hidden_bytes = step.labels.flatten(), head.hidden.nbytes
-        teacher = head if head.hidden.device.type == "meta" else self._next()  # as in :meth:`_taught`
+        teacher = head if head.hidden.device.type == "meta" else self._next()  # as in the call
 
         def terms(logits: torch.Tensor, part: slice) -> torch.Tensor:
             return torch.stack(self._terms(logits, labels[part], step, self._kept(teacher.logits(part))), dim=-1)
@@ -110,10 +115,49 @@ class Distill(Objective):
         Raises:
             NoPrompts, PromptTooLong: of the prompts of the data.
         """
-        own, seed = self._config, session.config.run.seed
-        drawn = train and is_drawn(session.state.step, seed=seed, share=own.on_policy)
-        self._share = 1.0 if drawn else own.kd_ratio
-        return answered(session, micro_batches, own) if drawn else micro_batches, None
+        config, seed = self._config, session.config.run.seed
+        self._share = config.kd_ratio
+        if not train or not is_drawn(session.state.step, seed=seed, share=config.on_policy):
+            return micro_batches, None
+        self._share = 1.0
+        tokenizer, window = session.data.tokenizer, session.config.run.data.seq_length
+        if tokenizer is None:
+            raise NoPrompts(share=config.on_policy, reason="the data has no tokenizer")
+        writer = Writer(model=session.model, tokenizer=tokenizer, window=window, stop_ids=frozenset())
+        sampling = Sampling(max_new_tokens=config.max_completion_length, temperature=1.0)
+        any_left = session.engine.ranks.any_rank if session.engine.rank_info.dp_size > 1 else None
+        place = session.engine.rank_info.dp_rank * sum(len(batch.input_ids) for batch in micro_batches)
+        answered = []
+        for batch in micro_batches:
+            trained = batch.labels != IGNORE_INDEX
+            prompts: list[list[int]] = []
+            """Tokens of each row before the first one with a loss; one of a row without a loss, which is blank."""
+            for row, ids in enumerate(batch.input_ids):
+                if batch.document_ids is not None and int(batch.document_ids[row].max()) > 0:
+                    raise NoPrompts(share=config.on_policy, reason="a sequence of the data has several conversations")
+                labelled = trained[row].nonzero()
+                last = int(labelled[0]) if len(labelled) else 0
+                if len(labelled) and not last:
+                    raise NoPrompts(
+                        share=config.on_policy, reason="a sequence of the data has a loss from its beginning"
+                    )
+                prompts.append(ids[: last + 1].tolist())
+            for prompt in prompts:
+                if len(prompt) + sampling.max_new_tokens > window:
+                    raise PromptTooLong(tokens=len(prompt), most=sampling.max_new_tokens, window=window)
+            drawn = [(seed, session.state.step, place + row) for row in range(len(prompts))]
+            answers = writer.answers(prompts, session.stop_ids, sampling, drawn=drawn, any_left=any_left)
+            place += len(prompts)
+            ids, labels = torch.zeros_like(batch.input_ids), torch.full_like(batch.labels, IGNORE_INDEX)
+            padding = torch.ones_like(ids, dtype=torch.bool)
+            for row, (prompt, (answer, _)) in enumerate(zip(prompts, answers, strict=True)):
+                whole, last = torch.tensor([*prompt, *answer]), len(prompt) - 1
+                ids[row, : len(whole)] = whole
+                if bool(trained[row].any()):
+                    labels[row, last : last + len(answer)] = whole[last + 1 :]
+                    padding[row, : len(whole)] = False
+            answered.append(Batch(input_ids=ids, labels=labels, padding=padding))
+        return answered, None
 
     # The teacher.
 
@@ -160,19 +204,17 @@ class Distill(Objective):
         own, teacher = copy.copy(self), self._model
         if teacher is None:
             raise TeacherMissing()
-        # A loop over what it says would hold that of one micro-batch while the teacher runs on the next one.
-        own._coming = (
-            iter(self._asked(teacher, micro_batches))
-            if self._pipelined
-            else (self._asked(teacher, [batch])[0] for batch in micro_batches)
-        )
-        return own, micro_batches
 
-    def _asked(self, teacher: ParallelModel, micro_batches: Sequence[Batch]) -> list[Teacher | ChunkedHead]:
-        """Run the teacher; of a pipeline the last stage has its logits, or its hidden states with their head."""
-        listening = _Listening(self._kept)
-        teacher.run_eval(micro_batches, listening)
-        return listening.heard
+        def asked(batches: Sequence[Batch]) -> list[Teacher | ChunkedHead]:
+            """Run the teacher; of a pipeline the last stage has its logits, or its hidden states with their head."""
+            listening = _Listening(self._kept)
+            teacher.run_eval(batches, listening)
+            return listening.heard
+
+        # A loop over what it says would hold that of one micro-batch while the teacher runs on the next one.
+        one_by_one = (asked([batch])[0] for batch in micro_batches)
+        own._coming = iter(asked(micro_batches)) if self._pipelined else one_by_one
+        return own, micro_batches
 
     def _kept(self, logits: torch.Tensor) -> Teacher:
         top_k = self._config.top_k
@@ -180,14 +222,8 @@ class Distill(Objective):
             return TopTokens.of(logits, top_k, self._measure)
         return logits if self._rows is None else shared_like(logits, self._rows)
 
-    def _taught(self, logits: torch.Tensor) -> Teacher:
-        """Return what the teacher says of the next micro-batch, whose ``logits`` are those of the model."""
-        if logits.device.type == "meta":  # an estimate: something of the same size
-            return self._kept(torch.empty_like(logits))
-        said: Teacher = self._next()
-        return said
-
     def _next(self) -> Any:
+        """Return what the teacher says of the next micro-batch."""
         said = None if self._coming is None else next(self._coming, None)
         if said is None:
             raise TeacherMissing()
@@ -218,3 +254,9 @@ def _vocabulary(config: ResolvedConfig) -> tuple[int, int]:
     """Return the tokens that the run's model knows, and the rows of its logits, which may be filled up."""
     rows = build.model_builder(config).vocab_size
     return getattr(config.selected("model").config, "vocab_size", None) or rows, rows
+
+
+def is_drawn(step: int, *, seed: int, share: float) -> bool:
+    """Return whether a step is one of the ``share`` that take drawn answers: the same on all ranks and in every run."""
+    drawn = hashlib.blake2b(repr(("on-policy", seed, step)).encode(), digest_size=7).digest()
+    return int.from_bytes(drawn, "little") < share * (1 << 56)

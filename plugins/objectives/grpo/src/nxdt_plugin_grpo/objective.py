@@ -360,7 +360,19 @@ class Grpo(Objective):
     def _with_high_entropies(self, session: TrainSession, batches: Sequence[Batch]) -> list[Batch]:
         """Return the batches with the value ``high_entropy``, 1 at tokens of answers whose distributions have the
         greatest entropies of all in the global batch. Collective."""
-        measure = partial(_entropies, temperature=self._config.temperature)
+
+        def measure(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
+            """Return the entropy of the distribution that each token was drawn from, [rows, seq], in every layout."""
+            logits = logits / self._config.temperature
+            sums = log_partition(logits, step).flatten()
+            local = (logits.to_local() if is_dtensor(logits) else logits).flatten(0, -2)
+            of_rows = torch.empty_like(sums)
+            for part in row_chunks(local, 2):
+                of_tokens = local[part].to(sums.dtype) - sums[part, None]
+                of_rows[part] = -(of_tokens.exp() * of_tokens).sum(1)
+            group = logits.device_mesh.get_group() if is_dtensor(logits) else None
+            return reduce_from_group(of_rows, group).view(labels.shape)
+
         entropies = [values.float().to(HOST) for values in session.model.log_probs(batches, measure)]
         mine = torch.cat(
             [
@@ -401,16 +413,3 @@ def places(session: TrainSession, micro_batches: Sequence[Batch]) -> Iterator[in
     samples = sum(batch.samples for batch in micro_batches)
     first = session.engine.rank_info.dp_rank * samples
     return iter(range(first, first + samples))
-
-
-def _entropies(logits: torch.Tensor, labels: torch.Tensor, step: StepContext, *, temperature: float) -> torch.Tensor:
-    """Return the entropy of the distribution that each token was drawn from, [rows, seq], in every layout."""
-    logits = logits / temperature
-    sums = log_partition(logits, step).flatten()
-    local = (logits.to_local() if is_dtensor(logits) else logits).flatten(0, -2)
-    entropies = torch.empty_like(sums)
-    for part in row_chunks(local, 2):
-        of_tokens = local[part].to(sums.dtype) - sums[part, None]
-        entropies[part] = -(of_tokens.exp() * of_tokens).sum(1)
-    group = logits.device_mesh.get_group() if is_dtensor(logits) else None
-    return reduce_from_group(entropies, group).view(labels.shape)

@@ -10,7 +10,7 @@ import numpy as np
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.chat.rendering import prompt_ids, runner_of
-from nxdt_core.data.files.records import Place, Records
+from nxdt_core.data.files.records import Records
 from nxdt_core.data.files.splits import SplitRecords
 from nxdt_core.data.tokens import padding_id, text_ids
 from nxdt_core.errors.data import DataNeedsTokenizer
@@ -54,30 +54,27 @@ class PromptDataset(MapDataset):
             NxdtError: of messages, as of :func:`~nxdt_core.data.chat.rendering.prompt_ids`.
         """
         place, record = self._records[index]
-        prompt = self._prompt(place, record)
-        ids = np.full(self._seq_length, padding_id(self._tokenizer), np.int64)
-        ids[: len(prompt.ids)] = prompt.ids
-        return Sample(input_ids=ids, labels=np.full_like(ids, IGNORE_INDEX), origin=prompt)
+        prompt, tokenizer = record.get("prompt"), self._tokenizer
+        if isinstance(prompt, str):
+            tokens = text_ids(prompt, tokenizer, add_bos=self._config.add_bos)
+        elif isinstance(prompt, list) and prompt and all(isinstance(turn, dict) for turn in prompt):
+            tokens = prompt_ids(prompt, tokenizer, self._config, place=str(place))
+        else:
+            raise PromptMissing(place=str(place), keys=", ".join(map(repr, record)))
+        if not tokens and tokenizer.bos_id is not None:
+            tokens = [tokenizer.bos_id]
+        if not tokens:
+            raise PromptMissing(place=str(place), keys=", ".join(map(repr, record)))
+        if len(tokens) >= self._seq_length:
+            raise PromptTooLong(place=str(place), tokens=len(tokens), most=1, window=self._seq_length)
+        ids = np.full(self._seq_length, padding_id(tokenizer), np.int64)
+        ids[: len(tokens)] = tokens
+        origin = Prompt(place=str(place), ids=tuple(tokens), record=record)
+        return Sample(input_ids=ids, labels=np.full_like(ids, IGNORE_INDEX), origin=origin)
 
     def fingerprint(self) -> str:
         """Digest of the records, and of what decides their tokens."""
         return self._source
-
-    def _prompt(self, place: Place, record: Mapping[str, Any]) -> Prompt:
-        given = record.get("prompt")
-        if isinstance(given, str):
-            ids = text_ids(given, self._tokenizer, add_bos=self._config.add_bos)
-        elif isinstance(given, list) and given and all(isinstance(turn, dict) for turn in given):
-            ids = prompt_ids(given, self._tokenizer, self._config, place=str(place))
-        else:
-            raise PromptMissing(place=str(place), keys=", ".join(map(repr, record)))
-        if not ids and self._tokenizer.bos_id is not None:
-            ids = [self._tokenizer.bos_id]
-        if not ids:
-            raise PromptMissing(place=str(place), keys=", ".join(map(repr, record)))
-        if len(ids) >= self._seq_length:
-            raise PromptTooLong(place=str(place), tokens=len(ids), most=1, window=self._seq_length)
-        return Prompt(place=str(place), ids=tuple(ids), record=record)
 
 
 class Prompts(DatasetSplits):
@@ -101,15 +98,10 @@ class Prompts(DatasetSplits):
             NxdtError: of the files, as of :func:`~nxdt_core.data.files.records.read_records`.
         """
         chosen = self._records.of(name)
-        return None if chosen is None else self._dataset(*chosen)
-
-    def _dataset(self, records: Records, source: str) -> PromptDataset:
-        runner = runner_of(self._config, self._tokenizer)
-        settings = (len(records), self._tokenizer.fingerprint(), runner and runner.settings, self._config.add_bos)
-        return PromptDataset(
-            records,
-            self._tokenizer,
-            self._config,
-            seq_length=self._context.seq_length,
-            source=digest("prompts", source, settings),
-        )
+        if chosen is None:
+            return None
+        records, source = chosen
+        config, runner = self._config, runner_of(self._config, self._tokenizer)
+        settings = (len(records), self._tokenizer.fingerprint(), runner and runner.settings, config.add_bos)
+        source = digest("prompts", source, settings)
+        return PromptDataset(records, self._tokenizer, config, seq_length=self._context.seq_length, source=source)

@@ -222,19 +222,16 @@ def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weigh
     cls, config = component.load_config(), None
     if cls is not None:
         config, problems = read_part(cls, options, f"objective.rewards[{number}]")
-        for problem in (*problems, *_own_problems(number, config)):
+        for problem in problems:
             raise problem
+        for key, message in config.check() if isinstance(config, ChecksItself) else ():
+            raise RewardMisnamed(number=number, reason=f"{key}: {message}")
     elif options:
         raise RewardMisnamed(number=number, reason=f"has keys that {name!r} does not take: {', '.join(options)}")
     function = component.load_class(Reward)(config)
     if isinstance(function, Model) and (timeout is not None or on_error != "stop"):
         raise RewardMisnamed(number=number, reason="has a timeout or on_error: all ranks score together")
     return Weighted(name=name, weight=float(weight), timeout=timeout, lenient=on_error == "none", function=function)
-
-
-def _own_problems(number: int, config: Any) -> list[NxdtError]:
-    found = config.check() if isinstance(config, ChecksItself) else ()
-    return [RewardMisnamed(number=number, reason=f"{key}: {message}") for key, message in found]
 
 
 class Model(Reward):
@@ -280,37 +277,33 @@ def row_length(session: TrainSession, longest: int) -> int:
 class Match(Reward):
     """1 where what the pattern finds is the record's solution, else 0; numbers are compared as numbers."""
 
-    def __init__(self, config: MatchConfig) -> None:
-        self._pattern, self._key = re.compile(config.pattern), config.key
+    config: MatchConfig
 
     def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
         """Score each answer."""
-        return [
-            float(self._matches(answer, str(record[self._key])))
-            for answer, record in zip(answers, records, strict=True)
-        ]
-
-    def _matches(self, answer: str, solution: str) -> bool:
-        match = self._pattern.search(answer)
-        found = "" if match is None else next((group for group in match.groups() if group is not None), match[0])
-        found, solution = found.strip(), solution.rpartition("####")[2].strip()
-        if found == solution or not all(re.fullmatch(rf"\+?{NUMBER}\.?", text) for text in (found, solution)):
-            return found == solution
-        one, other = (float(re.sub("[$,]", "", text)) for text in (found, solution))
-        return one == other
+        pattern, scores = re.compile(self.config.pattern), []
+        for answer, record in zip(answers, records, strict=True):
+            match, solution = pattern.search(answer), str(record[self.config.key]).rpartition("####")[2].strip()
+            found = "" if match is None else next((group for group in match.groups() if group is not None), match[0])
+            texts = found.strip(), solution
+            same = texts[0] == texts[1]
+            if not same and all(re.fullmatch(rf"\+?{NUMBER}\.?", text) for text in texts):
+                one, other = (float(re.sub("[$,]", "", text)) for text in texts)
+                same = one == other
+            scores.append(float(same))
+        return scores
 
 
 class Characters(Reward):
     """The share of an answer's characters that the record allows; 0 of an empty one."""
 
-    def __init__(self, config: CharactersConfig) -> None:
-        self._key = config.key
+    config: CharactersConfig
 
     def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
         """Score each answer."""
-        allowed = [set(record[self._key]) for record in records]
+        allowed = [set(record[self.config.key]) for record in records]
         return [
-            sum(each in good for each in answer) / len(answer) if answer else 0.0
+            sum(character in good for character in answer) / len(answer) if answer else 0.0
             for answer, good in zip(answers, allowed, strict=True)
         ]
 
@@ -318,47 +311,46 @@ class Characters(Reward):
 class Format(Reward):
     """Reward of 1 where the whole answer matches the pattern, else 0."""
 
-    def __init__(self, config: FormatConfig) -> None:
-        self._pattern = re.compile(config.pattern, re.DOTALL)
+    config: FormatConfig
 
     def __call__(self, answers: Sequence[str], records: Sequence[Mapping[str, Any]]) -> list[float]:
         """Score each answer."""
-        return [float(self._pattern.fullmatch(answer) is not None) for answer in answers]
+        pattern = re.compile(self.config.pattern, re.DOTALL)
+        return [float(pattern.fullmatch(answer) is not None) for answer in answers]
 
 
 class Length(Reward):
     """Reward of 0 up to ``target`` tokens, and one less for each ``scale`` tokens beyond them."""
 
-    def __init__(self, config: LengthConfig) -> None:
-        self._target, self._scale = config.target, config.scale
+    config: LengthConfig
 
     def __call__(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> list[float]:
         """Score each answer."""
-        return [-max(0, len(answer.ids) - self._target) / self._scale for answer in answers]
+        return [-max(0, len(answer.ids) - self.config.target) / self.config.scale for answer in answers]
 
 
 class Overlong(Reward):
     """A penalty of length (DAPO, Yu et al. 2025, arXiv:2503.14476, equation 13)."""
 
-    def __init__(self, config: OverlongConfig) -> None:
-        self._longest, self._last = config.max_completion_len, config.soft_punish_cache
+    config: OverlongConfig
 
     def __call__(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> list[float]:
         """Score each answer."""
-        free = self._longest - self._last
-        return [-min(1.0, max(0, len(answer.ids) - free) / self._last) for answer in answers]
+        last = self.config.soft_punish_cache
+        free = self.config.max_completion_len - last
+        return [-min(1.0, max(0, len(answer.ids) - free) / last) for answer in answers]
 
 
 class Repetition(Reward):
     """``max_penalty`` times the share of token sequences that occurred before (Yeo et al. 2025, arXiv:2502.03373)."""
 
-    def __init__(self, config: RepetitionConfig) -> None:
-        self._size, self._penalty = config.ngram_size, config.max_penalty
+    config: RepetitionConfig
 
     def __call__(self, answers: Sequence[Answer], records: Sequence[Mapping[str, Any]]) -> list[float]:
         """Score each answer."""
-        found = []
+        size, scores = self.config.ngram_size, []
         for answer in answers:
-            sequences = [tuple(answer.ids[at : at + self._size]) for at in range(len(answer.ids) - self._size + 1)]
-            found.append(self._penalty * (1 - len({*sequences}) / len(sequences)) if sequences else 0.0)
-        return found
+            sequences = [tuple(answer.ids[at : at + size]) for at in range(len(answer.ids) - size + 1)]
+            share = 1 - len({*sequences}) / len(sequences) if sequences else None
+            scores.append(0.0 if share is None else self.config.max_penalty * share)
+        return scores

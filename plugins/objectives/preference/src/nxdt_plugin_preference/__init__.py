@@ -29,7 +29,7 @@ def nxdt_objectives() -> list[Component]:
         ),
         Component(
             name="kto",
-            target="nxdt_plugin_preference.unpaired:Kto",
+            target="nxdt_plugin_preference.objectives:Kto",
             config="nxdt_plugin_preference.config:KtoConfig",
             summary="Kahneman-Tversky optimisation of unpaired answers (Ethayarajh et al. 2024, arXiv:2402.01306)",
         ),
@@ -41,7 +41,7 @@ def nxdt_objectives() -> list[Component]:
         ),
         Component(
             name="reward",
-            target="nxdt_plugin_preference.reward:Reward",
+            target="nxdt_plugin_preference.objectives:Reward",
             config="nxdt_plugin_preference.config:RewardConfig",
             summary="reward model: one score per answer (Ouyang et al. 2022, arXiv:2203.02155)",
         ),

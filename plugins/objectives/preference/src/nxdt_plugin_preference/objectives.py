@@ -1,19 +1,24 @@
-"""The objectives on pairs of a chosen and a rejected answer.
+"""The objectives on pairs of a chosen and a rejected answer, and on answers without pairs.
 
 DPO is direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290, equation 7), CPO contrastive preference
 optimisation (Xu et al. 2024, arXiv:2401.08417, equation 5), ORPO odds-ratio preference optimisation (Hong et al. 2024,
-arXiv:2403.07691, equations 6 and 7). :func:`pair_losses` and :func:`reward_losses` have the other forms.
+arXiv:2403.07691, equations 6 and 7). :func:`pair_losses` and :func:`reward_losses` have the other forms. A reward model
+is trained by the Bradley-Terry likelihood of a preference, from one score for each answer.
 
 Row 2i of a batch holds the chosen answer of a pair, row 2i + 1 the rejected one. Packed rows hold several; documents of
 the same number belong together. ``loss_weights`` are 1 on the answers and 0 on the prompts, whose labels are kept: a
 loss may want those too.
+
+Kahneman-Tversky optimisation (Ethayarajh et al. 2024, arXiv:2402.01306) takes answers without pairs. The rows of a
+sample are a prompt with its answer, and the prompt with the answer of another record. The second gives an estimate of
+the KL divergence from the reference, over the whole global batch, before the pass that trains on the first.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
@@ -22,9 +27,10 @@ from torch.nn import functional
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
+from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.step_context import SequenceShards, StepContext
-from nxdt_plugin_preference.config import CpoConfig, DpoConfig, OrpoConfig, RewardLoss
-from nxdt_plugin_preference.errors import ReferenceMissing, RowsNotPaired
+from nxdt_plugin_preference.config import CpoConfig, DpoConfig, KtoConfig, OrpoConfig, RewardConfig, RewardLoss
+from nxdt_plugin_preference.errors import LabelsNotRead, ReferenceMissing, RowsNotPaired
 
 PAIR = 2
 """Rows of a sample."""
@@ -115,17 +121,6 @@ def reward_losses(loss_type: str, ratios: Pairs, beta: float, tau: float) -> tor
     return torch.lerp(-functional.logsigmoid(margins), (-margins).exp(), (margins / tau).sigmoid())
 
 
-def check_paired(objective: str, batch: Batch) -> None:
-    """Let a batch of pairs pass.
-
-    Raises:
-        RowsNotPaired: its samples are something else, such as answers apart from each other.
-    """
-    scores = batch.values.get(SCORES)
-    if batch.rows_per_sample != PAIR or (scores is not None and scores[::PAIR].any() and not scores[1::PAIR].any()):
-        raise RowsNotPaired(objective=objective, rows=batch.rows_per_sample)
-
-
 def answer_mask(batch: Batch) -> torch.Tensor:
     """float [rows, seq]: 1 where the label is a token of an answer."""
     labelled = batch.labels != IGNORE_INDEX
@@ -171,7 +166,10 @@ class _PairObjective(Objective):
         Raises:
             RowsNotPaired: the samples are not pairs.
         """
-        check_paired(self._name, batch)
+        scores = batch.values.get(SCORES)
+        unpaired = scores is not None and scores[::PAIR].any() and not scores[1::PAIR].any()
+        if batch.rows_per_sample != PAIR or unpaired:
+            raise RowsNotPaired(objective=self._name, rows=batch.rows_per_sample)
         (counts,) = sums_by_answer(answer_mask(batch)[None], batch, SequenceShards())
         pairs = Pairs.of(counts, counts).real.sum()
         return pairs if self._alpha is None else torch.stack([pairs, self._nll_mask(batch).sum()])
@@ -309,3 +307,156 @@ def _log_odds(log_p: torch.Tensor) -> torch.Tensor:
     near = torch.log(-torch.expm1(torch.where(near_one, log_p, -1.0)))
     far = torch.log1p(-torch.exp(torch.where(near_one, -1.0, log_p)))
     return log_p - torch.where(near_one, near, far)
+
+
+class Reward(_PairObjective):
+    """−log σ(score of the chosen answer − score of the rejected one − margin), a mean over pairs.
+
+    An answer's score is the head's at its last token, as in transformers' sequence classifiers (Ouyang et al. 2022,
+    arXiv:2203.02155; margins: Touvron et al. 2023, arXiv:2307.09288). Metrics: ``rewards/chosen``,
+    ``rewards/rejected``, ``rewards/accuracies`` and ``rewards/margins``, where rewards are the scores.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        super().__init__("reward")
+        self.traits = replace(self.traits, head="score")
+        self._center = config.center_rewards_coefficient
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+        """``logits`` are scores [rows, seq, 1]."""
+        scores = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
+        mask = answer_mask(batch).to(scores)
+        margin = batch.values.get(SCORES, torch.zeros_like(mask)) * mask
+        # All tokens of a prompt with its answer but the last have labels: their number is the last one's position.
+        labelled = batch.labels != IGNORE_INDEX
+        (ends,) = sums_by_answer(labelled.float()[None], batch, step.sequences).flatten(1, 2)  # [rows, documents]
+        positions = batch.position_ids
+        if positions is None:
+            positions = torch.arange(labelled.shape[1], device=labelled.device)
+        documents = batch.document_ids
+        if documents is not None:
+            ends = ends.gather(1, documents.clamp(min=0)).masked_fill(documents < 0, -1)
+        is_last = ~labelled & (positions == ends)
+        sums, counts, margins = sums_by_answer(torch.stack([scores * is_last, mask, margin]), batch, step.sequences)
+        rewards = Pairs.of(sums, counts)
+        ahead = rewards.chosen - rewards.rejected - Pairs.of(margins / counts.clamp(min=1), counts).chosen
+        losses = -functional.logsigmoid(ahead) + self._center * (rewards.chosen + rewards.rejected) ** 2
+        return ObjectiveOutput(
+            loss_sum=(losses * rewards.real).sum() * step.sequences.share,
+            weight=rewards.real.sum(),
+            metrics=rewards.metrics("rewards", step.sequences, margins=True),
+        )
+
+
+class Kto(Objective):
+    """1 − σ(β (log-ratio − KL)) of a desirable answer, 1 − σ(β (KL − log-ratio)) of another, a mean over answers.
+
+    An answer's log-ratio is its log-probability less that under the reference. KL is the mean log-ratio of the global
+    batch's second rows, at least 0. Metrics: ``rewards/chosen`` and ``logps/chosen``, means over desirable answers,
+    ``rewards/rejected`` and ``logps/rejected`` over the others, ``rewards/margins``, ``rewards/accuracies`` (share of
+    answers whose log-ratio is on its label's side of the KL), and ``kl``.
+
+    Args:
+        config: β and the weights of both kinds.
+        kl: the estimate of the global batch; :meth:`prepare` makes it.
+    """
+
+    def __init__(self, config: KtoConfig, kl: torch.Tensor | None = None) -> None:
+        self._config, self._kl = config, kl
+        reference: Literal["before", "step"] = "before" if config.precompute_ref_log_probs else "step"
+        self.traits = ObjectiveTraits(
+            unit="answers", rows_per_sample=PAIR, reference=reference, values=(SCORES,), loss_rows=1
+        )
+
+    def prepare(self, micro_batches: Sequence[Batch], model: ParallelModel) -> tuple[Kto, list[Batch]]:
+        """Return the objective with the KL of the global batch, and the first rows. Collective.
+
+        Raises:
+            LabelsNotRead: the samples are not answers with labels.
+        """
+        if any(batch.rows_per_sample != PAIR for batch in micro_batches):
+            raise LabelsNotRead()
+        own = [replace(batch.map(lambda rows: rows[::PAIR]), rows_per_sample=1) for batch in micro_batches]
+        others = [replace(batch.map(lambda rows: rows[1::PAIR]), rows_per_sample=1) for batch in micro_batches]
+        return Kto(self._config, model.run_eval(others, _MeanLogRatio()).loss.clamp(min=0)), own
+
+    def weight(self, batch: Batch) -> torch.Tensor:
+        """Return the numbers of answers, of desirable and of undesirable ones: [3].
+
+        Raises:
+            LabelsNotRead: the samples are not answers with labels.
+        """
+        mask = answer_mask(batch)
+        return _counts(sums_by_answer(torch.stack([mask, _scores(batch) * mask]), batch, SequenceShards()))
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+        """``logits`` [rows, seq, vocab].
+
+        Raises:
+            LabelsNotRead: the samples are not answers with labels.
+            ReferenceMissing: the batch has no reference.
+        """
+        config, mask = self._config, answer_mask(batch)
+        log_probs, ratios = _log_ratios(logits, batch, step)
+        figures = torch.stack([mask.to(log_probs), _scores(batch) * mask, log_probs, ratios])
+        sums = sums_by_answer(figures, batch, step.sequences).flatten(1)  # [figures, answers]
+        side, log_probs, ratios = sums[1].detach().sign(), sums[2], sums[3]
+        kl = ratios.new_zeros(()) if self._kl is None else self._kl.to(ratios)
+        weights = torch.where(side > 0, config.desirable_weight, config.undesirable_weight) * side.abs()
+        ahead = side * (ratios - kl)
+        losses = weights * torch.sigmoid(-config.beta * ahead)
+        rewards, share, none = config.beta * ratios.detach(), step.sequences.share, ratios.new_zeros(())
+        of_kinds = {"chosen": (side > 0).to(ratios), "rejected": (side < 0).to(ratios)}
+
+        def summed(figure: torch.Tensor) -> dict[str, torch.Tensor]:
+            """Return the sums over desirable answers, and over others, in the places of their numbers."""
+            chosen, rejected = ((figure.detach() * kind).sum() * share for kind in of_kinds.values())
+            return {"chosen": torch.stack([none, chosen, none]), "rejected": torch.stack([none, none, rejected])}
+
+        of_rewards = summed(rewards)
+        return ObjectiveOutput(
+            loss_sum=torch.stack([losses.sum() * share, none, none]),
+            weight=_counts(sums),
+            metrics={
+                **{f"rewards/{kind}": figure for kind, figure in of_rewards.items()},
+                "rewards/margins": of_rewards["chosen"] - of_rewards["rejected"],
+                "rewards/accuracies": (ahead.detach() > 0).to(ratios).sum() * share,
+                **{f"logps/{kind}": figure for kind, figure in summed(log_probs).items()},
+                "kl": kl * side.abs().sum() * share,
+            },
+        )
+
+
+class _MeanLogRatio(Objective):
+    """The mean log-ratio of answers, as a loss that is only evaluated."""
+
+    traits = ObjectiveTraits(unit="answers")
+
+    def weight(self, batch: Batch, shards: SequenceShards | None = None) -> torch.Tensor:
+        answered: torch.Tensor = sums_by_answer(answer_mask(batch)[None], batch, shards or SequenceShards()) > 0
+        return answered.sum().float()
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+        _, ratios = _log_ratios(logits, batch, step)
+        return ObjectiveOutput(loss_sum=ratios.sum(), weight=self.weight(batch, step.sequences))
+
+
+def _scores(batch: Batch) -> torch.Tensor:
+    if SCORES not in batch.values or batch.rows_per_sample != 1:
+        raise LabelsNotRead()
+    return batch.values[SCORES]
+
+
+def _counts(sums: torch.Tensor) -> torch.Tensor:
+    """Numbers of answers, of desirable and of undesirable ones, from sums of the mask and of the scores."""
+    real, side = sums[0] > 0, sums[1].sign()
+    return torch.stack([real.sum(), (side > 0).sum(), (side < 0).sum()]).to(sums)
+
+
+def _log_ratios(logits: torch.Tensor, batch: Batch, step: StepContext) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and log-ratios of the answers' tokens, [rows, seq]; 0 elsewhere."""
+    if batch.reference_log_probs is None:
+        raise ReferenceMissing(objective="kto")
+    mask = answer_mask(batch)
+    log_probs = -cross_entropies(logits, batch.labels, step)
+    return log_probs * mask, (log_probs - batch.reference_log_probs) * mask

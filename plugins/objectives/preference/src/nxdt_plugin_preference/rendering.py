@@ -6,20 +6,244 @@ into an answer belongs to the answers, as in TRL.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Any
 
 from nxdt_core.data.cache import digest
-from nxdt_core.data.chat.conversation import Conversation, ignored_fields
-from nxdt_core.data.chat.rendering import ReservedTokens, end_of_turn, runner_of
+from nxdt_core.data.chat.conversation import (
+    Conversation,
+    Message,
+    check_order,
+    ignored_fields,
+    in_order_of_calls,
+    merged,
+)
+from nxdt_core.data.chat.records import (
+    check_text_only,
+    read_message,
+    read_question,
+    read_tools,
+    unused_fields,
+    with_system,
+)
+from nxdt_core.data.chat.rendering import ReservedTokens, TemplateRunner, end_of_turn, runner_of
 from nxdt_core.data.chat.templates import template_names
+from nxdt_core.data.files.records import Place, unread
 from nxdt_core.data.tokens import leading_ids, with_leading
+from nxdt_core.errors.base import listing
 from nxdt_core.errors.chats import TemplateMissing, TemplateRefuses
+from nxdt_core.protocols.batch import LARGEST
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_preference.config import UnpairedConfig
-from nxdt_plugin_preference.errors import AnswersEqual, AnswersInseparable
-from nxdt_plugin_preference.records import Preference, Turns
+from nxdt_plugin_preference.errors import (
+    AnswerEmpty,
+    AnswerMissing,
+    AnswerOfOthers,
+    AnswersEqual,
+    AnswersInseparable,
+    BadPreference,
+    LabelMissing,
+    PromptDiffers,
+    PromptMissing,
+)
+
+Turns = tuple[Message, ...]
+
+Text = str | Turns
+"""A text to use unchanged, or messages for a chat template."""
+
+_PAIR, _ONE = ("chosen", "rejected"), ("completion",)
+_LABELS = {"true": 1.0, "1": 1.0, "1.0": 1.0, "false": -1.0, "0": -1.0, "0.0": -1.0}
+"""Scores by the text of a label: tables have texts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Preference:
+    """A prompt and its answers, all texts or all messages."""
+
+    place: Place
+    prompt: Text
+    answers: Mapping[str, Text]
+    """Answers by key of the record: ``chosen`` and ``rejected``, or ``completion``."""
+    scores: tuple[float, ...] = ()
+    """Margin of a pair; for single answers, 1 or −1 for each."""
+    tools: Sequence[Mapping[str, Any]] | None = None
+    """JSON schemas of functions that the assistant may call."""
+    unused: tuple[str, ...] = ()
+    """Fields of the record that are not part of the pair."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Part(Place):
+    """Location of messages in a record."""
+
+    part: str
+
+    def __str__(self) -> str:
+        return f"{Place.__str__(self)}, {self.part}"
+
+
+def read_unpaired(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Preference:
+    """Return the answer of a record and its ``label``: ``completion``, in the forms of :func:`read_preference`, or
+    ``chosen`` and ``rejected``, which are one desirable answer and one undesirable.
+
+    Raises:
+        LabelMissing: it is not there, or not true or false.
+        NxdtError: as of :func:`read_preference`.
+    """
+    if record.get("completion") is None and record.get("chosen") is not None:
+        return replace(read_preference(record, place, merge=merge), scores=(1.0, -1.0))
+    found = _read(record, place, _ONE, ("label",), merge=merge)
+    label = record.get("label")
+    score = _LABELS.get(str(label).strip().lower())
+    if score is None:
+        raise LabelMissing(place=str(place), found="is missing" if label is None else f"is {label!r}")
+    return replace(found, scores=(score,))
+
+
+def read_preference(
+    record: Mapping[str, Any], place: Place, *, merge: bool = False, margins: bool = False
+) -> Preference:
+    """Return the pair of a record.
+
+    ``prompt``, ``chosen`` and ``rejected`` are texts or lists of messages. An answer that is a text is a turn of the
+    assistant where others are messages; a prompt that is a text is one of the user where answers begin with the
+    assistant. Answers that begin with the prompt's messages, or without such a prompt with the same messages, are whole
+    conversations, and what they have in common is the prompt. So is the common beginning of two texts without a prompt,
+    as in TRL. In place of ``prompt`` there may be a conversation or a question, as of
+    :func:`~nxdt_core.data.chat.records.read_question`. ``merge`` joins the prompt's messages that are out of turn.
+    ``margins`` reads the number ``margin``, which is 0 where there is none.
+
+    Raises:
+        AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference: each
+            names the place.
+        BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn: of messages; each names the place and the message.
+    """
+    preference = _read(record, place, _PAIR, ("margin",) if margins else (), merge=merge)
+    if not margins:
+        return preference
+    value = record.get("margin")
+    try:
+        margin = float(0.0 if value is None else value)
+    except (TypeError, ValueError, OverflowError):
+        margin = math.nan
+    if not abs(margin) <= LARGEST:
+        raise BadPreference(place=str(place), key="margin", reason=f"{value!r} is not a number from -1e30 to 1e30")
+    return replace(preference, scores=(margin,))
+
+
+def _read(
+    record: Mapping[str, Any], place: Place, keys: Sequence[str], more: tuple[str, ...], *, merge: bool
+) -> Preference:
+    """Return the prompt and the answers ``keys`` of a record; ``more`` are further keys that the caller reads."""
+    check_text_only(record, place)
+    texts: dict[str, Text] = {}
+    for key in keys:
+        if record.get(key) is None:
+            wanted = " and ".join(map(repr, keys))
+            raise AnswerMissing(place=str(place), key=key, keys=listing(list(record)) or "none", wanted=wanted)
+        texts[key] = _text(record[key], key, place)
+        if not any(turn.content.strip() or turn.calls_tools for turn in _turns(texts[key], "assistant")[-1:]):
+            raise AnswerEmpty(place=str(place), key=key)
+    read: tuple[str, ...] = ("prompt", *keys, *more)
+    prompt: Text | None = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
+    if prompt is None:
+        fields, question = read_question(record, place)
+        read, prompt = (*read, *fields), tuple(question) or _common(texts)
+    if merge and not isinstance(prompt, str) and prompt:
+        prompt = tuple(merged(prompt))
+    if not isinstance(prompt, tuple) and all(isinstance(text, str) for text in texts.values()):
+        if not prompt:
+            raise PromptMissing(place=str(place), found="the key is not there" if prompt is None else "it is empty")
+        _check_differ(texts, place)
+        begin = 0 if record.get("prompt") is not None else len(prompt)
+        return Preference(
+            place=place,
+            prompt=prompt,
+            answers={key: text[begin:] for key, text in texts.items()},
+            unused=tuple(unread(record, ("prompt", *keys, *more))),
+        )
+
+    # Messages, whose speakers take turns; the answers are the assistant's.
+    answers = {key: _turns(text, "assistant") for key, text in texts.items()}
+    if isinstance(prompt, tuple):
+        asked, common = prompt, len(prompt)
+        if all(len(answer) > common and answer[:common] == prompt for answer in answers.values()):
+            answers = {key: answer[common:] for key, answer in answers.items()}  # they are whole conversations
+    elif prompt and all(answer[0].role == "assistant" for answer in answers.values()):
+        asked = _turns(prompt, "user")
+    elif len(answers) == 1:
+        raise PromptMissing(place=str(place), found="the key is not there, or 'completion' does not only answer it")
+    else:  # the prompt is the messages with which both conversations begin
+        common = 0
+        for one, other in zip(*answers.values(), strict=False):
+            if one != other or common == min(map(len, answers.values())) - 1:
+                break
+            common += 1
+        asked = answers["chosen"][:common]
+        said = next((turn.content for turn in reversed(asked) if turn.role == "user"), "")
+        if prompt and prompt.strip() != said.strip():
+            raise PromptDiffers(place=str(place))
+        if not asked:
+            raise PromptMissing(place=str(place), found="'chosen' and 'rejected' do not begin with the same messages")
+        answers = {key: answer[common:] for key, answer in answers.items()}
+    if not asked:
+        raise PromptMissing(place=str(place), found="it is empty")
+    _check_differ(answers, place)
+    asked = tuple(with_system(asked, record, place))
+    for key, answer in answers.items():
+        for end, turn in (("begins", answer[0]), ("ends", answer[-1])):
+            if turn.role != "assistant":
+                raise AnswerOfOthers(place=str(place), key=key, end=end, role=turn.role)
+        check_order(Conversation(place=_part(place, f"prompt and {key!r}"), messages=[*asked, *answer]))
+    turns = [*asked, *(turn for answer in answers.values() for turn in answer)]
+    marked = any(turn.train is not None for turn in turns)  # without effect, since both answers always count
+    return Preference(
+        place=place,
+        prompt=asked,
+        answers=answers,
+        tools=read_tools(record, place),
+        unused=(*unused_fields(record, read, turns), *(("messages.train",) if marked else ())),
+    )
+
+
+def _check_differ(answers: Mapping[str, Text], place: Place) -> None:
+    if len(answers) > 1 and answers["chosen"] == answers["rejected"]:
+        raise AnswersEqual(place=str(place))
+
+
+def _common(answers: Mapping[str, Text]) -> str | None:
+    """Return the text with which both answers begin, without a space at its end; None where there is none.
+
+    The rule of TRL's ``extract_prompt``."""
+    if len(answers) == 1:
+        return None
+    chosen, rejected = answers.values()
+    if not isinstance(chosen, str) or not isinstance(rejected, str) or chosen == rejected:
+        return None
+    return chosen[: _shared(chosen, rejected)].removesuffix(" ") or None
+
+
+def _text(value: Any, key: str, place: Place) -> Text:
+    if isinstance(value, str):
+        return value
+    value = [value] if isinstance(value, dict) else value  # LLaMA-Factory has an answer's one message
+    if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
+        raise BadPreference(place=str(place), key=key, reason=f"it is a {type(value).__name__}")
+    part = _part(place, repr(key))
+    messages = [read_message(message, part, number) for number, message in enumerate(value, start=1)]
+    return tuple(in_order_of_calls(messages, part))
+
+
+def _turns(text: Text, role: str) -> Turns:
+    return (Message(role=role, content=text),) if isinstance(text, str) else text
+
+
+def _part(place: Place, part: str) -> Place:
+    return _Part(path=place.path, number=place.number, part=part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +256,7 @@ class Pair:
     """Tokens of the prompt after its last message, such as the beginning of the answer's turn, which ``keep_start``
     does not cut off."""
     scores: tuple[float, ...] = ()
-    """Scores of :class:`~nxdt_plugin_preference.records.Preference`."""
+    """Scores of :class:`~nxdt_plugin_preference.rendering.Preference`."""
     cut: bool = False
     """True if the pair was longer."""
     unused: tuple[str, ...] = ()
@@ -59,14 +283,17 @@ class Renderer:
     """
 
     def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig) -> None:
-        self._tokenizer = tokenizer
-        self._keys = keys
+        self._tokenizer, self._keys = tokenizer, keys
         self._leading = leading_ids(tokenizer, add_bos=keys.add_bos)
-        self._messages: _Messages | None = None
+        self._template: tuple[TemplateRunner, ReservedTokens] | None = None
+        """What renders messages, and the tokens that none may spell."""
 
     def fingerprint(self) -> str:
         """Digest of all that decided which tokens the pairs became."""
-        return digest(self._tokenizer.fingerprint(), self._messages and self._messages.settings, self._leading)
+        settings = self._template and self._template[0].settings
+        if settings is not None and self._keys.space_after_turns:
+            settings = settings, True
+        return digest(self._tokenizer.fingerprint(), settings, self._leading)
 
     def render(self, pair: Preference) -> Pair:
         """Return the tokens of a record.
@@ -77,62 +304,56 @@ class Renderer:
             EndOfTurnUntrained: the template does not end the answers.
             TemplateRefuses, AnswersInseparable, AnswersEqual, SpecialTokenInText: of the record; each names the place.
         """
-        found = self._rendered(pair)
+        tokenizer = self._tokenizer
+        if isinstance(pair.prompt, str):
+            answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all of them
+            end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+            texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
+            found = _parted([with_leading(ids, self._leading) for ids in tokenizer.encode_batch(texts)], end)
+        else:
+            found = self._rendered(pair, pair.prompt)
         if len(found.answers) > 1 and found.answers[0] == found.answers[1]:
             raise AnswersEqual(place=str(pair.place), where=" in tokens")
         return replace(found, scores=pair.scores, unused=(*pair.unused, *found.unused))
 
-    def _rendered(self, pair: Preference) -> Pair:
-        if not isinstance(pair.prompt, str):
-            if self._messages is None:
-                self._messages = _Messages(self._tokenizer, self._keys, str(pair.place))
-            return self._messages.render(pair, pair.prompt)
-        answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all, as the prompt is one
-        end = [] if self._tokenizer.eos_id is None else [self._tokenizer.eos_id]
-        texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
-        return _parted([with_leading(ids, self._leading) for ids in self._tokenizer.encode_batch(texts)], end)
-
-
-class _Messages:
-    """Tokenizes pairs of messages, of which the first has ``place``."""
-
-    def __init__(self, tokenizer: Tokenizer, keys: UnpairedConfig, place: str) -> None:
-        tokenizer.locate([])  # raises where it cannot
-        runner = runner_of(keys, tokenizer)
-        if runner is None:
-            raise TemplateMissing(known=template_names(), place=place)
-        end_of_turn(runner, tokenizer)
-        self._tokenizer = tokenizer
-        self._runner = runner
-        self._reserved = ReservedTokens(tokenizer, allowed=keys.special_tokens_in_text)
-        self._keeps_space = keys.space_after_turns
-        self._cuts_before_header = keys.truncation_mode == "keep_start"
-        self.settings = (runner.settings, True) if keys.space_after_turns else runner.settings
-
-    def render(self, pair: Preference, prompt: Turns) -> Pair:
+    def _rendered(self, pair: Preference, prompt: Turns) -> Pair:
+        """Return the tokens of a record of messages."""
+        tokenizer, place = self._tokenizer, str(pair.place)
+        if self._template is None:
+            tokenizer.locate([])  # raises where it cannot
+            runner = runner_of(self._keys, tokenizer)
+            if runner is None:
+                raise TemplateMissing(known=template_names(), place=place)
+            end_of_turn(runner, tokenizer)
+            self._template = runner, ReservedTokens(tokenizer, allowed=self._keys.special_tokens_in_text)
+        runner, reserved = self._template
         conversations: dict[str, Turns] = {}
         for key, answer in pair.answers.items():
             assert not isinstance(answer, str)
             conversations[key] = prompt + answer
-            said = ((turn.content, turn.fields) for turn in conversations[key])
-            self._reserved.check(said, str(pair.place), tools=pair.tools)
+            reserved.check(((turn.content, turn.fields) for turn in conversations[key]), place, tools=pair.tools)
         try:
-            texts, header, ignored = self._texts(pair, prompt, conversations, "")
+            texts, header, ignored = self._texts(runner, pair, prompt, conversations, "")
         except TemplateRefuses as refusal:
             # Some templates know a turn that only calls tools by its content being null.
             if not any(turn.calls_tools and not turn.content for turns in conversations.values() for turn in turns):
                 raise
             try:
-                texts, header, ignored = self._texts(pair, prompt, conversations, None)
+                texts, header, ignored = self._texts(runner, pair, prompt, conversations, None)
             except TemplateRefuses:
                 raise refusal from None
-        located = self._tokenizer.locate(texts)
+        located = tokenizer.locate(texts)
         found = _parted([each.ids.tolist() for each in located])
         begins = located[0].starts[: len(found.prompt)]
         return replace(found, header=int((begins >= len(texts[0]) - header).sum()), unused=ignored)
 
     def _texts(
-        self, pair: Preference, prompt: Turns, conversations: Mapping[str, Turns], nothing: str | None
+        self,
+        runner: TemplateRunner,
+        pair: Preference,
+        prompt: Turns,
+        conversations: Mapping[str, Turns],
+        nothing: str | None,
     ) -> tuple[list[str], int, tuple[str, ...]]:
         """Return the prompt alone and each conversation up to the end of its last turn, the characters of the prompt
         after its last message, where the prompt may be cut before them, and what the template ignores.
@@ -141,7 +362,7 @@ class _Messages:
 
         def render(conversation: Conversation, *, prompts: bool = False) -> str:
             messages = [turn.for_template(nothing) for turn in conversation.messages]
-            return self._runner.run(messages, place=str(pair.place), tools=conversation.tools, prompts=prompts)[0]
+            return runner.run(messages, place=str(pair.place), tools=conversation.tools, prompts=prompts)[0]
 
         def conversation_of(turns: Turns) -> Conversation:
             return Conversation(place=pair.place, messages=turns, tools=pair.tools)
@@ -149,7 +370,7 @@ class _Messages:
         # Some templates write more to prompt an answer than they keep once it is there, such as an empty thought.
         begins = [render(conversation_of(prompt), prompts=prompts) for prompts in (True, False)]
         header = 0
-        if self._cuts_before_header:
+        if self._keys.truncation_mode == "keep_start":
             other = replace(prompt[-1], content="B" if prompt[-1].content.strip().endswith("A") else "A")
             changed = render(conversation_of((*prompt[:-1], other)), prompts=True)
             ends = zip(reversed(begins[0]), reversed(changed), strict=False)
@@ -164,24 +385,23 @@ class _Messages:
             for number, turn in enumerate(turns[len(prompt) :], start=len(prompt) + 1):
                 if turn.role == "assistant" and not turn.is_contained_in(text[len(begin) :]):
                     reason = f"it leaves out what message {number} of prompt and {key!r} says or calls"
-                    origin = self._runner.template.origin
+                    origin = runner.template.origin
                     raise TemplateRefuses(place=str(pair.place), origin=origin, reason=reason)
             ignored |= dict.fromkeys(ignored_fields(conversation, text, render))
-            texts.append(text if self._keeps_space else text.rstrip())
+            texts.append(text if self._keys.space_after_turns else text.rstrip())
             follows = "no text follows" if texts[-1] == text else "data.space_after_turns leaves out the space after"
-            self._runner.check_end(turns[-1], texts[-1][len(begin) :], f"{follows} an answer")
+            runner.check_end(turns[-1], texts[-1][len(begin) :], f"{follows} an answer")
         return texts, header, tuple(ignored)
 
 
 def _parted(ids: Sequence[list[int]], end: Sequence[int] = ()) -> Pair:
     """Return what a prompt alone and with each answer begin with, and what follows in each of the latter."""
-    prompt, *whole = ids
-    shared = min(_shared(prompt, each) for each in whole)
-    answers = tuple([*each[shared:], *end] for each in whole)
-    return Pair(prompt=prompt[:shared], answers=answers)
+    prompt, *conversations = ids
+    shared = min(_shared(prompt, whole) for whole in conversations)
+    return Pair(prompt=prompt[:shared], answers=tuple([*whole[shared:], *end] for whole in conversations))
 
 
-def _shared(alone: Sequence[int], whole: Sequence[int]) -> int:
-    """Tokens with which both begin."""
-    pairs = enumerate(zip(alone, whole, strict=False))
-    return next((number for number, (one, other) in pairs if one != other), min(len(alone), len(whole)))
+def _shared(one: Sequence[Any], other: Sequence[Any]) -> int:
+    """Return the number of elements with which both begin."""
+    pairs = enumerate(zip(one, other, strict=False))
+    return next((number for number, (first, second) in pairs if first != second), min(len(one), len(other)))

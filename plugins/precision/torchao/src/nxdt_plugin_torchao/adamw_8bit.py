@@ -65,11 +65,14 @@ class AdamW8bit(torch.optim.Optimizer, PackedState):
         blocks = self._blocks(parameter)
         if blocks is None or not state:
             return state
-        return {
-            name: self._restored(state, name, blocks).to(HOST) if name in _MEANS else value
-            for name, value in state.items()
-            if not name.endswith("_scale")
-        }
+        found = {name: value for name, value in state.items() if not name.endswith("_scale")}
+        for name, signed in _MEANS.items():
+            codes, scales = state[name], state[f"{name}_scale"]
+            whole = torch.empty_like(codes, dtype=torch.float32)
+            for part in _parts(codes):
+                whole[part] = dequantised(codes[part], scales[part], blocks, signed=signed)
+            found[name] = whole.to(HOST)
+        return found
 
     def packed(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what :meth:`unpacked` returned as this optimizer keeps it, bitwise the same."""
@@ -95,29 +98,18 @@ class AdamW8bit(torch.optim.Optimizer, PackedState):
             return None
         return RowBlocks.of(shard, parameter.shape[-1], config.block_size)
 
-    @staticmethod
-    def _restored(state: Mapping[str, torch.Tensor], name: str, blocks: RowBlocks) -> torch.Tensor:
-        codes, scales = state[name], state[f"{name}_scale"]
-        whole = torch.empty_like(codes, dtype=torch.float32)
-        for part in _parts(codes):
-            whole[part] = dequantised(codes[part], scales[part], blocks, signed=_MEANS[name])
-        return whole
-
-    def _state_of(self, parameter: torch.Tensor, blocks: RowBlocks | None) -> dict[str, torch.Tensor]:
+    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
+        blocks, grad = self._blocks(parameter), parameter.grad
+        assert grad is not None
         state: dict[str, torch.Tensor] = self.state[parameter]
+        weight, wide = parameter.detach(), torch.promote_types(parameter.dtype, torch.float32)
         if not state:
             state["step"] = torch.zeros((), device=HOST)
             for name in _MEANS:
                 if blocks is None:
-                    state[name] = torch.zeros_like(parameter, dtype=_wide(parameter))
+                    state[name] = torch.zeros_like(parameter, dtype=wide)
                 else:
                     state |= _nothing(name, parameter, blocks)
-        return state
-
-    def _update(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-        blocks, grad = self._blocks(parameter), parameter.grad
-        assert grad is not None
-        state, weight, wide = self._state_of(parameter, blocks), parameter.detach(), _wide(parameter)
         state["step"] += 1
         if blocks is None:
             _adamw(weight, grad, (state["exp_avg"], state["exp_avg_sq"]), group, float(state["step"]))
@@ -144,10 +136,6 @@ def _adamw(
     updated.addcdiv_(mean, root, value=-group["lr"] / (1 - beta1**step))
     if updated is not weight:
         weight.copy_(updated)
-
-
-def _wide(parameter: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(parameter.dtype, torch.float32)
 
 
 def _nothing(name: str, parameter: torch.Tensor, blocks: RowBlocks) -> dict[str, torch.Tensor]:

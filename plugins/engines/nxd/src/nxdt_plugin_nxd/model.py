@@ -8,7 +8,7 @@ device of torch-xla only, and its state has no place in the whole model.)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,23 +23,26 @@ from neuronx_distributed.parallel_layers.grads import (
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.distributed.devices import profile_of
+from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import check_loadable
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
+from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.models.random.positions import rounded_block
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.parallel_model import ParallelModel, StepLoss, TokenMeasure
+from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
+from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, TokenMeasure
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.layers import whole_logits
-from nxdt_plugin_nxd.layout.stages import LocalParameter, Stage, parameters_of, round_to
-from nxdt_plugin_nxd.layout.translation import MeshCoordinates
+from nxdt_plugin_nxd.layout import LocalParameter, Stage, parameters_of, round_to, whole_logits
+from nxdt_plugin_nxd.lazy_device import end_of_step
 from nxdt_plugin_nxd.library import computes_on_host
-from nxdt_plugin_nxd.training.global_batch import ComputeContext, GlobalBatch
-from nxdt_plugin_nxd.training.pipeline import Pipeline
+from nxdt_plugin_nxd.passes import ComputeContext, GlobalBatch, Pipeline
+from nxdt_plugin_nxd.translation import MeshCoordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,17 +77,11 @@ class TrainedTensor:
         groups = tuple(group for group in over if group is not None)
         return ParameterShard(shape=self.held.shape, box=self.box(), groups=groups, matrix=len(self.held.shape) >= 2)
 
-    def set_gradient(self, gradient: torch.Tensor | None) -> None:
-        """Assign this part of the parameter's gradient to the tensor."""
-        if self.tensor is not self.held.parameter and gradient is not None:
-            gradient = self._part_of(gradient).to(self.tensor.dtype)
-        self.tensor.grad = gradient
-
     @torch.no_grad()
     def take(self) -> None:
         """Take over the parameter's values, after a load of those."""
         if self.tensor is not self.held.parameter:
-            self.tensor.copy_(self._part_of(self.held.parameter))
+            self.tensor.copy_(self.part_of(self.held.parameter))
 
     @torch.no_grad()
     def give(self, groups: object, rounding: tuple[int, str] | None = None) -> None:
@@ -103,60 +100,9 @@ class TrainedTensor:
             value = comm.all_gather(value, dim=0, groups=groups, pin_layout=False)
         self.held.parameter.copy_(value)
 
-    def _part_of(self, whole: torch.Tensor) -> torch.Tensor:
+    def part_of(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return this part of a tensor of the parameter's shape."""
         return whole.detach().chunk(self.parts)[self.part] if self.parts > 1 else whole.detach()
-
-
-def trained_tensors(
-    parameters: Mapping[str, LocalParameter],
-    *,
-    master: torch.dtype | None,
-    sharing: Callable[[LocalParameter], tuple[int, int, dist.ProcessGroup | None]],
-) -> dict[str, TrainedTensor]:
-    """Return the tensor of each parameter that is trained, by global name.
-
-    Args:
-        parameters: of this rank, with the values that masters begin with.
-        master: dtype of masters; None keeps none.
-        sharing: returns this rank's part of the optimizer's state of a parameter, the number of parts, and the ranks
-            that share it.
-    """
-    trained = {}
-    for name, local in parameters.items():
-        parameter = local.parameter
-        if not parameter.requires_grad:
-            continue
-        part, parts, group = sharing(local)
-        if parts == 1 or parameter.ndim == 0 or parameter.shape[0] % parts:
-            part, parts = 0, 1
-        tensor = parameter
-        if parts > 1 or master is not None:
-            values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
-            tensor = nn.Parameter(values.to(master or parameter.dtype, copy=True))
-        trained[name] = TrainedTensor(held=local, tensor=tensor, part=part, parts=parts, group=group)
-    return trained
-
-
-def accumulate_gradients(parameters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
-    """Sum gradients over micro-batches in ``dtype``, after each backward; the sums are in the attribute ``main_grad``,
-    which the library knows, too."""
-
-    def add(parameter: nn.Parameter) -> None:
-        assert parameter.grad is not None
-        gradient, before = parameter.grad.to(dtype), parameter.main_grad  # type: ignore[attr-defined]
-        parameter.main_grad = gradient if before is None else before.add_(gradient)  # type: ignore[attr-defined]
-        parameter.grad = None
-
-    for parameter in parameters:
-        if parameter.requires_grad and parameter.dtype != dtype:
-            parameter.main_grad = None  # type: ignore[attr-defined]
-            parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
-
-
-def gradient_of(parameter: nn.Parameter) -> torch.Tensor | None:
-    """Return the sum of a parameter's gradients."""
-    found: torch.Tensor | None = getattr(parameter, "main_grad", None)
-    return parameter.grad if found is None else found
 
 
 class NxdModel(ParallelModel):
@@ -175,18 +121,45 @@ class NxdModel(ParallelModel):
         self._stage, self._place, self._around = stage, place, around
         self.held: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """Parameters of this rank by global name."""
-        self.trained = trained_tensors(
-            self.held,
-            master=torch.float32 if precision.master_weights else None,
-            sharing=self._sharing,
-        )
+        self.trained: dict[str, TrainedTensor] = {}
         """Tensors that the optimizer updates, by global name."""
         self._masters = precision.master_weights
+        for name, local in self.held.items():
+            parameter = local.parameter
+            if not parameter.requires_grad:
+                continue
+            # This rank's part of the optimizer's state, and the data parallel ranks that share it: they hold the same.
+            part, parts, group = 0, 1, None
+            if place.sizes.zero_stage and local.distributed:
+                part, parts = place.expert_dp, place.sizes.efsdp
+                group = parallel_state.get_expert_data_parallel_group()
+            elif place.sizes.zero_stage:
+                part, parts, group = place.dp, place.sizes.dp, around.data_group
+            if parts == 1 or parameter.ndim == 0 or parameter.shape[0] % parts:
+                part, parts = 0, 1
+            tensor = parameter
+            if parts > 1 or self._masters:
+                values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
+                tensor = nn.Parameter(values.to(torch.float32 if self._masters else parameter.dtype, copy=True))
+            self.trained[name] = TrainedTensor(held=local, tensor=tensor, part=part, parts=parts, group=group)
         # On a device, the Neuron runtime rounds; environment variables enable it.
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
             round_to(stage, getattr(torch, precision.parameters))
-        accumulate_gradients([held.parameter for held in self.held.values()], getattr(torch, precision.gradients))
+        # Gradients are summed over micro-batches in their dtype, after each backward; the sums are in an attribute that
+        # the library knows, too.
+        gradients: torch.dtype = getattr(torch, precision.gradients)
+
+        def add(parameter: nn.Parameter) -> None:
+            assert parameter.grad is not None
+            gradient, before = parameter.grad.to(gradients), parameter.main_grad  # type: ignore[attr-defined]
+            parameter.main_grad = gradient if before is None else before.add_(gradient)  # type: ignore[attr-defined]
+            parameter.grad = None
+
+        for parameter in (local.parameter for local in self.held.values()):
+            if parameter.requires_grad and parameter.dtype != gradients:
+                parameter.main_grad = None  # type: ignore[attr-defined]
+                parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
         self._sequence_multiple = place.sizes.tp if sequence_parallel else 1
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
@@ -224,16 +197,6 @@ class NxdModel(ParallelModel):
     def expert_group(self) -> dist.ProcessGroup | None:
         """Return the expert parallel ranks; None where there is one."""
         return parallel_state.get_expert_model_parallel_group() if self._place.sizes.ep > 1 else None
-
-    def _sharing(self, local: LocalParameter) -> tuple[int, int, dist.ProcessGroup | None]:
-        """Return this rank's part of the optimizer's state of a parameter, the number of parts, and the data parallel
-        ranks that share it, which hold the same."""
-        place = self._place
-        if not place.sizes.zero_stage:
-            return 0, 1, None
-        if local.distributed:
-            return place.expert_dp, place.sizes.efsdp, parallel_state.get_expert_data_parallel_group()
-        return place.dp, place.sizes.dp, self._around.data_group
 
     @property
     def plan(self) -> ParallelPlan:
@@ -277,7 +240,11 @@ class NxdModel(ParallelModel):
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-        passing = _TokenValues(measure or _label_log_probs)
+
+        def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
+            return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
+
+        passing = _TokenValues(measure or log_probs)
         self.run_eval(micro_batches, passing)
         kept = iter(passing.kept)
         return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
@@ -372,7 +339,12 @@ class NxdModel(ParallelModel):
 
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
-        sums = {name: grad for name, held in self.held.items() if (grad := gradient_of(held.parameter)) is not None}
+        sums: dict[str, torch.Tensor] = {}
+        for name, held in self.held.items():
+            summed = getattr(held.parameter, "main_grad", None)
+            gradient = held.parameter.grad if summed is None else summed
+            if gradient is not None:
+                sums[name] = gradient
         as_list = not computes_on_host()
         partials = [grad for name, grad in sums.items() if self.held[name].partial]
         if partials:
@@ -397,7 +369,10 @@ class NxdModel(ParallelModel):
                 [_counted(self.held[name].parameter, grad) for name, grad in sums.items()], norm, max_norm
             )
         for name, trained in self.trained.items():
-            trained.set_gradient(sums.get(name))
+            gradient = sums.get(name)
+            if trained.tensor is not trained.held.parameter and gradient is not None:
+                gradient = trained.part_of(gradient).to(trained.tensor.dtype)
+            trained.tensor.grad = gradient
         return norm
 
     def clear_gradients(self) -> None:
@@ -408,10 +383,6 @@ class NxdModel(ParallelModel):
                 held.parameter.main_grad = None
         for trained in self.trained.values():
             trained.tensor.grad = None
-
-
-def _label_log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
-    return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
 
 
 class _TokenValues(Objective):
@@ -446,3 +417,108 @@ def _counted(parameter: nn.Parameter, values: torch.Tensor | None) -> nn.Paramet
         if hasattr(parameter, name):
             setattr(like, name, getattr(parameter, name))
     return like
+
+
+_OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+"""Torch's optimizers whose updates are not made element by element."""
+_BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+
+Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
+
+
+class NxdOptimizer(ParallelOptimizer):
+    """See :class:`nxdt_core.protocols.parallel_model.ParallelOptimizer`."""
+
+    def __init__(self, model: NxdModel, build: Build, groups: Sequence[ParameterGroup], *, lr: float) -> None:
+        """``lr`` is the peak that a rank without anything to train reports.
+
+        Raises:
+            OptimizerNeedsWholeParameters: the optimizer takes parts for wholes, or copies for parts.
+        """
+        self._model = model
+        self._trained = {name: model.trained[name] for group in groups for name in group["names"]}
+        over = model.tensor_group, model.expert_group
+        placed: list[ParameterGroup] = []
+        for group in groups:
+            trained = [self._trained[name] for name in group["names"]]
+            shards = [each.placed(*over) for each in trained]
+            placed.append({**group, "params": [each.tensor for each in trained], "shards": shards})
+        self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
+        # Some optimizers take parts for wholes, and others copies for parts.
+        cut = [name for name, each in self._trained.items() if each.parts > 1 or each.held.shard is not None]
+        copied = [name for name in cut if (shard := self._trained[name].held.shard) is not None and shard.copies > 1]
+        refused = cut if isinstance(self.inner, _OF_THE_WHOLE) else copied
+        if refused and not isinstance(self.inner, _BY_ELEMENT):
+            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=refused)
+        self._peaks = [float(group["lr"]) for group in self.inner.param_groups]
+        tensors = {name: each.tensor for name, each in self._trained.items()}
+        waits = not profile_of(model.device).never_waits
+        self._rejection = None if waits else DeviceRejection(tensors, tensors, self.inner)
+        self._rejected: torch.Tensor | None = None
+        self.skipped_steps: torch.Tensor | int = 0
+        """Steps that were not applied since their loss or gradient was not finite."""
+
+    def begin_step(self, step: int) -> None:
+        """Set the number of the coming update."""
+        self._model.begin_step(step)
+
+    def set_lr_factor(self, factor: float) -> None:
+        """Set each group's learning rate to its peak times ``factor``."""
+        for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
+            group["lr"] = peak * factor
+
+    def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
+        """Return the 2-norm of all gradients before clipping. Collective."""
+        return self._model.finish_gradients(max_norm)
+
+    def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
+        """Let the coming :meth:`step` leave the weights as they are unless both scalars are finite, and count that."""
+        self._rejected = ~torch.isfinite(loss + grad_norm)
+        self.skipped_steps = self.skipped_steps + self._rejected.to(torch.int64)
+
+    def step(self) -> None:
+        """Update, then clear the gradients."""
+        rejected, self._rejected = self._rejected, None
+        if rejected is not None and self._rejection is not None:
+            with self._rejection.undoing(rejected):
+                self.inner.step()
+            self._model.weights_changed()
+        elif rejected is None or not bool(rejected):
+            self.inner.step()
+            self._model.weights_changed()
+        self._model.clear_gradients()
+        end_of_step(self._model.device)
+
+    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+        """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter where it has its shape."""
+        if self._rejection is not None:
+            self._rejection.settle()
+        state: dict[str, torch.Tensor | Piece] = {}
+        for name, trained in self._trained.items():
+            for leaf, value in unpacked_state(self.inner, trained.tensor).items():
+                if isinstance(value, torch.Tensor):
+                    local = value.shape == trained.tensor.shape
+                    state[f"{name}/{leaf}"] = trained.piece(value) if local else value
+        return state
+
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+        """Put ``state`` back under this optimizer's parameters.
+
+        Raises:
+            OptimizerStateDoesNotFit: state of a parameter that is not here.
+        """
+        unknown = sorted({key.rpartition("/")[0] for key in state} - self._trained.keys())
+        if unknown:
+            raise OptimizerStateDoesNotFit(parameters=unknown)
+        if self._rejection is not None:
+            self._rejection.forget()
+        by_name: dict[str, dict[str, torch.Tensor]] = {}
+        for key, value in state.items():
+            name, _, leaf = key.rpartition("/")
+            loaded, tensor = elements(value), self._trained[name].tensor
+            # Counters of steps stay on the host: on a lazy device each would be read back at every step.
+            device = loaded.device if loaded.ndim == 0 else tensor.device
+            by_name.setdefault(name, {})[leaf] = loaded.to(device, copy=True)
+        for name, leaves in by_name.items():
+            tensor = self._trained[name].tensor
+            self.inner.state[tensor].update(packed_state(self.inner, tensor, leaves))

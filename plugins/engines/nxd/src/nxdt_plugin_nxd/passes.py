@@ -1,4 +1,6 @@
-"""This rank's pipeline stages under the library's schedules: hidden states are sent, each rank reads its own batches.
+"""Passes over a global batch: its weight, the losses of this rank's micro-batches, and their sums over all ranks.
+
+This rank's pipeline stages run under the library's schedules: hidden states are sent, each rank reads its own batches.
 
 The library fixes the number and the shape of micro-batches when its model is built, so there is one for each that
 occurs. It divides each loss by their number, and leaves the sums of gradients to the caller.
@@ -13,9 +15,12 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from neuronx_distributed.pipeline import NxDPPModel
 from neuronx_distributed.pipeline.manual_pipe_stage import PipelineStageModule
 from neuronx_distributed.pipeline.partition import PipelineIO
@@ -27,11 +32,128 @@ from neuronx_distributed.pipeline.scheduler import (
 )
 from torch import nn
 
+from nxdt_core.models.random.dropout import step_numbers
+from nxdt_core.models.step_border import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import stages_of_rank
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.parallel_model import StepLoss
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd.layout.translation import MeshCoordinates
-from nxdt_plugin_nxd.training.global_batch import ComputeContext
+from nxdt_plugin_nxd.layout import sharded_cross_entropies
+from nxdt_plugin_nxd.translation import MeshCoordinates
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeContext:
+    """Values that the passes of a run share."""
+
+    device: torch.device
+    seed: int
+    data_ranks: int
+    data_rank: int
+    data_group: dist.ProcessGroup | None
+    """Ranks that read different samples; None where there is one."""
+    pipeline_group: dist.ProcessGroup | None
+    ranks: RankAgreement
+    autocast: torch.dtype | None = None
+
+    def computing(self) -> AbstractContextManager[object]:
+        """Surround forward and the loss, never backward."""
+        if self.autocast is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.autocast)
+
+
+class GlobalBatch:
+    """This rank's micro-batches of one step, and what they add to the loss of all."""
+
+    def __init__(
+        self,
+        micro_batches: Sequence[Batch],
+        objective: Objective,
+        around: ComputeContext,
+        step: int,
+        metric_names: dict[type, tuple[str, ...]],
+    ) -> None:
+        """Sum the weight over the data parallel ranks; pipeline ranks read the same samples.
+
+        Args:
+            micro_batches: on the host.
+            objective: the loss.
+            around: of the run.
+            step: number of the step, which dropout depends on.
+            metric_names: those of each kind of objective, which the pipeline ranks agree on once.
+        """
+        self._objective, self._around, self._step, self._metric_names = objective, around, step, metric_names
+        own = [
+            torch.cat([objective.weight(batch).reshape(-1), batch.tokens().reshape(1)]).float()
+            for batch in micro_batches
+        ]
+        weights = torch.stack(own).sum(0).to(around.device)
+        if around.data_group is not None:
+            dist.all_reduce(weights, group=around.data_group)
+        self.weight = weights[0]
+        divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
+        self._divisors, self._tokens = divisors[:-1], divisors[-1]
+        self.micro_batches: list[Batch] = []
+        """With the numbers of their rows; ranks hold equally many, one after the other."""
+        row = around.data_rank * sum(batch.input_ids.shape[0] for batch in micro_batches)
+        for batch in micro_batches:
+            self.micro_batches.append(replace(batch, first_row=row))
+            row += batch.input_ids.shape[0]
+        self._losses: list[torch.Tensor] = []
+        self._metrics: dict[str, list[torch.Tensor]] = {}
+
+    def step_context(self, batch: Batch) -> StepContext:
+        """Return what the passes of a micro-batch on the device depend on in addition to it."""
+        return StepContext(
+            numbers=step_numbers(self._around.seed, self._step, batch),
+            ids=batch.input_ids,
+            padding=batch.padding_mask(),
+            labels=batch.labels,
+            # The library divides summed gradients by the data parallel ranks: those of auxiliary losses, too.
+            aux_loss_scale=self._around.data_ranks / self._tokens,
+            vocabulary_loss=sharded_cross_entropies,
+        )
+
+    def on_device(self) -> Iterator[Batch]:
+        """Yield the micro-batches, each moved when it is asked for."""
+        for batch in self.micro_batches:
+            yield batch.to(self._around.device)
+
+    def loss(self, logits: object, batch: Batch, step: StepContext) -> torch.Tensor:
+        """Return the share of one micro-batch in the loss of the global batch."""
+        with self._around.computing():
+            output: ObjectiveOutput = called_with_step(self._objective, step, logits, batch)
+        loss = self._mean(output.loss_sum)
+        self._losses.append(loss.detach())
+        for name, value in output.metrics.items():
+            self._metrics.setdefault(name, []).append(self._mean(value.detach()))
+        return loss
+
+    def result(self) -> StepLoss:
+        """Return loss and metrics of the global batch, equal on all ranks. Collective."""
+        around = self._around
+        own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
+        names, kind = tuple(own), type(self._objective)
+        if around.pipeline_group is not None:  # only the last stage of a pipeline knows them by itself
+            if kind not in self._metric_names:
+                self._metric_names[kind] = max(around.ranks.all_gather_object(names), key=len)
+            names = self._metric_names[kind]
+        sums = torch.zeros(1 + len(names), device=around.device)
+        if self._losses:
+            sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
+        for group in (around.pipeline_group, around.data_group):  # ranks without the last stage add zeros
+            if group is not None:
+                dist.all_reduce(sums, group=group)
+        metrics = dict(zip(names, sums[1:], strict=True))
+        return StepLoss(loss=sums[0], weight=self.weight, metrics=metrics)
+
+    def _mean(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the terms of ``sums``, each divided by its own weight, together."""
+        return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
+
 
 Consume = Callable[[Any, Batch, StepContext], torch.Tensor]
 """Function from the logits of a micro-batch to its loss, on the last stage."""

@@ -160,9 +160,17 @@ def translate(
     replacements: list[Replacement] = []
     shards: dict[str, Shard] = {}
     for path, layer, style in styled:
-        kind = _kind(path, layer, style, sequence_parallel=sequence_parallel, model=model)
-        if kind is None:
-            continue
+        kind: Kind = "sequence_embedding"
+        if style == "replicate":
+            if not (isinstance(layer, nn.Embedding) and sequence_parallel):
+                continue
+        elif style not in _KINDS:
+            raise PlanNotExpressible(model=model, problem=f"'{path}' has the style {style}")
+        else:
+            kind, wanted = _KINDS[style], (nn.Embedding,) if style == "vocab_embedding" else (nn.Linear, UpdatedLinear)
+            if type(layer) not in wanted:
+                problem = f"'{path}' is {type(layer).__name__}, not {wanted[0].__name__}"
+                raise PlanNotExpressible(model=model, problem=problem)
         repeated = copies if plan.heads is not None and matches_any(plan.heads.key_value, path) else 1
         replacements.append(Replacement(path=path, kind=kind, copies=repeated))
         dim, update = 1 if kind == "row" else 0, getattr(layer, "update", None)
@@ -213,17 +221,6 @@ def paths_of(module: nn.Module, patterns: Sequence[str]) -> list[str]:
 def is_within(path: str, modules: Sequence[str]) -> bool:
     """Return whether a path is one of ``modules`` or inside of one."""
     return any(path == outer or path.startswith(f"{outer}.") for outer in modules)
-
-
-def _kind(path: str, part: nn.Module, style: TensorStyle, *, sequence_parallel: bool, model: str) -> Kind | None:
-    if style == "replicate":
-        return "sequence_embedding" if isinstance(part, nn.Embedding) and sequence_parallel else None
-    if style not in _KINDS:
-        raise PlanNotExpressible(model=model, problem=f"'{path}' has the style {style}")
-    wanted = (nn.Embedding,) if style == "vocab_embedding" else (nn.Linear, UpdatedLinear)
-    if type(part) not in wanted:
-        raise PlanNotExpressible(model=model, problem=f"'{path}' is {type(part).__name__}, not {wanted[0].__name__}")
-    return _KINDS[style]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

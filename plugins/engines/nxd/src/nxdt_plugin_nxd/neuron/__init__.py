@@ -1,1 +1,0 @@
-"""Support for the Neuron runtime and compiler, Trainium machines and the devices of torch-xla."""

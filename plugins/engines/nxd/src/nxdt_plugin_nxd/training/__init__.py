@@ -1,1 +1,0 @@
-"""One training step on this rank: the global batch, the pipeline's schedules, gradients and the optimizer."""
