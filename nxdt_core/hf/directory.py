@@ -430,16 +430,16 @@ def save_hf(
         raise HFNotWritable(directory=str(directory))
 
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
-        return {name: _made(parts, state_dict) for name, parts in shard.tensors.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parts in shard.tensors.items():
+            boxes = [state_dict[part.parameter][part.box.within(Box.whole(part.parameter_shape))] for part in parts]
+            if len(parts) == 1:  # without a copy
+                tensors[name] = parts[0].transform.write(boxes[0])
+                continue
+            targets, make = room_for(parts, boxes[0].dtype)
+            for target, box in zip(targets, boxes, strict=True):
+                target.copy_(box)
+            tensors[name] = make()
+        return tensors
 
     write_hf(storage, plan, read, origin="memory")
-
-
-def _made(parts: Sequence[HFTensor], state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    boxes = [state_dict[part.parameter][part.box.within(Box.whole(part.parameter_shape))] for part in parts]
-    if len(parts) == 1:
-        return parts[0].of(boxes[0])
-    targets, make = room_for(parts, boxes[0].dtype)
-    for target, box in zip(targets, boxes, strict=True):
-        target.copy_(box)
-    return make()
