@@ -9,7 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -235,13 +235,6 @@ class Source:
     transform: str
     """Name of the transform, as in :class:`~nxdt_core.protocols.model.KeyMap`."""
     sections: tuple[int, ...] = ()
-
-    def with_rows(self, found: tuple[int, ...]) -> Source:
-        """Return the source that takes its first rows from a tensor of the shape ``found``; itself where that has not
-        fewer."""
-        if self.transform not in ("none", "pad") or found[1:] != self.shape[1:] or not 0 < found[0] < self.shape[0]:
-            return self
-        return replace(self, transform="pad", sections=found[:1])
 
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Make the parameter of the Hugging Face tensors, which ``fetch`` gives by name.

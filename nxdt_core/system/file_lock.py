@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, final
 
+from nxdt_core.system.progress import process_stat
 from nxdt_core.system.regular_files import open_regular
 
 __all__ = [
@@ -255,44 +256,23 @@ def this_process(run: str, environment: Mapping[str, str] | None = None) -> Owne
         for name, job, count in _JOBS
         if variables.get(job, "") not in _NO_JOBS and (variables.get(count) or "0").isdecimal()
     ]
-    fields = _stat(pid)
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
+    except OSError:
+        machine = ""
+    fields = process_stat(pid)
     return Owner(
         run=run,
         host=socket.gethostname(),
         pid=pid,
         since=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=_machine(),
-        started="" if fields is None else fields.started,
+        machine=machine,
+        started=fields[19] if fields else "",
         job=tuple(job for job, _ in jobs),
         restarts=tuple(count for _, count in jobs),
         token=secrets.token_hex(8),
     )
-
-
-def _machine() -> str:
-    try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stat:
-    """State of a process from proc_pid_stat(5)."""
-
-    state: str
-    flags: int
-    started: str
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may hold anything
-    return _Stat(state=fields[0], flags=int(fields[6]), started=fields[19])
 
 
 def _runs(pid: int, started: str) -> bool:
@@ -302,7 +282,7 @@ def _runs(pid: int, started: str) -> bool:
         return False
     except PermissionError:
         pass  # another user's
-    process = _stat(pid)
-    if process is None:  # hidden from this user
+    fields = process_stat(pid)
+    if not fields:  # hidden from this user
         return True
-    return process.started == started and process.state not in "ZX" and not process.flags & _EXITING
+    return fields[19] == started and fields[0] not in "ZX" and not int(fields[6]) & _EXITING
