@@ -242,7 +242,16 @@ class Source:
         Raises:
             WeightsUnusable: one holds integers, NaN or infinity.
         """
-        tensors = [_usable(name, fetch(name)) for name in self.hf_names]
+        tensors = [fetch(name) for name in self.hf_names]
+        for name, tensor in zip(self.hf_names, tensors, strict=True):
+            if not tensor.is_floating_point():
+                reason = f"it holds {tensor.dtype}, and weights are floating-point numbers"
+                advice = "Export the model again in bfloat16, float16 or float32: quantized weights need their scales."
+                raise WeightsUnusable(tensor=name, reason=reason, advice=advice)
+            numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch finds no extremes of 8 bits
+            if tensor.numel() and not all(extreme.isfinite() for extreme in numbers.aminmax()):
+                advice = "Take weights from before they diverged, or download the file again."
+                raise WeightsUnusable(tensor=name, reason="it holds NaN or infinity", advice=advice)
         return _transform(self.transform, self.shape, self.sections).read(tensors)
 
     def tensors(self) -> Iterator[HFTensor]:
@@ -300,18 +309,6 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int
             name=name, shape=shape, hf_names=tuple(hf_names), transform=entry.transform, sections=entry.sections
         )
     raise KeyMapIncomplete(builder=builder, parameter=name, reason="no entry matches")
-
-
-def _usable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        reason = f"it holds {tensor.dtype}, and weights are floating-point numbers"
-        advice = "Export the model again in bfloat16, float16 or float32: quantized weights need their scales."
-        raise WeightsUnusable(tensor=name, reason=reason, advice=advice)
-    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch finds no extremes of 8 bits
-    if tensor.numel() and not all(extreme.isfinite() for extreme in numbers.aminmax()):
-        advice = "Take weights from before they diverged, or download the file again."
-        raise WeightsUnusable(tensor=name, reason="it holds NaN or infinity", advice=advice)
-    return tensor
 
 
 def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:
