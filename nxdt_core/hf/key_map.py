@@ -192,7 +192,7 @@ def _transform(name: str, shape: tuple[int, ...], sections: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFTensor:
-    """One tensor of a Hugging Face directory, made of a box of one parameter, or a part of one that several share."""
+    """One tensor of a Hugging Face directory, made of a box of one parameter, or part of one that several share."""
 
     name: str
     """Name of the tensor in the directory."""

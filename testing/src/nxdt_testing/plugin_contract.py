@@ -142,7 +142,8 @@ class PluginContract:
         for each in components:
             target = each.load_target()
             called = callable(target) or each.kind == "device"  # whose target is a profile
-            assert called, f"the target {each.record.target!r} of the {each.kind} {each.record.name!r} cannot be called"
+            name = f"{each.kind} {each.record.name!r}"
+            assert called, f"the target {each.record.target!r} of the {name} cannot be called"
 
     def test_every_section_is_documented(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """The section and each of its keys, where ``nxdt config show`` and the reference take their text from."""
