@@ -278,7 +278,7 @@ def nxdt_stores() -> list[StoreComponent]:
 def nxdt_formats() -> list[Component]:
     """Declare Hugging Face directories."""
     summary = "a Hugging Face directory with config.json and safetensors weights"
-    return [Component(name="hf", target="nxdt_core.hf.format:HFFormat", summary=summary)]
+    return [Component(name="hf", target="nxdt_core.hf:HFFormat", summary=summary)]
 
 
 @hookimpl

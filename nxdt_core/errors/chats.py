@@ -62,7 +62,6 @@ UnknownRole = NxdtError.define(
     },
 )
 
-
 RolesOutOfOrder = NxdtError.define(
     "NXDT-D303",
     "A speaker whose turn it is not.",
@@ -81,7 +80,6 @@ EmptyTurn = NxdtError.define(
     example={"place": "chats.jsonl:1", "number": 2},
 )
 
-
 TemplateMissing = NxdtError.define(
     "NXDT-D313",
     "No template to render conversations with.",
@@ -91,7 +89,6 @@ TemplateMissing = NxdtError.define(
     defaults={"place": ""},
     also=lambda error: {"where": f" for the messages of {error.place}" if error.place else ""},
 )
-
 
 TemplateUnknown = NxdtError.define(
     "NXDT-D314",

@@ -246,7 +246,6 @@ SaveLacksElements = StorageError.define(
     "the whole. Save with parallel_engine.name=torch, and report it to the authors of the engine.",
 )
 
-
 SigningLibraryMissing = StorageError.define(
     "NXDT-S130",
     "Signatures need a library that the core does not require.",
@@ -286,8 +285,7 @@ CheckpointNotSigned = CheckpointNotTrusted.define(
     "NXDT-S134",
     "A checkpoint without a signature, where one is required.",
     "{where} is not signed, and a signature of a trusted key is required: {reason}.",
-    "Take a checkpoint that one of the trusted keys has signed. To accept this one, remove checkpoint.sign.trusted "
-    "(or --trusted). A run signs what it saves where checkpoint.sign.key names a private key.",
+    CheckpointNotTrusted.remedy,
 )
 
 CheckpointSignedByOther = CheckpointNotTrusted.define(
@@ -311,8 +309,7 @@ CheckpointDigestsWeak = CheckpointNotTrusted.define(
     "NXDT-S137",
     "A signed manifest whose digests are so weak that anyone can construct other bytes for them.",
     "{where} is refused although it is signed: {reason}.",
-    "Take a checkpoint that one of the trusted keys has signed. To accept this one, remove checkpoint.sign.trusted "
-    "(or --trusted). A run signs what it saves where checkpoint.sign.key names a private key.",
+    CheckpointNotTrusted.remedy,
 )
 
 ForeignSourceIsAddress = NxdtError.define(
@@ -342,7 +339,6 @@ ForeignConfigMissing = NxdtError.define(
     "'{path}' ({format}) does not say which model its weights are of.",
     "Name the configuration of that model: nxdt checkpoint import SRC DST --config my_run.yaml.",
 )
-
 
 ArchitectureUnread = NxdtError.define(
     "NXDT-S072",

@@ -185,7 +185,6 @@ WrongValue = ConfigProblem.define(
     },
 )
 
-
 BadInterpolation = ConfigProblem.define(
     "NXDT-C013",
     "A ``${…}`` that cannot be resolved.",
@@ -391,7 +390,6 @@ MigrationUnknown = NxdtError.define(
     defaults={"installed": (), "install": (), "unusable": ()},
     also=_migration_unknown,
 )
-
 
 ValuesNotSet = NxdtError.define(
     "NXDT-C040",

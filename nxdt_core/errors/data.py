@@ -37,7 +37,6 @@ DataFileUnreadable = NxdtError.define(
     example={"path": "corpus.jsonl.gz", "reason": "Compressed file ended before the end-of-stream marker was reached"},
 )
 
-
 TextNotUtf8 = NxdtError.define(
     "NXDT-D004",
     "A data file with bytes that are not UTF-8.",

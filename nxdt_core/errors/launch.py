@@ -171,7 +171,6 @@ CompileCacheNotAFolder = NxdtError.define(
     "Write a path, such as one on a file system that all nodes share, or file:///absolute/path.",
 )
 
-
 LaunchersDisagree = NxdtError.define(
     "NXDT-P110",
     "Variables of one or two launchers that contradict each other.",
@@ -186,7 +185,6 @@ NotStartedByLauncher = NxdtError.define(
     "NXDT_LAUNCHER is {launcher!r}, and the environment has no variables of that launcher.",
     "Start the command through that launcher, or unset NXDT_LAUNCHER.",
 )
-
 
 CannotSubmit = NxdtError.define(
     "NXDT-P112",

@@ -77,7 +77,6 @@ TooManyGraphs = NxdtError.define(
     "Run with TORCH_LOGS=recompiles to see what changes, or set model.compile to false.",
 )
 
-
 ContextSequenceDoesNotDivide = NxdtError.define(
     "NXDT-P060",
     "A sequence that does not fall into two equal chunks for each context parallel rank.",
@@ -90,7 +89,6 @@ ContextSequenceDoesNotDivide = NxdtError.define(
         "next_length": max(1, -(-error.length // (2 * error.ranks))) * 2 * error.ranks,
     },
 )
-
 
 AttentionCoreMissing = NxdtError.define(
     "NXDT-P061",

@@ -163,22 +163,19 @@ class WeightsDoNotFit(NxdtError):
             if names
         ]
         place = f" in '{self.directory}'" if self.directory else ""
-        return {**super()._view(), "summary": "; ".join(parts), "place": place, "advice": self._advice()}
-
-    def _advice(self) -> str:
         if self.directory and self.says_sizes:
-            return (
+            advice = (
                 "Leave the model's sizes to the config.json there. If they are its own, the directory is incomplete, or"
                 " its weights are of another model: download or export it again."
             )
-        if self.directory:
-            return "Name the configuration that they were trained with."
-        origin = f"Their run had {', '.join(self.saved[:8])}. " if self.saved else ""
-        loose = " With checkpoint.strict=false what both have is loaded."
-        return (
-            f"{origin}Use the configuration that the weights were trained with, or give the new run another name=…."
-            f"{loose if self.saved is not None and not self.shapes else ''}"
-        )
+        elif self.directory:
+            advice = "Name the configuration that they were trained with."
+        else:
+            advice = f"Their run had {', '.join(self.saved[:8])}. " if self.saved else ""
+            advice += "Use the configuration that the weights were trained with, or give the new run another name=…."
+            if self.saved is not None and not self.shapes:
+                advice += " With checkpoint.strict=false what both have is loaded."
+        return {**super()._view(), "summary": "; ".join(parts), "place": place, "advice": advice}
 
 
 def _rows_to_set(error: Any) -> dict[str, Any]:
@@ -212,7 +209,6 @@ SequenceTooLongForModel = NxdtError.define(
     "Sequences have {sequence} tokens, the model has positions for {longest}.",
     "Shorten data.seq_length, or --window of a command, or raise model.max_position_embeddings.",
 )
-
 
 UnknownRecomputeName = NxdtError.define(
     "NXDT-M053",

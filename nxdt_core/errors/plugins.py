@@ -55,7 +55,13 @@ class UnknownComponent(NxdtError):
             ways.append(f"Install it: pip install {self.install}.")
         if self.close:
             ways.append(f"Did you mean {one_of(self.close)}?")
-        ways += _amends(self.unusable)
+        # The configuration blocks some plugins, others are faulty.
+        if any(sentence.endswith("is blocked: named in plugins.block") for sentence in self.unusable):
+            ways.append("Take it out of plugins.block.")
+        if any(sentence.endswith("is blocked: not named in plugins.allow") for sentence in self.unusable):
+            ways.append("Name it in plugins.allow.")
+        if any(" is blocked: " not in sentence for sentence in self.unusable):
+            ways.append("Fix the unusable plugins: nxdt plugins list says what is wrong.")
         if self.available:
             ways.append(f"Available: {listing(self.available)}.")
         elif not self.unusable:
@@ -72,7 +78,6 @@ AmbiguousComponent = NxdtError.define(
     also=lambda error: {"by": " and ".join(map(_offerer, error.dists, error.offers)), "written": one_of(error.offers)},
 )
 
-
 UnknownKind = NxdtError.define(
     "NXDT-K004",
     "Code or a command asks for a kind of component that does not exist.",
@@ -80,7 +85,6 @@ UnknownKind = NxdtError.define(
     "{hint}The kinds are {available:list20}.",
     also=lambda error: {"hint": f"Did you mean {one_of(error.close)}? " if error.close else ""},
 )
-
 
 UnknownScheme = NxdtError.define(
     "NXDT-K005",
@@ -201,18 +205,6 @@ PluginLockUnwritable = NxdtError.define(
 )
 
 
-def _amends(unusable: tuple[str, ...]) -> list[str]:
-    """Return advice on plugins that cannot be used: the configuration blocks some, others are faulty."""
-    ways = []
-    if any(sentence.endswith("is blocked: named in plugins.block") for sentence in unusable):
-        ways.append("Take it out of plugins.block.")
-    if any(sentence.endswith("is blocked: not named in plugins.allow") for sentence in unusable):
-        ways.append("Name it in plugins.allow.")
-    if any(" is blocked: " not in sentence for sentence in unusable):
-        ways.append("Fix the unusable plugins: nxdt plugins list says what is wrong.")
-    return ways
-
-
 def _offerer(dist: str, offer: str) -> str:
     """Distribution and version; a plugin file has neither and is called by its name."""
     if dist.strip() != _LOCAL:
@@ -231,7 +223,6 @@ UnknownPlugin = NxdtError.define(
     "No plugin or distribution is called '{name}'.",
     "Installed are {available:list}; 'nxdt plugins list' says more of them.",
 )
-
 
 UnknownErrorCode = NxdtError.define(
     "NXDT-K040",

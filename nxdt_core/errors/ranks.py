@@ -22,7 +22,6 @@ BadLaunchVariable = NxdtError.define(
     "Correct it where the processes are started, or unset it to run without that launcher.",
 )
 
-
 WorldSizeMismatch = NxdtError.define(
     "NXDT-P042",
     "Another number of processes was started than the configuration speaks of.",
@@ -64,7 +63,6 @@ CannotReachRankZero = NxdtError.define(
     "Check that MASTER_ADDR names the host of rank 0 as this host sees it, that MASTER_PORT is open between them, "
     "and that rank 0 was started. NXDT_JOIN_TIMEOUT_S=… waits longer.",
 )
-
 
 RanksMissing = NxdtError.define(
     "NXDT-P046",

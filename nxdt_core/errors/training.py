@@ -127,7 +127,11 @@ def _not_our_callback(error: Any) -> dict[str, str]:
     of_lightning = bases & {"pytorch_lightning", "lightning"}
     advice = ""
     if of_lightning:
-        moved = {old: new for old, new in _LIGHTNING_HOOKS.items() if _overrides(error.found, old)}
+        moved = {}
+        for old, new in _LIGHTNING_HOOKS.items():  # those that a class outside of Lightning defines
+            owner = next((base for base in type(error.found).__mro__ if old in vars(base)), None)
+            if owner and owner.__module__.partition(".")[0] not in ("pytorch_lightning", "lightning"):
+                moved[old] = new
         named = ", ".join(f"{old} → {new}" for old, new in moved.items())
         advice = f"{named and f' ({named})'}, or use it in your Trainer with nxdt-plugin-lightning"
     kind = f"{type(error.found).__name__}{' of PyTorch Lightning' if of_lightning else ''}"
@@ -141,7 +145,6 @@ NotOurCallback = NxdtError.define(
     "Let it return a subclass of nxdt_core.api.Callback{advice}.",
     also=_not_our_callback,
 )
-
 
 CallbackMethodUnknown = NxdtError.define(
     "NXDT-T045",
@@ -164,12 +167,6 @@ _LIGHTNING_HOOKS: Mapping[str, str] = {
     "log_metrics": "on_log",
 }
 """Method of a callback or logger of Lightning, and the one of a callback of nxdt that is called at that moment."""
-
-
-def _overrides(thing: object, method: str) -> bool:
-    """Return whether a class outside of Lightning defines the method."""
-    found = next((base for base in type(thing).__mro__ if method in vars(base)), None)
-    return found is not None and found.__module__.partition(".")[0] not in ("pytorch_lightning", "lightning")
 
 
 ReferenceLost = NxdtError.define(

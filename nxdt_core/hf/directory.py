@@ -127,27 +127,23 @@ def hf_settings(
     padding = [] if tokenizer is None else list(range(tokenizer.vocab_size, built.get("vocab_size") or 0))
     if 0 < len(padding) <= _MOST_SUPPRESSED:
         generation["suppress_tokens"] = sorted({*(generation.get("suppress_tokens") or ()), *padding})
-    notes = () if source is None else tuple(_notes(source, config, fits=fits))
-    return HFSettings(config=config, generation=generation if has_file else None, notes=notes)
+    notes: list[str] = []
+    if source is not None and not fits:
+        notes.append(f"the token ids of {source.path!r} are not kept: the run's tokenizer gives them to other tokens")
+    if source is not None:
+        present = {key for key, value in source.config.items() if value is not None and not _is_carried(key)}
+        lost = [key for key in source.config if key in present and key not in config and key not in _REWRITTEN]
+        if lost:
+            keys = listing(lost)
+            notes.append(f"config.json of {source.path!r} has keys that this model's export does not write: {keys}")
+        if source.left_out:
+            notes.append(f"not copied from {source.path!r}: {listing(source.left_out)}")
+    return HFSettings(config=config, generation=generation if has_file else None, notes=tuple(notes))
 
 
 def _is_carried(key: str) -> bool:
     """Return whether a builder does not know a key that is true of any model with these weights."""
     return any(fnmatchcase(key, pattern) for pattern in _CARRIED)
-
-
-def _notes(source: HFSource, config: Mapping[str, Any], *, fits: bool) -> Iterator[str]:
-    if not fits:
-        yield f"the token ids of {source.path!r} are not kept: the run's tokenizer gives them to other tokens"
-    lost = [
-        key
-        for key, value in source.config.items()
-        if value is not None and key not in config and key not in _REWRITTEN and not _is_carried(key)
-    ]
-    if lost:
-        yield f"config.json of {source.path!r} has keys that this model's export does not write: {listing(lost)}"
-    if source.left_out:
-        yield f"not copied from {source.path!r}: {listing(source.left_out)}"
 
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -430,16 +426,16 @@ def save_hf(
         raise HFNotWritable(directory=str(directory))
 
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
-        return {name: _made(parts, state_dict) for name, parts in shard.tensors.items()}
+        tensors: dict[str, torch.Tensor] = {}
+        for name, parts in shard.tensors.items():
+            boxes = [state_dict[part.parameter][part.box.within(Box.whole(part.parameter_shape))] for part in parts]
+            if len(parts) == 1:  # without a copy
+                tensors[name] = parts[0].transform.write(boxes[0])
+                continue
+            targets, make = room_for(parts, boxes[0].dtype)
+            for target, box in zip(targets, boxes, strict=True):
+                target.copy_(box)
+            tensors[name] = make()
+        return tensors
 
     write_hf(storage, plan, read, origin="memory")
-
-
-def _made(parts: Sequence[HFTensor], state_dict: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    boxes = [state_dict[part.parameter][part.box.within(Box.whole(part.parameter_shape))] for part in parts]
-    if len(parts) == 1:
-        return parts[0].of(boxes[0])
-    targets, make = room_for(parts, boxes[0].dtype)
-    for target, box in zip(targets, boxes, strict=True):
-        target.copy_(box)
-    return make()

@@ -11,9 +11,11 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, HFSource
 from nxdt_core.checkpoint.format.shards import TensorSpec
@@ -23,10 +25,6 @@ from nxdt_core.hf.directory import HFPlan, HFShard
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_core.models.rotary import frequencies
 from nxdt_core.system.regular_files import replacing
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
 
 __all__ = ["GgufDtype", "write_gguf"]
 
@@ -118,12 +116,12 @@ def write_gguf(
         raise GgufLibraryMissing(reason=str(error)) from error
     config = json.loads(plan.texts[CONFIG])
     model_type, scaling = config["model_type"], config.get("rope_scaling") or {}
-    rope, plain = scaling.get("rope_type", "default"), model_type in ("qwen2", "qwen3")
+    rope, is_qwen = scaling.get("rope_type", "default"), model_type in ("qwen2", "qwen3")
     if model_type not in _MODELS:
         raise GgufUnsupported(reason=f"it is of the type {model_type!r}", known=[*_MODELS])
-    if rope not in ("default", "linear", *(() if plain else ("llama3",))):
+    if rope not in ("default", "linear", *(() if is_qwen else ("llama3",))):
         raise GgufUnsupported(reason=f"its rotary embedding is scaled by {rope!r}", known=[*_MODELS])
-    if plain and config.get("attention_bias"):
+    if is_qwen and config.get("attention_bias"):
         raise GgufUnsupported(reason="it is a Qwen3 with attention_bias", known=[*_MODELS])
     specs = {tensor: spec for shard in plan.shards for tensor, spec in shard.specs.items()}
     sources = {tensor: source for shard in plan.shards for tensor, source in shard.tensors.items()}
@@ -131,7 +129,6 @@ def write_gguf(
     writer = gguf.GGUFWriter(None, _MODELS[model_type])
     writer.add_name(name)
     notes = [*_add_config(writer, config), *_add_tokenizer(writer, plan.texts, config)]
-    kinds = {item.name: _kind(item, dtype) for item in tensors}
     writer.add_file_type(gguf.LlamaFileType[_FILE_TYPES[dtype]])
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
     factors: NDArray[np.float32] | None = None
@@ -140,9 +137,20 @@ def write_gguf(
         theta = float(config["rope_theta"])
         scaled = frequencies(head_dim, theta, RopeScalingConfig(**scaling))
         factors = (frequencies(head_dim, theta) / scaled).numpy()
-    if factors is not None:
         writer.add_tensor_info("rope_freqs.weight", factors.shape, factors.dtype, factors.nbytes)
-    size_bytes = sum(_announce(writer, item, kinds[item.name]) for item in tensors)
+    kinds, size_bytes = {}, 0
+    for item in tensors:
+        if len(item.shape) == 1 or item.name.endswith(_ROUTER) or dtype == "float32":
+            kind = "F32"
+        else:
+            kind = "Q8_0" if dtype == "q8_0" and item.shape[-1] % _BLOCK == 0 else "F16"
+        kinds[item.name] = number = gguf.GGMLQuantizationType[kind]
+        block, block_bytes = gguf.GGML_QUANT_SIZES[number]
+        item_bytes = math.prod(item.shape) // block * block_bytes
+        plain = {"F32": np.float32, "F16": np.float16}.get(kind)
+        shape = item.shape if plain is not None else gguf.quant_shape_to_byte_shape(item.shape, number)
+        writer.add_tensor_info(item.name, shape, np.dtype(plain or np.uint8), item_bytes, number)
+        size_bytes += int(item_bytes)
     with replacing(path) as file:
         writer.fout, writer.state = [file], WriterState.EMPTY
         writer.write_header_to_file()
@@ -154,24 +162,9 @@ def write_gguf(
             part = HFShard(
                 file="", tensors={p: sources[p] for p in item.parts}, specs={p: specs[p] for p in item.parts}
             )
-            kind = gguf.GGMLQuantizationType[kinds[item.name]]
-            writer.write_tensor_data(gguf.quants.quantize(item.of(read(part)).numpy(), kind))
+            writer.write_tensor_data(gguf.quants.quantize(item.of(read(part)).numpy(), kinds[item.name]))
         file.flush()
     return size_bytes, tuple(notes)
-
-
-def _announce(writer: Any, tensor: _Tensor, kind: str) -> int:
-    """Write the name, the shape and the dtype of a tensor, and return its size in bytes."""
-    import gguf
-    import numpy as np
-
-    number = gguf.GGMLQuantizationType[kind]
-    block, block_bytes = gguf.GGML_QUANT_SIZES[number]
-    size = math.prod(tensor.shape) // block * block_bytes
-    plain = {"F32": np.float32, "F16": np.float16}.get(kind)
-    shape = tensor.shape if plain is not None else gguf.quant_shape_to_byte_shape(tensor.shape, number)
-    writer.add_tensor_info(tensor.name, shape, np.dtype(plain or np.uint8), size, number)
-    return int(size)
 
 
 def _tensors(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iterator[_Tensor]:
@@ -197,13 +190,6 @@ def _tensors(specs: Mapping[str, TensorSpec], config: Mapping[str, Any]) -> Iter
         if gguf_name is None:
             raise GgufUnsupported(reason=f"it has {name!r}", known=[*_MODELS])
         yield _Tensor(gguf_name, (name,), spec.shape, heads.get(leaf))
-
-
-def _kind(tensor: _Tensor, dtype: GgufDtype) -> str:
-    """Return llama.cpp's name for the dtype of a tensor."""
-    if len(tensor.shape) == 1 or tensor.name.endswith(_ROUTER) or dtype == "float32":
-        return "F32"
-    return "Q8_0" if dtype == "q8_0" and tensor.shape[-1] % _BLOCK == 0 else "F16"
 
 
 def _add_config(writer: Any, config: Mapping[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import math
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
@@ -50,27 +50,15 @@ class _Copy:
         """Return the tensor of the directory for the elements of its box: a view, or a copy where rows move."""
         return elements
 
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        """Return the parameter as a view of a tensor of the directory that several share."""
+        return whole
+
     def _rows(self, counts: Sequence[int]) -> list[Box]:
         """Return a box of each number of rows, one after the other."""
         rest = self.shape[1:]
         starts = accumulate(counts, initial=0)
         return [Box((first, *(0,) * len(rest)), (count, *rest)) for first, count in zip(starts, counts, strict=False)]
-
-
-class _Transpose(_Copy):
-    def problem(self, names: int) -> str | None:
-        if len(self.shape) < 2:
-            return f"a tensor of shape {self.shape} cannot be transposed"
-        return None
-
-    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return tensors[0].mT.contiguous()
-
-    def hf_shape(self, box: Box) -> tuple[int, ...]:
-        return *box.shape[:-2], box.shape[-1], box.shape[-2]
-
-    def write(self, elements: torch.Tensor) -> torch.Tensor:
-        return elements.mT
 
 
 class _Stack(_Copy):
@@ -140,19 +128,6 @@ class _Interleave(_Copy):
         return _regrouped(elements, heads, kinds)
 
 
-class _InterleaveTranspose(_Interleave, _Transpose):
-    """Columns of a transposed matrix in groups."""
-
-    def problem(self, names: int) -> str | None:
-        return _Transpose.problem(self, names) or super().problem(names)
-
-    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-        return super().read([tensors[0].t().contiguous()])
-
-    def write(self, elements: torch.Tensor) -> torch.Tensor:
-        return super().write(elements).t()
-
-
 class _Part(_Copy):
     """One of the parameters that share a tensor: of each expert's rows an equal part, or every n-th row."""
 
@@ -162,7 +137,6 @@ class _Part(_Copy):
         return None
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the parameter as a view of the tensor that it shares."""
         number, parts, alternating = self.sections
         return whole[:, number::parts] if alternating else whole.chunk(parts, 1)[number]
 
@@ -173,34 +147,52 @@ class _Part(_Copy):
         return box.shape[0], box.shape[1] * self.sections[1], *box.shape[2:]
 
 
-class _PartTranspose(_Part):
-    """One of the parameters that share a tensor of transposed matrices: a part of each expert's columns."""
-
-    def within(self, whole: torch.Tensor) -> torch.Tensor:
-        return super().within(whole.mT)
-
-    def hf_shape(self, box: Box) -> tuple[int, ...]:
-        experts, rows, columns = super().hf_shape(box)
-        return experts, columns, rows
-
-
 _TRANSFORMS: Mapping[str, type[_Copy]] = {
     "none": _Copy,
-    "transpose": _Transpose,
     "stack": _Stack,
     "concat": _Concat,
     "pad": _Pad,
     "interleave": _Interleave,
-    "interleave_transpose": _InterleaveTranspose,
     "part": _Part,
-    "part_transpose": _PartTranspose,
 }
 """Transforms by their name in :class:`~nxdt_core.protocols.model.KeyMap`."""
+_TRANSPOSED = {"transpose": "none", "interleave_transpose": "interleave", "part_transpose": "part"}
+"""Transforms whose matrices are transposed in the directory → the one that they are then."""
+
+
+class _Transposed(_Copy):
+    """Another transform, of matrices that are transposed in the directory."""
+
+    def __init__(self, inner: _Copy) -> None:
+        super().__init__(inner.shape, inner.sections)
+        self.inner = inner
+
+    def problem(self, names: int) -> str | None:
+        flat = f"a tensor of shape {self.shape} cannot be transposed" if len(self.shape) < 2 else None
+        return self.inner.problem(names) or flat
+
+    def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return self.inner.read([tensor.mT for tensor in tensors]).contiguous()
+
+    def hf_shape(self, box: Box) -> tuple[int, ...]:
+        *outer, rows, columns = self.inner.hf_shape(box)
+        return *outer, columns, rows
+
+    def write(self, elements: torch.Tensor) -> torch.Tensor:
+        return self.inner.write(elements).mT
+
+    def within(self, whole: torch.Tensor) -> torch.Tensor:
+        return self.inner.within(whole.mT)
+
+
+def _transform(name: str, shape: tuple[int, ...], sections: tuple[int, ...]) -> _Copy:
+    transform = _TRANSFORMS[_TRANSPOSED.get(name, name)](shape, sections)
+    return _Transposed(transform) if name in _TRANSPOSED else transform
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFTensor:
-    """One tensor of a Hugging Face directory, made of a box of one parameter; or its part in one that several share."""
+    """One tensor of a Hugging Face directory, made of a box of one parameter, or part of one that several share."""
 
     name: str
     """Name of the tensor in the directory."""
@@ -220,23 +212,14 @@ class HFTensor:
         """Return the tensor's shape in the directory."""
         return self.transform.hf_shape(self.box)
 
-    def of(self, box: torch.Tensor) -> torch.Tensor:
-        """Return the tensor, as a view of the elements of its box; a copy where rows change places."""
-        return self.transform.write(box)
-
-    def within(self, whole: torch.Tensor) -> torch.Tensor:
-        """Return the elements of the box, as a view of the tensor ``whole`` that several parameters share."""
-        assert isinstance(self.transform, _Part)
-        return self.transform.within(whole)
-
 
 def room_for(parts: Sequence[HFTensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
     """Return an empty tensor for the box of each part, and a function that makes the directory's tensor of them."""
     if len(parts) == 1:
         box = torch.empty(parts[0].box.shape, dtype=dtype)
-        return [box], lambda: parts[0].of(box)
+        return [box], lambda: parts[0].transform.write(box)
     whole = torch.empty(parts[0].shape, dtype=dtype)
-    return [part.within(whole) for part in parts], lambda: whole
+    return [part.transform.within(whole) for part in parts], lambda: whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,25 +236,27 @@ class Source:
     """Name of the transform, as in :class:`~nxdt_core.protocols.model.KeyMap`."""
     sections: tuple[int, ...] = ()
 
-    def with_rows(self, found: tuple[int, ...]) -> Source:
-        """Return the source that takes its first rows from a tensor of the shape ``found``; itself where that has not
-        fewer."""
-        if self.transform not in ("none", "pad") or found[1:] != self.shape[1:] or not 0 < found[0] < self.shape[0]:
-            return self
-        return replace(self, transform="pad", sections=found[:1])
-
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Make the parameter of the Hugging Face tensors, which ``fetch`` gives by name.
 
         Raises:
             WeightsUnusable: one holds integers, NaN or infinity.
         """
-        tensors = [_usable(name, fetch(name)) for name in self.hf_names]
-        return _TRANSFORMS[self.transform](self.shape, self.sections).read(tensors)
+        tensors = [fetch(name) for name in self.hf_names]
+        for name, tensor in zip(self.hf_names, tensors, strict=True):
+            if not tensor.is_floating_point():
+                reason = f"it holds {tensor.dtype}, and weights are floating-point numbers"
+                advice = "Export the model again in bfloat16, float16 or float32: quantized weights need their scales."
+                raise WeightsUnusable(tensor=name, reason=reason, advice=advice)
+            numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch finds no extremes of 8 bits
+            if tensor.numel() and not all(extreme.isfinite() for extreme in numbers.aminmax()):
+                advice = "Take weights from before they diverged, or download the file again."
+                raise WeightsUnusable(tensor=name, reason="it holds NaN or infinity", advice=advice)
+        return _transform(self.transform, self.shape, self.sections).read(tensors)
 
     def tensors(self) -> Iterator[HFTensor]:
         """Yield the Hugging Face tensors that the parameter is written as, in order."""
-        transform = _TRANSFORMS[self.transform](self.shape, self.sections)
+        transform = _transform(self.transform, self.shape, self.sections)
         for name, box in zip(self.hf_names, transform.boxes(), strict=True):
             yield HFTensor(name=name, parameter=self.name, box=box, transform=transform)
 
@@ -309,12 +294,12 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int
         if match is None:
             continue
         numbers = list(match.groups())
-        if entry.transform not in _TRANSFORMS:
+        if entry.transform not in {**_TRANSFORMS, **_TRANSPOSED}:
             reason: str | None = f"there is no transform {entry.transform!r}"
         elif len(entry.hf_names) != 1 and entry.transform != "concat":
             reason = f"transform {entry.transform!r} takes one name, not {len(entry.hf_names)}"
         else:
-            reason = _TRANSFORMS[entry.transform](shape, entry.sections).problem(len(entry.hf_names))
+            reason = _transform(entry.transform, shape, entry.sections).problem(len(entry.hf_names))
         if reason:
             raise KeyMapIncomplete(builder=builder, parameter=name, reason=reason)
         hf_names = [_filled(hf_name, numbers) for hf_name in entry.hf_names]
@@ -324,18 +309,6 @@ def _source(builder: str, key_map: Sequence[KeyMap], name: str, shape: tuple[int
             name=name, shape=shape, hf_names=tuple(hf_names), transform=entry.transform, sections=entry.sections
         )
     raise KeyMapIncomplete(builder=builder, parameter=name, reason="no entry matches")
-
-
-def _usable(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    if not tensor.is_floating_point():
-        reason = f"it holds {tensor.dtype}, and weights are floating-point numbers"
-        advice = "Export the model again in bfloat16, float16 or float32: quantized weights need their scales."
-        raise WeightsUnusable(tensor=name, reason=reason, advice=advice)
-    numbers = tensor.float() if tensor.element_size() == 1 else tensor  # torch finds no extremes of 8 bits
-    if tensor.numel() and not all(extreme.isfinite() for extreme in numbers.aminmax()):
-        advice = "Take weights from before they diverged, or download the file again."
-        raise WeightsUnusable(tensor=name, reason="it holds NaN or infinity", advice=advice)
-    return tensor
 
 
 def _regrouped(tensor: torch.Tensor, outer: int, inner: int) -> torch.Tensor:

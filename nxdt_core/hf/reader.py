@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
@@ -59,17 +60,6 @@ class PackedMatrices:
             name: of the matrices.
         """
         self._blocks, self._scales, self._name = blocks, scales, name
-
-    def problem(self) -> str | None:
-        """Return why the two tensors do not belong together; None where they do."""
-        blocks, scales = (
-            self._blocks.get_slice(f"{self._name}{BLOCKS}"),
-            self._scales.get_slice(f"{self._name}{SCALES}"),
-        )
-        shape = blocks.get_shape()
-        if len(shape) != 4 or shape[:-1] != scales.get_shape() or {blocks.get_dtype(), scales.get_dtype()} != {"U8"}:
-            return f"'{self._name}{BLOCKS}' {shape} and its scales {scales.get_shape()} are not bytes of one matrix"
-        return None
 
     def get_slice(self, name: str) -> PackedMatrices:
         """Return what has shape and dtype."""
@@ -149,12 +139,17 @@ class HFWeights:
             WeightsDoNotFit: names or shapes differ.
             WeightsUnusable: the head of a tied model is not its embedding.
         """
-        may_lack = builder.hf_may_lack
-        wanted = [
-            self._filled(source, builder)
-            for source in sources(builder)
-            if source.hf_names[0] not in may_lack or source.hf_names[0] in self._located
-        ]
+        wanted = []
+        for source in sources(builder):
+            name = source.hf_names[0]
+            if name in builder.hf_may_lack and name not in self._located:
+                continue
+            if self._fill_rows and source.shape[0] == builder.vocab_size and self._file_name(name) in self._located:
+                rows, *rest = self._slice(name).get_shape()
+                plain = source.transform in ("none", "pad") and tuple(rest) == source.shape[1:]
+                if plain and 0 < rows < source.shape[0]:
+                    source = replace(source, transform="pad", sections=(rows,))
+            wanted.append(source)
         patterns = builder.hf_ignored
         shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
         missing = sorted(name for name in shapes if self._file_name(name) not in self._located)
@@ -179,18 +174,20 @@ class HFWeights:
                 raise WeightsUnusable(tensor=name, reason=reason, advice=advice, path=str(self._directory))
         return wanted
 
-    def _filled(self, source: Source, builder: ModelBuilder) -> Source:
-        name = source.hf_names[0]
-        table = self._fill_rows and source.shape[0] == builder.vocab_size and self._file_name(name) in self._located
-        return source.with_rows(tuple(self._slice(name).get_shape())) if table else source
-
     def dtype_of(self, source: Source) -> torch.dtype:
         """Return the dtype in which :meth:`read` returns the parameter.
 
         Raises:
             HFFileDamaged: a tensor has a dtype that torch or a checkpoint does not have.
         """
-        return functools.reduce(torch.promote_types, (self._dtype(name) for name in source.hf_names))
+        dtypes: list[torch.dtype] = []
+        for name in source.hf_names:
+            stored = self._slice(name).get_dtype()
+            if stored not in DTYPES:
+                path = str(self._located[self._file_name(name)][0])
+                raise HFFileDamaged(path=path, reason=f"'{name}' has the unknown dtype {stored!r}")
+            dtypes.append(getattr(torch, DTYPES[stored]))
+        return functools.reduce(torch.promote_types, dtypes)
 
     def read(self, source: Source) -> torch.Tensor:
         """Return one parameter, on the host.
@@ -242,12 +239,15 @@ class HFWeights:
         """Let matrices of four bits be tensors like others."""
         for blocks in [name for name in self._located if name.endswith(BLOCKS)]:
             name = blocks.removesuffix(BLOCKS)
-            if f"{name}{SCALES}" in self._located:
-                (path, handle), (_, scales) = self._located.pop(blocks), self._located.pop(f"{name}{SCALES}")
-                packed = PackedMatrices(handle, scales, name)
-                if reason := packed.problem():
-                    raise HFFileDamaged(path=str(path), reason=reason)
-                self._located[name] = path, packed
+            if f"{name}{SCALES}" not in self._located:
+                continue
+            (path, handle), (_, other) = self._located.pop(blocks), self._located.pop(f"{name}{SCALES}")
+            bytes_, scales = handle.get_slice(blocks), other.get_slice(f"{name}{SCALES}")
+            shape, dtypes = bytes_.get_shape(), {bytes_.get_dtype(), scales.get_dtype()}
+            if len(shape) != 4 or shape[:-1] != scales.get_shape() or dtypes != {"U8"}:
+                reason = f"'{blocks}' {shape} and its scales {scales.get_shape()} are not bytes of one matrix"
+                raise HFFileDamaged(path=str(path), reason=reason)
+            self._located[name] = path, PackedMatrices(handle, other, name)
 
     def _file_name(self, name: str) -> str:
         """Return the name in the files of the tensor that the whole model calls ``name``."""
@@ -256,14 +256,6 @@ class HFWeights:
     def _slice(self, name: str) -> Any:
         name = self._file_name(name)
         return self._located[name][1].get_slice(name)
-
-    def _dtype(self, name: str) -> torch.dtype:
-        dtype_name = self._slice(name).get_dtype()
-        if dtype_name not in DTYPES:
-            path = str(self._located[self._file_name(name)][0])
-            raise HFFileDamaged(path=path, reason=f"'{name}' has the unknown dtype {dtype_name!r}")
-        dtype: torch.dtype = getattr(torch, DTYPES[dtype_name])
-        return dtype
 
     def _get(self, name: str) -> torch.Tensor:
         name = self._file_name(name)

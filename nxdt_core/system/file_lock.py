@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Literal, final
 
+from nxdt_core.system.progress import process_stat
 from nxdt_core.system.regular_files import open_regular
 
 __all__ = [
@@ -160,21 +161,17 @@ def mount_of(path: Path) -> Mount | None:
     except OSError:
         return None
     target = path.resolve()
+    covering: list[Mount] = []
+    for line in filter(None, lines):  # 36 35 98:0 /root /point rw,noatime shared:1 - ext4 /dev/root rw,errors=continue
+        left, _, right = line.partition(" - ")
+        point, options = left.split(" ")[4:6]
+        filesystem, _, more = right.split(" ")[:3]
+        path = Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point))
+        if target.is_relative_to(path):
+            both = frozenset([*options.split(","), *more.split(",")])
+            covering.append(Mount(point=path, filesystem=filesystem, options=both))
     # Of several at one point, the last one covers the others.
-    covering = [mount for mount in map(_parse, filter(None, lines)) if target.is_relative_to(mount.point)]
     return max(reversed(covering), key=lambda mount: len(mount.point.parts), default=None)
-
-
-def _parse(line: str) -> Mount:
-    """Parse a line such as ``36 35 98:0 /root /point rw,noatime shared:1 - ext4 /dev/root rw,errors=continue``."""
-    left, _, right = line.partition(" - ")
-    point, options = left.split(" ")[4:6]
-    filesystem, _, more = right.split(" ")[:3]
-    return Mount(
-        point=Path(re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), point)),
-        filesystem=filesystem,
-        options=frozenset([*options.split(","), *more.split(",")]),
-    )
 
 
 Liveness = Literal["running", "gone", "unknown"]
@@ -224,7 +221,17 @@ class Owner:
     def liveness_of(self, other: Owner) -> Liveness:
         """Return the fate of another process, as far as this one, which must be alive, knows it without waiting."""
         if self.machine and self.machine == other.machine:
-            return "running" if _runs(other.pid, other.started) else "gone"
+            try:
+                os.kill(other.pid, 0)
+            except ProcessLookupError:
+                return "gone"
+            except PermissionError:
+                pass  # another user's
+            fields = process_stat(other.pid)
+            if not fields:  # hidden from this user
+                return "running"
+            dead = fields[0] in "ZX" or bool(int(fields[6]) & _EXITING)
+            return "gone" if dead or fields[19] != other.started else "running"
         # A scheduler ends every process of a job before it starts the job again. The job number alone is
         # not enough: two steps of one job may run at the same time.
         restarted = bool(self.job) and self.job == other.job and self.restarts > other.restarts
@@ -255,54 +262,20 @@ def this_process(run: str, environment: Mapping[str, str] | None = None) -> Owne
         for name, job, count in _JOBS
         if variables.get(job, "") not in _NO_JOBS and (variables.get(count) or "0").isdecimal()
     ]
-    fields = _stat(pid)
+    try:
+        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
+        machine = f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
+    except OSError:
+        machine = ""
+    fields = process_stat(pid)
     return Owner(
         run=run,
         host=socket.gethostname(),
         pid=pid,
         since=datetime.now(UTC).isoformat(timespec="seconds"),
-        machine=_machine(),
-        started="" if fields is None else fields.started,
+        machine=machine,
+        started=fields[19] if fields else "",
         job=tuple(job for job, _ in jobs),
         restarts=tuple(count for _, count in jobs),
         token=secrets.token_hex(8),
     )
-
-
-def _machine() -> str:
-    try:
-        boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
-    except OSError:
-        return ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Stat:
-    """State of a process from proc_pid_stat(5)."""
-
-    state: str
-    flags: int
-    started: str
-
-
-def _stat(pid: int) -> _Stat | None:
-    try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except OSError:
-        return None
-    fields = text.rpartition(")")[2].split()  # its name, in parentheses, may hold anything
-    return _Stat(state=fields[0], flags=int(fields[6]), started=fields[19])
-
-
-def _runs(pid: int, started: str) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass  # another user's
-    process = _stat(pid)
-    if process is None:  # hidden from this user
-        return True
-    return process.started == started and process.state not in "ZX" and not process.flags & _EXITING

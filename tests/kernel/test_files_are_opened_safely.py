@@ -70,7 +70,6 @@ ALLOWED = {
     },
     "files of the operating system": {
         f"{CORE}/system/file_lock.py: (_PROC / 'sys/kernel/random/boot_id').read_text()",
-        f"{CORE}/system/file_lock.py: (_PROC / str(pid) / 'stat').read_text()",
         f"{CORE}/cli/app.py: open(os.devnull, 'w', encoding='utf-8')",
         f"{CORE}/cli/verb.py: os.open(os.devnull, os.O_WRONLY)",
         f"{CORE}/launch/supervision/heartbeat.py: (thread / 'children').read_text()",

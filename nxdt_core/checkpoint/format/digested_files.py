@@ -11,12 +11,12 @@ import json
 import math
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from nxdt_core.checkpoint.format.file_names import digests_name
 from nxdt_core.checkpoint.format.manifest import FAST, HASHES, Algorithm, FileEntry, Manifest, block_digest, digest
@@ -252,7 +252,14 @@ class VerifiedFile:
             raise self.damaged("the manifest names bytes beyond its end")
         if any(left.end > right.start for left, right in pairwise(wanted)):
             raise self.damaged("the manifest names the same bytes twice")
-        for first, last in _runs(wanted, self._digests.block_bytes):
+        runs: list[list[int]] = []  # maximal runs [first, last) of neighbouring blocks that the ranges touch
+        for span in wanted:
+            begin, end = span.start // self._digests.block_bytes, -(-span.end // self._digests.block_bytes)
+            if runs and begin <= runs[-1][1]:
+                runs[-1][1] = max(runs[-1][1], end)
+            else:
+                runs.append([begin, end])
+        for first, last in runs:
             for offset, block in self._visit(first, last):
                 for span in wanted[bisect_left(wanted, offset, key=lambda range_: range_.end) :]:
                     if span.start >= offset + len(block):
@@ -312,21 +319,6 @@ def read_whole(storage: CheckpointStore, manifest: Manifest, name: str) -> bytes
     return bytes(data)
 
 
-def _runs(wanted: Sequence[Wanted], block_bytes: int) -> Iterator[tuple[int, int]]:
-    """Maximal runs ``[first, last)`` of neighbouring blocks that the ranges, sorted by start, touch."""
-    first = last = 0
-    for span in wanted:
-        begin, end = span.start // block_bytes, -(-span.end // block_bytes)
-        if begin > last and last > first:
-            yield first, last
-            first = begin
-        elif last == first:
-            first = begin
-        last = max(last, end)
-    if last > first:
-        yield first, last
-
-
 _LENGTH_BYTES = 8
 _MOST_HEADER_BYTES = 100 * 2**20
 """Longest header that the safetensors library accepts; a longer one is forged, and must not get the memory it asks
@@ -374,8 +366,21 @@ def check_header(file: VerifiedFile, expected: Collection[StoredTensor]) -> None
         file.read([Wanted(len(head), memoryview(rest))])
         header = json.loads((head + rest)[_LENGTH_BYTES:end])
         stored: dict[int, list[StoredTensor]] = defaultdict(list)  # empty tensors begin where the next one does
-        for entry in _entries(header, end, file.size_bytes):
+        last = end
+        for name, row in header.items():
+            if name == "__metadata__":
+                continue
+            shape, (begin, behind) = tuple(row["shape"]), row["data_offsets"]
+            entry = StoredTensor(name, DTYPES[row["dtype"]], shape, end + begin)
+            if any(type(length) is not int or length < 0 for length in shape):
+                raise ValueError(f"{name!r} has the shape {shape}")
+            size_bytes = math.prod(shape) * ITEM_BYTES[entry.dtype]
+            if behind - begin != size_bytes:
+                raise ValueError(f"{name!r} takes {behind - begin} bytes instead of {size_bytes}")
+            last = max(last, end + behind)
             stored[entry.start].append(entry)
+        if last != file.size_bytes:
+            raise ValueError(f"its tensors end at byte {last} of {file.size_bytes}")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise file.damaged(f"it has no header of the safetensors format ({error})") from error
     for tensor in expected:
@@ -395,24 +400,6 @@ def check_header(file: VerifiedFile, expected: Collection[StoredTensor]) -> None
     unlisted = next((entry for there in stored.values() for entry in there), None)
     if unlisted is not None:
         raise file.damaged(f"its header says {_described(unlisted)}, which the manifest does not list")
-
-
-def _entries(header: Mapping[str, Any], begin: int, size_bytes: int) -> Iterator[StoredTensor]:
-    last = begin
-    for name, row in header.items():
-        if name == "__metadata__":
-            continue
-        shape, (start, end) = tuple(row["shape"]), row["data_offsets"]
-        stored = StoredTensor(name, DTYPES[row["dtype"]], shape, begin + start)
-        if any(type(length) is not int or length < 0 for length in shape):
-            raise ValueError(f"{name!r} has the shape {shape}")
-        size = math.prod(shape) * ITEM_BYTES[stored.dtype]
-        if end - start != size:
-            raise ValueError(f"{name!r} takes {end - start} bytes instead of {size}")
-        last = max(last, begin + end)
-        yield stored
-    if last != size_bytes:
-        raise ValueError(f"its tensors end at byte {last} of {size_bytes}")
 
 
 def _described(tensor: StoredTensor) -> str:

@@ -234,7 +234,20 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     # Facts that a later version adds are missing in what this one wrote, and have defaults.
     names = [item.name for item in fields(CheckpointFacts) if item.name in table]
     facts = CheckpointFacts(**{name: decode_tree(table[name]) for name in names})
-    _check_facts(facts)
+    # Types and ranges: what reads a manifest takes them for granted.
+    for name in ("consumed_samples", "consumed_tokens", "updates", "fencing", "elements"):
+        _count(getattr(facts, name), name)
+    for name in ("plugin_fingerprint", "base"):
+        _require(type(getattr(facts, name)) is str, name)
+    kinds = {"config": object, "hf": object, "versions": str, "plugins": str, "mesh": int, "metrics": (int, float)}
+    for name, kind in kinds.items():
+        mapping = getattr(facts, name)
+        _require(isinstance(mapping, dict), name)
+        for key, value in mapping.items():
+            _require(type(key) is str and isinstance(value, kind), f"{name}.{key}")  # type: ignore[arg-type]
+    _require(facts.keep in get_args(Keep), "keep")
+    _require(type(facts.without_base) is bool, "without_base")
+    HFSource.of_facts(facts.hf)
     digests, files = _FORMATS[table["format"]], dict[str, FileEntry]()
     for name, row in table["files"].items():
         at, files_digest = f"files.{_plain(name)}", row["digests_digest"]
@@ -258,29 +271,6 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
         tensors=tensors,
         digests=digests,
     )
-
-
-def _check_facts(facts: CheckpointFacts) -> None:
-    """Check types and ranges: what reads a manifest takes them for granted."""
-    for name in ("consumed_samples", "consumed_tokens", "updates", "fencing", "elements"):
-        _count(getattr(facts, name), name)
-    for name in ("plugin_fingerprint", "base"):
-        _require(type(getattr(facts, name)) is str, name)
-    for name, kinds in (
-        ("config", object),
-        ("hf", object),
-        ("versions", str),
-        ("plugins", str),
-        ("mesh", int),
-        ("metrics", (int, float)),
-    ):
-        mapping = getattr(facts, name)
-        _require(isinstance(mapping, dict), name)
-        for key, value in mapping.items():
-            _require(type(key) is str and isinstance(value, kinds), f"{name}.{key}")
-    _require(facts.keep in get_args(Keep), "keep")
-    _require(type(facts.without_base) is bool, "without_base")
-    HFSource.of_facts(facts.hf)
 
 
 def _count(value: object, name: str) -> int:

@@ -161,9 +161,9 @@ def check_places(sections: Mapping[str, Mapping[str, TensorEntry]], sizes: Mappi
 def _tile(parts: tuple[TensorPart, ...], shape: tuple[int, ...]) -> bool:
     """Return whether boxes inside a box, with as many elements in total as that box, cover each element once.
 
-    If they do, an even number of boxes shares every corner except those of the whole. Conversely, if every such corner
-    is shared by an even number, each element is covered an odd number of times, and therefore once. The check takes
-    time proportional to the number of boxes.
+    If they do, an even number of boxes shares every corner except those of the whole. Conversely, if every such
+    corner is shared by an even number, each element is covered an odd number of times, and therefore once. The check
+    takes time proportional to the number of boxes.
     """
     boxes = [part for part in parts if math.prod(part.shape)]
     if len(boxes) < 2:

@@ -169,16 +169,14 @@ def load_model(
         CheckpointDamaged: a file is not what was written; the error names it.
         TensorNotInCheckpoint: one of ``names`` was not saved.
     """
-    with explained_os_errors(f"{storage.uri}/{manifest.prefix}model"):
-        return read_tensors(storage, manifest, "model", names)
+    return read_tensors(storage, manifest, "model", names)
 
 
 def load_optimizer(
     storage: CheckpointStore, manifest: Manifest, names: Iterable[str] | None = None
 ) -> dict[str, torch.Tensor]:
     """Return the ``<parameter name>/<state name>`` → tensor; otherwise as :func:`load_model`."""
-    with explained_os_errors(f"{storage.uri}/{manifest.prefix}optim"):
-        return read_tensors(storage, manifest, "optim", names)
+    return read_tensors(storage, manifest, "optim", names)
 
 
 def load_model_into(
@@ -224,8 +222,7 @@ def load_model_into(
             rest = {name: target for name, target in present.items() if name not in short}
             _fill(storage, manifest, index, rest, where)
             for name, target in short.items():  # tables, one of which is whole on the host at a time
-                with explained_os_errors(where):
-                    saved = read_tensors(storage, manifest, "model", [name])[name]
+                saved = read_tensors(storage, manifest, "model", [name])[name]
                 piece = storable_piece(name, target)
                 with torch.no_grad():
                     rows = filled_up(saved, piece.shape[0])
@@ -334,12 +331,13 @@ def read_tensors(
     _require(storage, manifest, section, chosen)
     owner_of = {name: index[name].same_as or name for name in chosen}
     owners = {owner: index[owner] for owner in owner_of.values()}
-    check_fits(storage, manifest, owners.values())
     wanted: dict[str, Piece] = {}
-    for owner, entry in owners.items():
-        whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-        wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
-    fill(storage, manifest, wanted, index)
+    with explained_os_errors(f"{storage.uri}/{manifest.prefix}{section}"):
+        check_fits(storage, manifest, owners.values())
+        for owner, entry in owners.items():
+            whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
+        fill(storage, manifest, wanted, index)
     return {name: wanted[owner].tensor for name, owner in owner_of.items()}
 
 

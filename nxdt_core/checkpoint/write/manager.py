@@ -157,7 +157,13 @@ class StagingBuffers:
             sizes = {key: math.ceil(tensor.nbytes / _ALIGNMENT) * _ALIGNMENT for key, tensor in tensors.items()}
             for keys in buckets(sizes, sizes.__getitem__, _SLAB_BYTES):
                 size, start = sum(sizes[key] for key in keys), 0
-                slab = torch.empty(size, dtype=torch.uint8, pin_memory=True) if pinned else _host_memory(size)
+                if pinned or not size or not hasattr(mmap, "MADV_HUGEPAGE"):
+                    slab = torch.empty(size, dtype=torch.uint8, device=HOST, pin_memory=pinned)
+                else:  # in huge pages where the system has them: the first copy is then four times as fast
+                    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+                    with suppress(OSError):  # a kernel without them
+                        memory.madvise(mmap.MADV_HUGEPAGE)
+                    slab = torch.frombuffer(memory, dtype=torch.uint8)
                 for key in keys:
                     like = tensors[key]
                     self._buffers[key] = slab[start : start + like.nbytes].view(like.dtype).view(like.shape)
@@ -171,16 +177,6 @@ class StagingBuffers:
             if not profile_of(device).lazy:
                 profile_of(device).operations.synchronize(device)
         return {key: Piece(self._buffers[key], piece.shape, piece.box) for key, piece in pieces.items()}
-
-
-def _host_memory(size_bytes: int) -> torch.Tensor:
-    """Bytes in huge pages where the system has them: the first copy is then four times as fast."""
-    if not size_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return torch.empty(size_bytes, dtype=torch.uint8, device=HOST)
-    memory = mmap.mmap(-1, size_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 _log = logging.getLogger(__name__)

@@ -217,23 +217,16 @@ def _joins(launcher: Launcher) -> bool:
 
 
 def _assert_has(submission: Submission, words: Sequence[str]) -> None:
-    texts = list(_strings(submission))
+    texts = list(submission.files.values())  # and every string in those that are YAML or JSON
+    for text in submission.files.values():
+        with suppress(yaml.YAMLError):
+            trees = [tree for tree in yaml.safe_load_all(text) if not isinstance(tree, str)]
+            texts += [leaf for tree in trees for leaf in _leaves(tree)]
     for word in words:
         wanted = (f"'{word}", f'"{word}') if " " in word else (word,)  # quoted, unless it is a string of YAML
         found = any(text == word or any(each in text for each in wanted) for text in texts)
         quote = " as one word: quote it, as shlex.join does" if " " in word else ""
         assert found, f"no file has the argument {word!r}{quote}; the job calls: nxdt {' '.join(words)}"
-
-
-def _strings(submission: Submission) -> Iterator[str]:
-    """Yield the texts of the files, and every string in those that are YAML or JSON."""
-    for text in submission.files.values():
-        yield text
-        try:
-            trees = list(yaml.safe_load_all(text))
-        except yaml.YAMLError:
-            continue
-        yield from (leaf for tree in trees if not isinstance(tree, str) for leaf in _leaves(tree))
 
 
 def _leaves(tree: Any) -> list[str]:

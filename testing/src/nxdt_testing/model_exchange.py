@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -68,7 +67,12 @@ class ModelExchange:
         written = json.loads(json.dumps(exchange.config_to_hf()))
         cls = type(getattr(builder, "config", None))  # what the builder was called with
         assert issubclass(cls, ReadsHFConfig), f"add the class method from_hf(hf) to {cls.__qualname__}"
-        again = type(builder)(_config_from_hf(cls, written))
+        section = Tree({}, {(): DEFAULT})
+        for key, value in cls.from_hf(written).items():
+            section.set(key, value, DEFAULT)
+        config, problems = read_part(cls, section, "model")
+        assert not problems, f"its section does not take what from_hf returns: {'; '.join(map(str, problems))}"
+        again = type(builder)(config)
         assert json.loads(json.dumps(again.config_to_hf())) == written
         save_hf(tmp_path / "out", builder, model.state_dict())
         other = built(again).eval()
@@ -77,13 +81,3 @@ class ModelExchange:
         found = other(ids)
         expected = model(ids)[..., : found.shape[-1]]  # rows that fill a vocabulary up are not written
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def _config_from_hf(cls: type[ReadsHFConfig], hf: Mapping[str, Any]) -> Any:
-    """Return the section ``model`` that a run gets from a ``config.json`` alone."""
-    section = Tree({}, {(): DEFAULT})
-    for key, value in cls.from_hf(hf).items():
-        section.set(key, value, DEFAULT)
-    read, problems = read_part(cls, section, "model")
-    assert not problems, f"its section does not take what from_hf returns: {'; '.join(map(str, problems))}"
-    return read

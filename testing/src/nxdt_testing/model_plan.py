@@ -41,8 +41,18 @@ class ModelPlan:
         """Match each pattern of the plan and of ``init_rules`` with a name of the model; norms start constant."""
         modules = [name for name, _ in model.named_modules()]
         parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        idle = [path for path in _module_patterns(plan) if not any(matches(path, name) for name in modules)]
-        idle += [path for path in _parameter_patterns(plan) if not any(matches(path, name) for name in parameters)]
+        of_modules = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, *plan.cheap]
+        of_modules += [*plan.experts.modules, *plan.experts.dispatchers, *plan.experts.routers]
+        of_modules += [path for group in plan.recompute.values() for path in group]
+        if plan.heads is not None:
+            of_modules += [*plan.heads.query, *plan.heads.key_value, *plan.heads.output]
+        if plan.pipeline is not None:
+            of_modules += [*plan.pipeline.first, plan.pipeline.layers, *plan.pipeline.last, plan.recompute_layer]
+        of_parameters = [*plan.norms, *plan.experts.tensor]
+        if plan.no_weight_decay != _DEFAULTS.no_weight_decay:
+            of_parameters += plan.no_weight_decay
+        idle = [path for path in of_modules if not any(matches(path, name) for name in modules)]
+        idle += [path for path in of_parameters if not any(matches(path, name) for name in parameters)]
         assert not idle
         check_rules(complete_init_rules(builder, parameters), parameters, norms=plan.norms, of=type(builder).__name__)
 
@@ -141,21 +151,3 @@ def _stages(builder: ModelBuilder) -> Iterator[nn.Module]:
     whole = built(builder)
     for stage in range(_STAGES):
         yield cut_stage(whole, plan, stage=stage, stages=_STAGES)
-
-
-def _module_patterns(plan: ParallelPlan) -> Iterator[str]:
-    """Yield the patterns of modules that the plan itself contains."""
-    yield from (*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores)
-    yield from (*plan.experts.modules, *plan.experts.dispatchers, *plan.experts.routers)
-    yield from (path for group in plan.recompute.values() for path in group)
-    yield from plan.cheap
-    if plan.heads is not None:
-        yield from (*plan.heads.query, *plan.heads.key_value, *plan.heads.output)
-    if plan.pipeline is not None:
-        yield from (*plan.pipeline.first, plan.pipeline.layers, *plan.pipeline.last, plan.recompute_layer)
-
-
-def _parameter_patterns(plan: ParallelPlan) -> Iterator[str]:
-    yield from (*plan.norms, *plan.experts.tensor)
-    if plan.no_weight_decay != _DEFAULTS.no_weight_decay:
-        yield from plan.no_weight_decay

@@ -87,7 +87,9 @@ def check_plugin(name: str) -> list[Result]:
     with tempfile.TemporaryDirectory(prefix="nxdt-check-") as directory:
         file = Path(directory) / "test_plugin.py"
         file.write_text(_FILE.format(name=meant[0].name), encoding="utf-8")
-        found = _run(str(file), f"--rootdir={directory}", "-c", _empty(directory))
+        settings = Path(directory) / "pytest.ini"  # empty, so that none are taken from the working directory
+        settings.write_text("[pytest]\n", encoding="utf-8")
+        found = _run(str(file), f"--rootdir={directory}", "-c", str(settings))
     kinds = kernel.registry.kinds()
     own = [each for kind in kinds for each in kernel.registry.all(kind.name) if each.plugin == meant[0].name]
     unwritten = [each.record.name for each in own if _UNWRITTEN in each.record.summary]
@@ -165,13 +167,6 @@ def _section(component: RegisteredComponent) -> Any:
     return cls(**given)
 
 
-def _empty(directory: str) -> str:
-    """A configuration of pytest without settings, so that none is taken from the working directory."""
-    file = Path(directory) / "pytest.ini"
-    file.write_text("[pytest]\n", encoding="utf-8")
-    return str(file)
-
-
 def _run(*arguments: str) -> list[Result]:
     collected = _Collected()
     pytest.main([*arguments, *_QUIET], plugins=[collected])
@@ -186,8 +181,14 @@ class _Collected:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Take the outcome of a test, or of what it needs where that fails."""
-        if report.when == "call" or report.skipped or report.failed:
-            self.results.append(_result(report))
+        if report.when != "call" and not report.skipped and not report.failed:
+            return
+        file, *path = report.nodeid.split("::")
+        state = {"passed": "pass", "skipped": "skip"}.get(report.outcome, "fail")
+        of = path[0].removeprefix("Test").strip() if len(path) > 1 else Path(file).name
+        words = path[-1].removeprefix("test_").replace("_", " ")
+        text = "" if state == "pass" else _last(report)
+        self.results.append(Result(of=of, requirement=words, state=state, text=text))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         """Take a file that cannot be imported."""
@@ -195,14 +196,6 @@ class _Collected:
             self.results.append(
                 Result(of=report.nodeid, requirement="it can be imported", state="fail", text=_last(report))
             )
-
-
-def _result(report: pytest.TestReport) -> Result:
-    file, *path = report.nodeid.split("::")
-    state = {"passed": "pass", "skipped": "skip"}.get(report.outcome, "fail")
-    of = path[0].removeprefix("Test").strip() if len(path) > 1 else Path(file).name
-    words = path[-1].removeprefix("test_").replace("_", " ")
-    return Result(of=of, requirement=words, state=state, text="" if state == "pass" else _last(report))
 
 
 def _last(report: pytest.TestReport | pytest.CollectReport) -> str:

@@ -198,13 +198,16 @@ class _Run:
         self._module = function.__module__
         self._file = getattr(sys.modules[function.__module__], "__file__", None) or ""
         self._arguments = pickle.dumps(arguments)
+        with socket.socket() as probe:
+            probe.bind((_HOST, 0))
+            port = probe.getsockname()[1]
         self._environment = {
             **environment,
             "OMP_NUM_THREADS": str(threads),
             "WORLD_SIZE": str(size),
             "LOCAL_WORLD_SIZE": str(size),
             "MASTER_ADDR": _HOST,
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(port),
         }
         self._outcomes: dict[int, Outcome] = {}
 
@@ -290,13 +293,6 @@ class _Run:
         """The end of what the rank wrote."""
         path = self._ranks.log(rank)
         return path.read_text(errors="replace")[-_LOG_CHARACTERS:] if path.exists() else ""
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _size(path: Path) -> int:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin
+from typing import Literal, get_args, get_origin
 
 from nxdt_core.config.section import keys_of, members
 
@@ -79,7 +79,13 @@ def unread_keys(cls: type, names: NamesRead) -> list[str]:
 
     Left out are deprecated keys, and keys with one possible value.
     """
-    return [name for name, key in keys_of(cls).items() if name not in names and not _has_one_value(key.annotation)]
+    unread = []
+    for name, key in keys_of(cls).items():
+        values = [each for each in members(key.annotation) if each is not type(None)]
+        one_value = all(get_origin(each) is Literal and len(get_args(each)) == 1 for each in values)
+        if name not in names and not one_value:
+            unread.append(name)
+    return unread
 
 
 def unread_keys_of_package(cls: type) -> list[str]:
@@ -121,10 +127,3 @@ def _patterns(node: ast.JoinedStr) -> list[str]:
     text = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in node.values)
     parts = [part for part in text.split(".") if "*" in part and re.fullmatch(r"[\w*]*\w{3,}[\w*]*", part)]
     return [part.replace("*", r"\w+") for part in parts]
-
-
-def _has_one_value(annotation: Any) -> bool:
-    """Return whether a key allows one value other than null, so that there is nothing to read."""
-    return all(
-        each is type(None) or (get_origin(each) is Literal and len(get_args(each)) == 1) for each in members(annotation)
-    )

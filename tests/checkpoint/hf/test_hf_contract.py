@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from nxdt_testing.format_contract import FormatContract
 
+from nxdt_core.hf import HFFormat
 from nxdt_core.hf.directory import save_hf
-from nxdt_core.hf.format import HFFormat
 from nxdt_core.protocols.model import ModelBuilder
 
 

@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -68,7 +68,12 @@ def serve(connection: Connection, log: Path) -> NoReturn:
     gc.freeze()  # what the server has imported, a million objects: half a second of each full collection
     gc.set_threshold(10_000, 10, 10)  # a tenth of the CPU time of ranks that train tiny models
     threading.Thread(target=_end_with_parent, daemon=True).start()
-    _redirect_output(log)
+    with log.open("ab") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    # New objects: those of before may have been replaced or closed by a test runner.
+    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
     faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
     usual = dict(os.environ)
     with suppress(EOFError):
@@ -86,19 +91,13 @@ def serve(connection: Connection, log: Path) -> NoReturn:
 
 def _outcome(task: Task) -> bytes:
     try:
-        function = _function(task)
+        function: Any = import_module(task.module, task.file)
+        for name in task.qualname.split("."):
+            function = getattr(function, name)
         arguments = pickle.loads(task.arguments)
         return pickle.dumps(Outcome(value=function(*arguments), at_s=time.monotonic()))
     except BaseException:  # a worker reports SystemExit and KeyboardInterrupt, too
         return pickle.dumps(Outcome(error=traceback.format_exc(), at_s=time.monotonic()))
-
-
-def _function(task: Task) -> Callable[..., Any]:
-    module: Any = import_module(task.module, task.file)
-    for name in task.qualname.split("."):
-        module = getattr(module, name)
-    function: Callable[..., Any] = module
-    return function
 
 
 def import_module(name: str, file: str) -> ModuleType:
@@ -119,15 +118,6 @@ def import_module(name: str, file: str) -> ModuleType:
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module
-
-
-def _redirect_output(log: Path) -> None:
-    with log.open("ab") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    # New objects: those of before may have been replaced or closed by a test runner.
-    sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, closefd=False)
 
 
 def _end_with_parent() -> None:

@@ -54,17 +54,15 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
     phrase = ""
     if event in _STARTS:
         phrase = f"starts {arguments[0] if arguments else 'a process'}"
-    elif event in _WRITES or (event == "open" and _is_for_writing(*arguments)):
+    elif event in _WRITES:
         phrase = f"writes {arguments[0]}"
+    elif event == "open":
+        path, _, flags = arguments
+        cached = "__pycache__" in str(path)  # bytecode that Python keeps of imported modules does not count
+        phrase = f"writes {path}" if not cached and flags & (os.O_WRONLY | os.O_RDWR) else ""
     if phrase:
         for each in _lists:
             each.append(phrase)
-
-
-def _is_for_writing(path: object, mode: str | None, flags: int) -> bool:
-    """Return whether a file is opened for writing; bytecode that Python keeps of imported modules does not count."""
-    cached = "__pycache__" in str(path)
-    return not cached and bool(flags & (os.O_WRONLY | os.O_RDWR))
 
 
 def in_new_process(code: str, *arguments: str, **environment: str) -> str:

@@ -16,7 +16,6 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownComponent
@@ -183,6 +182,9 @@ def compare(
     return [*[each for each in said if each][:1], *_updates_that_differ(alone, found, rtol)]
 
 
+_run_config = cache(run_config)
+
+
 @lru_cache(maxsize=8)
 def _train_alone(pickled: bytes) -> Trained:
     """Train in this process; once for layouts with the same batches, which come one after the other."""
@@ -262,11 +264,6 @@ def has_lora() -> bool:
 @cache
 def _kernel() -> Kernel:
     return Kernel.start()
-
-
-@cache
-def _run_config(*overrides: str) -> ResolvedConfig:
-    return run_config(*overrides)
 
 
 def _updates_that_differ(alone: Trained, found: Iterable[Trained], rtol: float) -> list[str]:

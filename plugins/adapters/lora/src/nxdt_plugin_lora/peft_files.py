@@ -82,7 +82,7 @@ class PeftTensor:
             is_a = self.leaf.kind == "lora_A"
             tensor = torch.cat([tensor, start if is_a else -start], -2 if is_a else -1)
         for part in self.source.tensors():
-            values = part.of(tensor[part.box.within(part.box.whole(part.parameter_shape))])
+            values = part.transform.write(tensor[part.box.within(part.box.whole(part.parameter_shape))])
             yield part.name, (values.t() if self.transposed else values).contiguous()
             if self.twin is not None:
                 yield self.twin, values.clone()

@@ -448,8 +448,20 @@ class Connection:
         self.config = config
         self.bucket = address.bucket
         self.place = Place(address, config.endpoint_url or "AWS", config.region or "the SDK's default")
+        settings = Config(
+            connect_timeout=config.connect_timeout_s,
+            read_timeout=config.read_timeout_s,
+            max_pool_connections=config.concurrency + _CALLERS,
+            tcp_keepalive=True,
+            retries={"mode": "standard", "total_max_attempts": 1},  # Retrier tries again
+            request_checksum_calculation="when_required",  # Checksum gives them
+            response_checksum_validation="when_required",  # digests of blocks are verified above the store
+            s3={"addressing_style": config.addressing_style},
+        )
         with self.explained(address.uri, "Connecting"):
-            self.client = _client(config)
+            self.client: Any = sdk_session(config.profile).create_client(
+                "s3", region_name=config.region, endpoint_url=config.endpoint_url, config=settings
+            )
         self.place = Place(address, self.client.meta.endpoint_url, self.client.meta.region_name)
         try:
             self.checksum = choose(config.checksum)
@@ -502,18 +514,3 @@ def sdk_session(profile: str | None = None) -> Any:
     session = botocore.session.Session(profile=profile)
     session.register_component("data_loader", _descriptions(session.get_config_variable("data_path")))
     return session
-
-
-def _client(config: S3StorageConfig) -> Any:
-    settings = Config(
-        connect_timeout=config.connect_timeout_s,
-        read_timeout=config.read_timeout_s,
-        max_pool_connections=config.concurrency + _CALLERS,
-        tcp_keepalive=True,
-        retries={"mode": "standard", "total_max_attempts": 1},  # Retrier tries again
-        request_checksum_calculation="when_required",  # Checksum gives them
-        response_checksum_validation="when_required",  # digests of blocks are verified above the store
-        s3={"addressing_style": config.addressing_style},
-    )
-    session = sdk_session(config.profile)
-    return session.create_client("s3", region_name=config.region, endpoint_url=config.endpoint_url, config=settings)

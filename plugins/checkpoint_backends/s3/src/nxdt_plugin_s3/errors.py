@@ -94,8 +94,7 @@ S3QuotaExceeded = StorageFull.define(
     "NXDT-S111",
     "The store or the account has no room left.",
     "No space is left for {where}: {reason}.",
-    "Checkpoints committed before are intact. Free space, keep fewer checkpoints (checkpoint.keep_last) or name "
-    "another place (checkpoint.uri); the same command then resumes from the newest checkpoint.",
+    StorageFull.remedy,
 )
 
 S3ObjectTooLarge = StorageError.define(

@@ -85,13 +85,25 @@ class S3Storage(CheckpointStore):
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
-        found = []
-        for entry in self._entries(self._address.prefix + prefix, prefix):
-            key = entry["Key"].removeprefix(self._address.prefix)
-            if key and not key.endswith("/"):  # consoles make objects of such names, to show folders
-                modified = entry["LastModified"].timestamp()
-                found.append(ObjectInfo(key=key, size_bytes=entry["Size"], modified=modified))
-        yield from sorted(found, key=lambda info: info.key)  # directory buckets do not sort
+        connection, root = self._connection(), self._address.prefix
+        request = {"Bucket": self._address.bucket, "Prefix": root + prefix}
+        objects, tokens = [], set[str | None]({None})
+        with connection.explained(self.uri, "Listing"):
+            while True:
+                page = self._run(prefix, lambda: connection.client.list_objects_v2(**request))
+                for entry in page.get("Contents", []):
+                    key, modified = entry["Key"].removeprefix(root), entry["LastModified"].timestamp()
+                    if key and not key.endswith("/"):  # consoles make objects of such names, to show folders
+                        objects.append(ObjectInfo(key=key, size_bytes=entry["Size"], modified=modified))
+                if not page.get("IsTruncated"):
+                    break
+                token = page.get("NextContinuationToken")
+                if token in tokens:
+                    reason = f"the server announces another page and gives the continuation token {token!r}"
+                    raise S3Failed(where=self.uri, reason=f"{reason}, which is not a new one")
+                tokens.add(token)
+                request["ContinuationToken"] = token
+        yield from sorted(objects, key=lambda info: info.key)  # directory buckets do not sort
 
     def delete_many(self, keys: Iterable[str]) -> None:
         """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
@@ -177,23 +189,6 @@ class S3Storage(CheckpointStore):
         with connection.explained(self._address.where(key), "Writing"):
             return bool(self._run(key, put))
 
-    def _entries(self, name: str, prefix: str) -> Iterator[dict[str, Any]]:
-        """Yield the objects whose names begin with ``name``, as the server lists them page by page."""
-        connection, request = self._connection(), {"Bucket": self._address.bucket, "Prefix": name}
-        tokens: set[str | None] = {None}
-        with connection.explained(self.uri, "Listing"):
-            while True:
-                page = self._run(prefix, lambda: connection.client.list_objects_v2(**request))
-                yield from page.get("Contents", [])
-                if not page.get("IsTruncated"):
-                    return
-                token = page.get("NextContinuationToken")
-                if token in tokens:
-                    reason = f"the server announces another page and gives the continuation token {token!r}"
-                    raise S3Failed(where=self.uri, reason=f"{reason}, which is not a new one")
-                tokens.add(token)
-                request["ContinuationToken"] = token
-
     def _delete(self, key: str, names: Sequence[str]) -> None:
         """Delete objects with one request; those that the server could not delete just now are tried again."""
         connection, left = self._connection(), names
@@ -204,7 +199,13 @@ class S3Storage(CheckpointStore):
             failed = connection.client.delete_objects(Bucket=connection.bucket, Delete=objects).get("Errors", [])
             if failed:
                 left = [error["Key"] for error in failed]
-                errors = [_of_one_object(error, len(failed)) for error in failed]
+                others = f", and {len(failed) - 1} more" if len(failed) > 1 else ""
+                errors = []  # each as if its object had been asked for alone: the answer is a success as a whole
+                for error in failed:
+                    message = f"{error.get('Message', '')} ({error['Key']}{others})"
+                    shown = {"Code": error.get("Code", ""), "Message": message}
+                    metadata = {"HTTPStatusCode": 403 if shown["Code"] == "AccessDenied" else 200}
+                    errors.append(ClientError({"Error": shown, "ResponseMetadata": metadata}, "DeleteObjects"))
                 raise next((error for error in errors if not is_transient(error)), errors[0])
 
         self._run(key, request)
@@ -213,11 +214,3 @@ class S3Storage(CheckpointStore):
 def _group(key: str) -> str:
     """Objects that share one deadline: those of a step."""
     return key.partition("/")[0]
-
-
-def _of_one_object(error: dict[str, str], count: int) -> ClientError:
-    """The error of one object in an answer that is a success as a whole, as if it had been asked for alone."""
-    others = f", and {count - 1} more" if count > 1 else ""
-    shown = {"Code": error.get("Code", ""), "Message": f"{error.get('Message', '')} ({error['Key']}{others})"}
-    status = 403 if shown["Code"] == "AccessDenied" else 200
-    return ClientError({"Error": shown, "ResponseMetadata": {"HTTPStatusCode": status}}, "DeleteObjects")
