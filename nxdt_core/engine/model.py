@@ -20,7 +20,14 @@ from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
 from nxdt_core.engine.context.attention import shard_sequence, unshard_sequence
-from nxdt_core.engine.data.fsdp import ScaledWeights, begin_micro_batch, hooks_off, uses_copied_masters
+from nxdt_core.engine.data.fsdp import (
+    ScaledWeights,
+    begin_micro_batch,
+    casts_once_per_step,
+    hooks_off,
+    product_weights,
+    uses_copied_masters,
+)
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.decoding import (
     CachedDecoding,
@@ -302,11 +309,18 @@ class TorchModel(ParallelModel):
             )
         self._weights: CopiedMasters | ScaledWeights | None = None
         """Weights that modules compute with where they differ from the stored ones; FSDP2 gathers its own."""
-        trains = any(parameter.requires_grad for parameter in self._parameters.by_name.values())
-        if trains and uses_copied_masters(mesh.sizes, compute.precision):
-            self._weights = CopiedMasters(layout.modules, compute.hidden)
+        trained = [parameter for parameter in self._parameters.by_name.values() if parameter.requires_grad]
+        if trained and uses_copied_masters(mesh.sizes, compute.precision):
+            self._weights = CopiedMasters(layout.modules, trained, compute.hidden)
         elif any(gather.scaled for gather in layout.gathers):
             self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))
+        self._products: CopiedMasters | None = None
+        """Weights of matrix products in autocast's dtype, which training computes with."""
+        if casts_once_per_step(mesh.sizes, compute.precision, micro_batches=micro_batches):
+            multiplied = product_weights(self.module, layout.plan)
+            masters = [p for name, p in self.module.named_parameters() if name in multiplied and p.requires_grad]
+            if masters:
+                self._products = CopiedMasters(layout.modules, masters, compute.sent)
         self._pipeline: PipelineRunner | None = None
         if mesh.sizes.pp > 1:
             from nxdt_core.engine.pipeline.runner import PipelineRunner  # imports those of torch: one CPU-second
@@ -589,8 +603,9 @@ class TorchModel(ParallelModel):
             named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
             shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
             yield rounded_weights(shards, self._compute.masters_rounded, self._step)
-        if training and self._weights is not None:
-            yield self._weights.in_place()
+        for weights in (self._weights, self._products) if training else ():
+            if weights is not None:
+                yield weights.in_place()
 
     def _logits(self, batch: Batch, step: StepContext) -> torch.Tensor:
         with self._compute.autocast():

@@ -350,6 +350,14 @@ def uses_copied_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     return alone and precision.master_weights and precision.gradients == "float32"
 
 
+def casts_once_per_step(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> bool:
+    """Return whether a step casts the weights of matrix products to autocast's dtype once, for all micro-batches, where
+    no other rank has the weights of this one. One micro-batch has each product cast its weight once anyway."""
+    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
+    plain = precision.parameters == precision.gradients and not precision.master_weights
+    return alone and plain and precision.autocast is not None and micro_batches > 1
+
+
 def leaves_experts_whole(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
     mixed = precision.master_weights or precision.gradients != precision.parameters

@@ -277,6 +277,8 @@ class StorageLayout:
     """Other ranks hold the same parameters, unless these are sharded."""
     accumulates: bool
     """A step has several micro-batches."""
+    cast_once: bool = False
+    """A step has one copy of the trained weights of matrix products, in autocast's dtype."""
     stand_ins: bool = False
     """The optimizer works on float32 stand-ins of weights that are rounded."""
 
@@ -347,6 +349,8 @@ def peak_memory(
         weights, masters, updated = frozen + stored, optimizer, (frozen + stored, optimizer)
     gradient_bytes, whole_gradients = storage.gradient_bytes, counts.trained * storage.gradient_bytes
     with_copies = weights + (counts.trained * storage.compute_bytes if storage.copied else 0)
+    if storage.cast_once:
+        with_copies += (counts.narrow + counts.scaled - counts.frozen_narrow) * storage.product_bytes
 
     # While micro-batches run.
     held, gradients, communication = with_copies, whole_gradients, 0

@@ -23,7 +23,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import HOST, PROFILES, available_type, profile_of
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.data.fsdp import gather_dtypes, leaves_experts_whole
+from nxdt_core.engine.data.fsdp import gather_dtypes, leaves_experts_whole, product_weights
 from nxdt_core.engine.decoding import attention_slots
 from nxdt_core.engine.estimate.memory import (
     ParameterCounts,
@@ -244,6 +244,9 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
                 keeps=storage.sharded and leaves_experts_whole(work.sizes, work.precision),
                 state=work.state,
             )
+            for name in product_weights(module, layout.plan) if storage.cast_once else ():
+                parameter = module.get_parameter(name)
+                parameter.data = parameter.data.to(work.autocast)
             if compiled:
                 again = work.options.sequence_parallel and work.options.gathers_again
                 keep_as_compiled(module, layout.plan, gathers_again=again)

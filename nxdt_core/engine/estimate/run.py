@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from torch import nn
 
-from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding, product_weights
+from nxdt_core.engine.data.fsdp import casts_once_per_step, check_gradient_dtype, needs_sharding, product_weights
 from nxdt_core.engine.decoding import records_passes
 from nxdt_core.engine.estimate.memory import ParameterCounts, StorageLayout, count_unique, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, Workload, measure_rank
@@ -49,6 +49,7 @@ def estimate(work: Workload) -> Estimate:
         sharded=needs_sharding(ParallelMesh(sizes, None), work.precision),
         replicated=sizes.fsdp * sizes.dp_replicate > 1,
         accumulates=work.micro_batches > 1,
+        cast_once=casts_once_per_step(sizes, work.precision, micro_batches=work.micro_batches),
         stand_ins=work.stand_ins,
     )
     cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
