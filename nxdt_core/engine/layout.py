@@ -254,9 +254,9 @@ def parallelize(
     set_dtypes(whole, plan, precision)
 
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
-    cuts, stages = pipeline_cuts(whole, plan, builder, mesh.sizes, options), mesh.sizes.stages
     modules: tuple[nn.Module, ...] = (whole,)
-    if stages > 1:
+    if (stages := mesh.sizes.stages) > 1:
+        cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
         modules = tuple(cut_stage(whole, plan, stage=number, stages=stages, cuts=cuts) for number in numbers)
     tensor_partial: set[str] = set()
     replica_partial: set[str] = set()
@@ -298,7 +298,8 @@ def parallelize(
         if options.loss_chunk_tokens is not None:
             chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
         # Activation checkpointing, compilation, data parallelism.
-        apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
+        if recompute:
+            apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
         if regather:
             keep_gathered(parts_of_recomputed(module))
             discard_in_layers(module, plan)
@@ -321,7 +322,7 @@ def parallelize(
         sharded=sharded,
         sequence_parallel=sequence_parallel,
         compiled=compiled,
-        routers=routers_of(whole, plan),
+        routers=routers_of(whole, plan) if plan.experts.routers else {},
         gathers=tuple(gathers),
     )
 

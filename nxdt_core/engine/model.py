@@ -42,12 +42,12 @@ from nxdt_core.engine.expert import RouterMetrics, exchange_padding
 from nxdt_core.engine.layout import Layout
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.optim.rounding import masters_rounded
+from nxdt_core.engine.optim.updates import masters_rounded
 from nxdt_core.engine.parameters import Replicas, StageParameters, check_loadable, shard_of
-from nxdt_core.engine.pipeline.split import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.pipeline.split import TiedCopies, sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
+from nxdt_core.engine.tensor.layers import unpadded_shard
 from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models.attention.cache import KeyValueCache
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs
@@ -57,7 +57,6 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel, StepLoss, TokenMeasure
 from nxdt_core.protocols.piece import Piece
-from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
@@ -155,7 +154,9 @@ class GlobalBatch:
         self._metrics: dict[str, list[torch.Tensor]] = {}
         row = mesh.rank("dp") * sum(batch.input_ids.shape[0] for batch in micro_batches)  # ranks hold equally many rows
         for batch in micro_batches:
-            shard = shard_sequence(replace(batch, first_row=row), mesh)
+            shard = replace(batch, first_row=row)
+            if mesh.sizes.cp > 1:
+                shard = shard_sequence(shard, mesh)
             self.micro_batches.append(shard.map(compute.pinned) if compute.pins else shard)
             row += batch.input_ids.shape[0]
 
@@ -272,6 +273,10 @@ class TorchModel(ParallelModel):
             micro_batches: per training step and rank; the schedule of a pipeline must be able to run them.
         """
         self._layout, self._mesh, self._compute = layout, mesh, compute
+        self.module = layout.modules[0]
+        """The first of this rank's stages: the whole model without a pipeline."""
+        self.plan, self.precision, self.padded = layout.plan, compute.precision, layout.padded
+        self.added, self.data_ranks = layout.added, mesh.sizes.dp
         self._parameters = StageParameters(layout.modules, layout.plan.tied)
         self._owned = self._parameters.owned(mesh)
         self._buffers: dict[str, torch.Tensor] = {}
@@ -295,13 +300,10 @@ class TorchModel(ParallelModel):
                 data_reduced=layout.sharded,
                 overlapped=mesh.sizes.pp == 1,
             )
-        stages = dict(zip(layout.numbers, layout.modules, strict=True))
-        self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
-        self._tied_group = tied_group(mesh) if self._tied else None
         # The ranks that hold what this one holds, if it is not the only one.
         group = mesh.group("dp_replicate" if layout.sharded else "efsdp" if mesh.sizes.ep > 1 else "fsdp")
         broadcasts = profile_of(compute.device).broadcast_loads
-        self._replicas = Replicas(group) if broadcasts and group is not None else None
+        self.replicas = Replicas(group) if broadcasts and group is not None else None
         self._routers: RouterMetrics | None = None
         if layout.routers:
             self._routers = RouterMetrics(
@@ -322,9 +324,14 @@ class TorchModel(ParallelModel):
             if masters:
                 self._products = CopiedMasters(layout.modules, masters, compute.sent)
         self._pipeline: PipelineRunner | None = None
+        self._tied: list[TiedCopies] = []
+        self._tied_group: dist.ProcessGroup | None = None
         if mesh.sizes.pp > 1:
             from nxdt_core.engine.pipeline.runner import PipelineRunner  # imports those of torch: one CPU-second
 
+            stages = dict(zip(layout.numbers, layout.modules, strict=True))
+            self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
+            self._tied_group = tied_group(mesh) if self._tied else None
             self._pipeline = PipelineRunner(
                 layout.modules,
                 layout.numbers,
@@ -337,31 +344,6 @@ class TorchModel(ParallelModel):
                 sent=compute.sent,
                 pooled=self.plan.experts.pooled,
             )
-
-    @property
-    def module(self) -> nn.Module:
-        """The first of this rank's stages: the whole model without a pipeline."""
-        return self._layout.modules[0]
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The model's plan, with what adapters changed."""
-        return self._layout.plan
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Parameters of the whole model that adapters added."""
-        return self._layout.added
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
-        return self._mesh.sizes.dp
-
-    @property
-    def precision(self) -> PrecisionPolicy:
-        """The dtypes that it trains in."""
-        return self._compute.precision
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming step in the run."""
@@ -510,23 +492,13 @@ class TorchModel(ParallelModel):
         """Yield the parameters under their global names; a tied one under its owner's."""
         return iter(self._parameters.by_name.items())
 
-    @property
-    def replicas(self) -> Replicas | None:
-        """Ranks that share one reading of a checkpoint, where the device makes that faster."""
-        return self._replicas
-
-    @property
-    def padded(self) -> Mapping[str, PaddedDim]:
-        """Parameters with heads of zeros."""
-        return self._layout.padded
-
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
-        padded = self._layout.padded
-        parameters = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
-        return {
-            name: unpadded_shard(p, padded[name]) if name in padded else p for name, p in parameters.items()
-        } | self._buffers
+        state: dict[str, torch.Tensor | Piece] = {}
+        for name, parameter in self._parameters.by_name.items():
+            padded = self.padded.get(name)
+            state[name] = parameter.detach() if padded is None else unpadded_shard(parameter.detach(), padded)
+        return state | self._buffers
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
         """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
@@ -590,7 +562,7 @@ class TorchModel(ParallelModel):
 
     def _contexts(self, *, training: bool) -> Iterator[AbstractContextManager[None]]:
         """Yield the contexts around the micro-batches of a step, only those that this layout needs."""
-        if not (self._has_run or self._layout.compiled):
+        if self._mesh.sizes.world_size > 1 and not (self._has_run or self._layout.compiled):
             yield name_shape_errors(self._layout.modules, self._layout.plan, self._mesh.sizes)
         if not training:
             yield self._forward_only()
@@ -644,10 +616,6 @@ class TorchModel(ParallelModel):
             for part in module.modules():
                 if is_fsdp_module(part):
                     part.reshard()
-
-
-def _elements(value: torch.Tensor | Piece) -> torch.Tensor:
-    return value.tensor if isinstance(value, Piece) else local_of(value)
 
 
 def _whole(logits: torch.Tensor, index: int | None = None) -> torch.Tensor:

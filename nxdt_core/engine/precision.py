@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of, piece_of, placed_like
-from nxdt_core.engine.optim.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
+from nxdt_core.engine.optim.updates import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
 from nxdt_core.engine.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,

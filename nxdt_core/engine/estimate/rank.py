@@ -45,7 +45,7 @@ from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.model import objective_output
-from nxdt_core.engine.optim.rounding import updates_rounded
+from nxdt_core.engine.optim.updates import updates_rounded
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.models.attention.cache import cached_width

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -10,9 +11,8 @@ from torch import nn
 from nxdt_core.distributed.collectives import group_by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, local_of, placed_like, sharded_over
-from nxdt_core.engine.optim.rounding import Backend, StochasticRounding
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
-from nxdt_core.engine.optim.updates import AdamUpdates, StochasticUpdates, stand_ins
+from nxdt_core.engine.optim.updates import AdamUpdates, Backend, StochasticRounding, StochasticUpdates, stand_ins
 from nxdt_core.engine.parameters import shard_of
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
@@ -94,12 +94,13 @@ class TorchOptimizer(ParallelOptimizer):
         if cut and isinstance(self.inner, _OF_THE_WHOLE):
             raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
-        self._apply: Callable[[int], object] = lambda step: self.inner.step()
+        self._updates: AdamUpdates | StochasticUpdates | None = None
+        """Kernels of the update; None: the optimizer's own."""
         updated = (self.inner, self._shards, self._places, self._trained)
-        if AdamUpdates.handles(self.inner) and (rounding is not None or (backend == "compile" and self._fused)):
-            self._apply = AdamUpdates(*updated, rounding, backend=backend).apply
+        if (rounding is not None or (backend == "compile" and self._fused)) and AdamUpdates.handles(self.inner):
+            self._updates = AdamUpdates(*updated, rounding, backend=backend)
         elif rounding is not None:
-            self._apply = StochasticUpdates(*updated, rounding, backend=backend).apply
+            self._updates = StochasticUpdates(*updated, rounding, backend=backend)
         self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
@@ -149,32 +150,33 @@ class TorchOptimizer(ParallelOptimizer):
                 shard.data = local_of(parameter)
                 shard.grad = None if parameter.grad is None else local_of(parameter.grad)
         rejected, self._rejected = self._rejected, None
-        if rejected is None:
-            self._update()
-        elif self._fused and not profile_of(rejected.device).host:
+        applies = True
+        undoing: AbstractContextManager[None] = nullcontext()
+        if rejected is not None and self._fused and not profile_of(rejected.device).host:
             # By the attribute of torch's gradient scaler: a fused kernel decides, and no host waits.
             self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
-            self._update()
-        elif self._rejection is not None:
-            with self._rejection.undoing(rejected):
-                self._update()
-        elif not bool(rejected):
-            self._update()
+        elif rejected is not None and self._rejection is not None:
+            undoing = self._rejection.undoing(rejected)
+        elif rejected is not None:
+            applies = not bool(rejected)
+        if applies:
+            with undoing:
+                try:
+                    if self._updates is None:
+                        self.inner.step()
+                    else:
+                        self._updates.apply(self._step)
+                except RuntimeError as error:
+                    if not self._untried:
+                        raise
+                    raise OptimizerStateOfShards(state=self._untried, problem="does not fit this layout") from error
+            self._untried = []
         if self._after_step is not None:
             self._after_step()
         for parameter in (*self._shards.values(), *self._named.values()):
             parameter.grad = None
         for handed in ("grad_scale", "found_inf"):
             vars(self.inner).pop(handed, None)
-
-    def _update(self) -> None:
-        try:
-            self._apply(self._step)
-        except RuntimeError as error:
-            if not self._untried:
-                raise
-            raise OptimizerStateOfShards(state=self._untried, problem="does not fit this layout") from error
-        self._untried = []
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming update; its random numbers depend on it."""
