@@ -42,7 +42,7 @@ from nxdt_core.engine.expert import RouterMetrics, exchange_padding
 from nxdt_core.engine.layout import Layout
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.optim.updates import masters_rounded
+from nxdt_core.engine.optim.updates import StochasticRounding
 from nxdt_core.engine.parameters import Replicas, StageParameters, check_loadable, shard_of
 from nxdt_core.engine.pipeline.split import TiedCopies, sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.precision import CopiedMasters, rounded_weights
@@ -84,7 +84,9 @@ class ComputeContext:
         self.vocabulary_loss: VocabularyLoss = partial(vocabulary_parallel_cross_entropies, kernels=rows)
         self.pins = pins
         self.precision = precision
-        self.masters_rounded = masters_rounded(precision, seed)
+        rounds = precision.stochastic_rounding and precision.master_weights
+        self.masters_rounded = StochasticRounding(seed=seed) if rounds else None
+        """How masters are rounded to what is computed with; None: to the nearest, or there are none."""
         self.metrics_dtype = torch.float64 if precision.gradients == "float64" else torch.float32
         """Dtype of losses and norms."""
         self.hidden: torch.dtype = getattr(torch, precision.parameters)
@@ -282,8 +284,8 @@ class TorchModel(ParallelModel):
         self._buffers: dict[str, torch.Tensor] = {}
         """Buffers that are saved."""
         for module in layout.modules:
-            parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-            self._buffers |= {name: value for name, value in module.state_dict().items() if name not in parameters}
+            saved = module.state_dict(keep_vars=True)
+            self._buffers |= {name: value for name, value in saved.items() if not isinstance(value, nn.Parameter)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step, self._has_run = 0, False
         self._recorded: dict[Hashable, Recorded] = {}

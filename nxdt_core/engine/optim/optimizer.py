@@ -17,7 +17,7 @@ from nxdt_core.engine.parameters import shard_of
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
+from nxdt_core.protocols.optimizer import PackedState, ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelOptimizer
 from nxdt_core.protocols.piece import Piece
 
@@ -68,31 +68,26 @@ class TorchOptimizer(ParallelOptimizer):
         never_waits: bool = False,
     ) -> None:
         self._padded = padded or {}
-        self._named = {
-            name: parameter for group in groups for name, parameter in zip(group["names"], group["params"], strict=True)
-        }
-        self._shards = {
-            name: nn.Parameter(local_of(parameter).detach(), requires_grad=True) if is_dtensor(parameter) else parameter
-            for name, parameter in self._named.items()
-        }
-        self._places = {
-            name: shard_of(parameter, self._padded.get(name), matrix=name not in tables)
-            for name, parameter in self._named.items()
-        }
+        self._named: dict[str, nn.Parameter] = {}
+        self._shards: dict[str, nn.Parameter] = {}
+        self._places: dict[str, ParameterShard] = {}
+        for group in groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                self._named[name] = self._shards[name] = parameter
+                if is_dtensor(parameter):
+                    self._shards[name] = nn.Parameter(local_of(parameter).detach(), requires_grad=True)
+                self._places[name] = shard_of(parameter, self._padded.get(name), matrix=name not in tables)
         self._trained = self._shards if rounding is None else stand_ins(self._shards)
-        of_shards: list[ParameterGroup] = [
-            {
-                **group,
-                "params": [self._trained[name] for name in group["names"]],
-                "shards": [self._places[name] for name in group["names"]],
-            }
-            for group in groups
-        ]
+        of_shards: list[ParameterGroup] = []
+        for group in groups:
+            params = list(map(self._trained.__getitem__, group["names"]))
+            of_shards.append({**group, "params": params, "shards": list(map(self._places.__getitem__, group["names"]))})
         # The factory would refuse an empty list, which a rank has whose stage is frozen.
         self.inner = build(of_shards) if groups else torch.optim.SGD([{"params": []}], lr=lr)
-        cut = [name for name, parameter in self._named.items() if sharded_over(parameter)]
-        if cut and isinstance(self.inner, _OF_THE_WHOLE):
-            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
+        if isinstance(self.inner, _OF_THE_WHOLE):
+            cut = [name for name, parameter in self._named.items() if sharded_over(parameter)]
+            if cut:
+                raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
         self._updates: AdamUpdates | StochasticUpdates | None = None
         """Kernels of the update; None: the optimizer's own."""

@@ -67,16 +67,11 @@ class StochasticRounding:
 
 
 def updates_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
-    """Return how a policy rounds what the optimizer makes of the weights; None where it has masters, or rounds to
-    nearest."""
+    """Return how a policy rounds what the optimizer makes of the weights; None where it has masters, which are rounded
+    to what is computed with, or rounds to nearest."""
     if not policy.stochastic_rounding or policy.master_weights:
         return None
     return StochasticRounding(seed=seed, state="bfloat16" if policy.optimizer_state == "bfloat16" else "float32")
-
-
-def masters_rounded(policy: PrecisionPolicy, seed: int) -> StochasticRounding | None:
-    """Return how a policy rounds masters to what is computed with; None where it rounds to nearest, or has none."""
-    return StochasticRounding(seed=seed) if policy.stochastic_rounding and policy.master_weights else None
 
 
 def by_vectors(elements: torch.Tensor) -> None:
