@@ -353,10 +353,7 @@ class TorchModel(ParallelModel):
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
-        batch = self._begin(micro_batches, objective, training=True)
-        with ExitStack() as stack:
-            for context in self._contexts(training=True):
-                stack.enter_context(context)
+        with self._passing(micro_batches, objective, training=True) as batch:
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             last = len(batch.micro_batches) - 1
@@ -371,15 +368,11 @@ class TorchModel(ParallelModel):
                     logits = [self.module(moved.input_ids, **moved.arguments(), step=step)]
                 # Popped, and in one expression: a name would hold the logits, or the graph, longer than needed.
                 batch.loss(logits.pop(), moved, step).backward()  # type: ignore[no-untyped-call]
-        self._has_run = True
         return batch.result(self._routers)
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Return the loss without gradients, in evaluation mode."""
-        batch = self._begin(micro_batches, objective, training=False)
-        with ExitStack() as stack:
-            for context in self._contexts(training=False):
-                stack.enter_context(context)
+        with self._passing(micro_batches, objective, training=False) as batch:
             if self._pipeline is not None:
                 self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             else:
@@ -387,7 +380,6 @@ class TorchModel(ParallelModel):
                     moved = on_host.to(self._compute.device)
                     step = batch.step_context(moved)
                     batch.loss(self._logits(moved, step), moved, step)
-        self._has_run = True
         return batch.result(self._routers)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -552,34 +544,38 @@ class TorchModel(ParallelModel):
         compute = self._compute
         return global_norm(tensors, self._mesh.group("world"), device=compute.device, dtype=compute.metrics_dtype)
 
-    def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
+    @contextmanager
+    def _passing(
+        self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool
+    ) -> Iterator[GlobalBatch]:
+        """Provide the global batch within what this layout needs around the passes of its micro-batches."""
         for module in self._layout.modules:
             module.train(training)
         mixed_parts = 0
         if training and self._mesh.size("token_shuffle") > 1:
             mixed_parts = self._mesh.size("tp") if self._layout.sequence_parallel else 1
-        return GlobalBatch(
+        batch = GlobalBatch(
             micro_batches, objective, self._mesh, self._compute, self._metric_names, self._step, mixed_parts
         )
-
-    def _contexts(self, *, training: bool) -> Iterator[AbstractContextManager[None]]:
-        """Yield the contexts around the micro-batches of a step, only those that this layout needs."""
-        if self._mesh.sizes.world_size > 1 and not (self._has_run or self._layout.compiled):
-            yield name_shape_errors(self._layout.modules, self._layout.plan, self._mesh.sizes)
-        if not training:
-            yield self._forward_only()
-        if self._routers is not None:
-            yield self._routers.counting()
-        if training and self._compute.masters_rounded is not None:
-            # A tied parameter's second copy has the owner's name. (Those that are frozen have no master.)
-            owners = {owner: name for name, owner in self._parameters.by_name.items()}
-            copies = [(owners[owner], user) for owner, user in self._parameters.tied_pairs]
-            named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
-            shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
-            yield rounded_weights(shards, self._compute.masters_rounded, self._step)
-        for weights in (self._weights, self._products) if training else ():
-            if weights is not None:
-                yield weights.in_place()
+        with ExitStack() as around:
+            if self._mesh.sizes.world_size > 1 and not (self._has_run or self._layout.compiled):
+                around.enter_context(name_shape_errors(self._layout.modules, self._layout.plan, self._mesh.sizes))
+            if not training:
+                around.enter_context(self._forward_only())
+            if self._routers is not None:
+                around.enter_context(self._routers.counting())
+            if training and self._compute.masters_rounded is not None:
+                # A tied parameter's second copy has the owner's name. (Those that are frozen have no master.)
+                owners = {owner: name for name, owner in self._parameters.by_name.items()}
+                copies = [(owners[owner], user) for owner, user in self._parameters.tied_pairs]
+                named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
+                shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
+                around.enter_context(rounded_weights(shards, self._compute.masters_rounded, self._step))
+            for weights in (self._weights, self._products) if training else ():
+                if weights is not None:
+                    around.enter_context(weights.in_place())
+            yield batch
+        self._has_run = True
 
     def _logits(self, batch: Batch, step: StepContext) -> torch.Tensor:
         with self._compute.autocast():
