@@ -296,11 +296,6 @@ class StorageLayout:
         """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
 
-    def saved_bytes(self, stored: int, *, bfloat16: bool) -> int:
-        """Return the bytes in a checkpoint per element of a parameter of ``stored`` bytes; with ``bfloat16`` wider
-        weights are saved in it too."""
-        return stored + (_BYTES["bfloat16"] if bfloat16 and stored > _BYTES["bfloat16"] else 0)
-
     @property
     def gradient_bytes(self) -> int:
         """Return the bytes per element of an accumulated gradient."""
