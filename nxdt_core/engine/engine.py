@@ -88,12 +88,12 @@ class TorchEngine(ParallelEngine):
         data = self._run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
         check_gradient_dtype(self._sizes, precision, micro_batches=micro_batches)
-        if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
+        if needs_sharding(self._sizes, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=self.ranks.collective_timeout_s)
         if self._run.adapter.base_dtype is not None:
             load_library()
-        options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
+        options = LayoutOptions.of(self._run, profile_of(self.device), self._sizes)
         if frozen:
             options = options.of_frozen()
         layout = parallelize(builder, self.mesh, options, precision, adapters)

@@ -158,16 +158,16 @@ class LayoutOptions:
         )
 
     @classmethod
-    def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
+    def of(cls, run: RunConfig, profile: DeviceProfile, sizes: MeshSizes) -> LayoutOptions:
         """Return the options of a configuration for a device type."""
         backend, static_shapes = profile.compile_backend if run.model.compile else None, profile.static_shapes
         sliced: Sliced = "none"
-        if mesh.sizes.tp * mesh.sizes.ep > run.trainer.devices:  # neighbours in ep are tp ranks apart
+        if sizes.tp * sizes.ep > run.trainer.devices:  # neighbours in ep are tp ranks apart
             sliced = "capacity" if run.model.compile else "all"
         return cls(
             profile=profile,
-            sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
-            async_tensor_parallel=run.distributed_strategy.async_tensor_parallel and mesh.sizes.tp > 1,
+            sequence_parallel=run.distributed_strategy.sequence_parallel and sizes.tp > 1,
+            async_tensor_parallel=run.distributed_strategy.async_tensor_parallel and sizes.tp > 1,
             gathers_again=run.distributed_strategy.sequence_parallel_regather,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.distributed_strategy.context_parallel_method or profile.context_parallel_method,
@@ -175,7 +175,7 @@ class LayoutOptions:
             token_shuffle=run.distributed_strategy.token_shuffle_group_size,
             pipeline_cuts=run.model.pipeline_cuts,
             seq_length=run.data.seq_length,
-            micro_batches=run.data.global_batch_size // (run.data.micro_batch_size * mesh.sizes.dp),
+            micro_batches=run.data.global_batch_size // (run.data.micro_batch_size * sizes.dp),
             recompute_granularity=run.model.activations_checkpoint_granularity,
             recompute_names=run.model.activations_checkpoint_recompute or (),
             loss_chunk_tokens=run.model.loss_chunk_tokens,
@@ -247,7 +247,7 @@ def parallelize(
     replica_partial: set[str] = set()
     padded: dict[str, PaddedDim] = {}
     gathers: list[WeightGather] = []
-    sharded, profile, blocks = needs_sharding(mesh, precision), options.profile, block_attention(options.profile)
+    sharded, profile, blocks = needs_sharding(mesh.sizes, precision), options.profile, block_attention(options.profile)
     shared: frozenset[torch.dtype] | None = None
     if profile.shared_heads is not None:
         shared = frozenset(getattr(torch, name) for name in profile.shared_heads)

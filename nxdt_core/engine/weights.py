@@ -136,14 +136,19 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
             path, _, leaf = user.rpartition(".")
             setattr(module.get_submodule(path), leaf, present[owner])
     empty = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
-    for part in reversed([*module.modules()]):  # a module may replace what its parts compute
-        reset = getattr(part, "reset_buffers", None)
-        if callable(reset):
-            reset()
+    reset_buffers(module)
     buffers = dict(module.named_buffers())
     chance = [name for name, buffer, at in empty if buffers.get(name) is buffer and buffer._version == at]
     if chance:
         raise BuffersNotReset(buffers=chance)
+
+
+def reset_buffers(module: nn.Module) -> None:
+    """Compute the buffers that are not saved, each by the module that has it."""
+    for part in reversed([*module.modules()]):  # a module may replace what its parts compute
+        reset = getattr(part, "reset_buffers", None)
+        if callable(reset):
+            reset()
 
 
 def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:

@@ -107,7 +107,7 @@ class Workload:
         return StorageLayout(
             policy=self.precision,
             zero_stage=sizes.zero_stage,
-            sharded=needs_sharding(ParallelMesh(sizes, None), self.precision),
+            sharded=needs_sharding(sizes, self.precision),
             replicated=sizes.fsdp * sizes.dp_replicate > 1,
             accumulates=self.micro_batches > 1,
             cast_once=casts_once_per_step(sizes, self.precision, micro_batches=self.micro_batches),
@@ -196,7 +196,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
         state=optimizer_state(factory, optimizer.config, dtype, narrow=narrow, more=parts.extra_state_bytes),
         stand_ins=rounding is not None and needs_stand_ins(factory, optimizer.config),
         sizes=sizes,
-        options=LayoutOptions.of(run, profile, ParallelMesh(sizes, None)),
+        options=LayoutOptions.of(run, profile, sizes),
         micro_batch_size=run.data.micro_batch_size,
         global_batch_size=run.data.global_batch_size,
         seq_length=run.data.seq_length,

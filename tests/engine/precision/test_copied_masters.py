@@ -17,7 +17,6 @@ from nxdt_core.distributed.devices import PROFILES
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine import model as engine_model
 from nxdt_core.engine.data.fsdp import needs_sharding, uses_copied_masters
-from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.precision import CopiedMasters
 from nxdt_core.models.loss import CausalLM
 from nxdt_core.protocols.batch import Batch
@@ -81,7 +80,7 @@ def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(new_rank
 )
 def test_masters_that_others_hold_too_or_in_a_pipeline_are_sharded(sizes, copied):
     assert uses_copied_masters(sizes, MASTERS) == copied
-    assert needs_sharding(ParallelMesh(sizes, None), MASTERS) == (not copied)
+    assert needs_sharding(sizes, MASTERS) == (not copied)
 
 
 @pytest.mark.parametrize("stay", [False, True])
