@@ -33,7 +33,7 @@ from nxdt_core.config import load
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
-from nxdt_core.engine.optim.rounding import BlockKernel
+from nxdt_core.engine.optim.updates import BlockKernel
 from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer

@@ -50,28 +50,24 @@ __all__ = [
 
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return ``tensor``, equal on all ranks, for computations that differ by rank: their gradients are summed."""
-    return tensor if group is None else _Copy.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return _apply(tensor, _same, _summed, 0, group)
 
 
 def reduce_from_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return the sum of all ranks' ``tensor``; each rank's gradient is that of the sum, which is equal on all ranks."""
-    return tensor if group is None else _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return _apply(tensor, _summed, _same, 0, group)
 
 
 def gather_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return all ranks' ``tensor`` concatenated along ``dim``; gradients are summed over the ranks and scattered
     back."""
-    if group is None:
-        return tensor
-    return _Gather.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _apply(tensor, _gathered, _scattered_sum, dim, group)
 
 
 def gather_whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return all ranks' ``tensor`` concatenated along ``dim``, for computations that are equal on all ranks: each
     rank's gradient is its own part of that of the whole."""
-    if group is None:
-        return tensor
-    return _GatherWhole.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _apply(tensor, _gathered, _own_part, dim, group)
 
 
 @torch.no_grad()
@@ -97,9 +93,15 @@ def reduce_scatter_along(tensor: torch.Tensor, dim: int, group: dist.ProcessGrou
     Raises:
         ValueError: the group's size does not divide ``dim``.
     """
+    return _apply(tensor, _scattered_sum, _gathered, dim, group)
+
+
+def _apply(
+    tensor: torch.Tensor, collective: _Collective, transpose: _Collective, dim: int, group: dist.ProcessGroup | None
+) -> torch.Tensor:
     if group is None:
         return tensor
-    return _ScatterSum.apply(tensor, dim % tensor.ndim, group)  # type: ignore[no-untyped-call, no-any-return]
+    return _Transposed.apply(tensor, collective, transpose, dim % max(1, tensor.ndim), group)  # type: ignore[no-untyped-call, no-any-return]
 
 
 def all_to_all(
@@ -196,58 +198,28 @@ class PendingGather:
         return _along(self._whole, self._part.shape, self._dim, self._group)
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.group = group
-        return tensor.view_as(tensor)
+_Collective = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
+"""Takes a tensor, the dimension along which it is gathered or scattered, and a group."""
+
+
+class _Transposed(torch.autograd.Function):
+    """A collective whose backward is another one, of the same dimension and group."""
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return _summed(grad, ctx.group), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        return _summed(tensor, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return grad, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _gathered(tensor, dim, group)
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        collective: _Collective,
+        transpose: _Collective,
+        dim: int,
+        group: dist.ProcessGroup,
+    ) -> torch.Tensor:
+        ctx.transpose, ctx.dim, ctx.group = transpose, dim, group
+        return collective(tensor, dim, group)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _scattered_sum(grad, ctx.dim, ctx.group), None, None
-
-
-class _GatherWhole(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.rank, ctx.size = dim, group.rank(), tensor.shape[dim]
-        return _gathered(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return grad.narrow(ctx.dim, ctx.rank * ctx.size, ctx.size).contiguous(), None, None
-
-
-class _ScatterSum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
-        ctx.dim, ctx.group = dim, group
-        return _scattered_sum(tensor, dim, group)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _gathered(grad, ctx.dim, ctx.group), None, None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
+        return ctx.transpose(grad, ctx.dim, ctx.group), None, None, None, None
 
 
 class _AllToAll(torch.autograd.Function):
@@ -301,7 +273,16 @@ class _Arrived(torch.autograd.Function):
         return begun_all_to_all(grad.contiguous(), ctx.outgoing, ctx.incoming, ctx.group), None, None, None, None
 
 
-def _summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _same(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def _own_part(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
+    size = tensor.shape[dim] // group.size()
+    return tensor.narrow(dim, group.rank() * size, size).contiguous()
+
+
+def _summed(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
     """A copy, since neither an autograd function's input nor a gradient may be changed in place."""
     if torch.compiler.is_compiling():
         return traced("all_reduce", tensor.contiguous(), "sum", group=group)

@@ -11,8 +11,7 @@ import os
 import re
 import resource
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,43 +152,29 @@ _NAMING_FILES = (
 """Files below ``/sys`` that name the type of chip or of EC2 instance, such as ``trn2.48xlarge``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Chip:
-    name: str
-    cores: int
-    default_lnc: int
-    bfloat16: float
-    float32: float
-    memory_gib: float
-
-    def per_process(self) -> Iterator[tuple[str, float]]:
-        """Names, and the share of the chip that a process of that name has. The plain name is the default LNC."""
-        yield self.name, self.default_lnc / self.cores
-        for lnc in {1, self.default_lnc}:
-            yield f"{self.name}-lnc{lnc}", lnc / self.cores
-
-
-_CHIPS = (
-    _Chip(name="trn1", cores=2, default_lnc=1, bfloat16=190 * _TERA, float32=47.5 * _TERA, memory_gib=32),
-    _Chip(name="trn2", cores=8, default_lnc=2, bfloat16=667 * _TERA, float32=181 * _TERA, memory_gib=96),
-    _Chip(name="trn3", cores=8, default_lnc=2, bfloat16=671 * _TERA, float32=183 * _TERA, memory_gib=144),
-)
-"""Dense figures of AWS's architecture pages, November 2026 (awsdocs-neuron.readthedocs-hosted.com,
-about-neuron/arch/neuron-hardware/trainium, trainium2, trainium3). A process uses one logical core, of which a chip has
-several. On Trainium2 and 3 the runtime combines two physical cores into a logical one (LNC 2) unless
-``NEURON_LOGICAL_NC_CONFIG`` says otherwise: a trn2.48xlarge of 16 chips has 64 logical cores of 24 GiB."""
-
-PEAK_FLOPS: Mapping[str, Mapping[str, float]] = {
-    name: {"float32": chip.float32 * share, "bfloat16": chip.bfloat16 * share}
-    for chip in _CHIPS
-    for name, share in chip.per_process()
-}
+PEAK_FLOPS: dict[str, dict[str, float]] = {}
 """Name → dtype → dense FLOP/s of one process; for :attr:`nxdt_core.distributed.devices.DeviceProfile.peak_flops`."""
-
-MEMORY_GIB: Mapping[str, float] = {
-    name: chip.memory_gib * share for chip in _CHIPS for name, share in chip.per_process()
-}
+MEMORY_GIB: dict[str, float] = {}
 """Name → memory of one process in GiB."""
+
+# Dense figures of AWS's architecture pages, November 2026 (awsdocs-neuron.readthedocs-hosted.com,
+# about-neuron/arch/neuron-hardware/trainium, trainium2, trainium3): bfloat16 and float32 TFLOP/s and GiB of a chip. A
+# process uses one logical core, of which a chip has several. On Trainium2 and 3 the runtime combines two physical cores
+# into a logical one (LNC 2) unless NEURON_LOGICAL_NC_CONFIG says otherwise: a trn2.48xlarge of 16 chips has 64 logical
+# cores of 24 GiB. The plain name is that of the default.
+for _name, _cores, _default_lnc, _bfloat16, _float32, _gib in (
+    ("trn1", 2, 1, 190, 47.5, 32),
+    ("trn2", 8, 2, 667, 181, 96),
+    ("trn3", 8, 2, 671, 183, 144),
+):
+    for _process, _lnc in (
+        (_name, _default_lnc),
+        (f"{_name}-lnc1", 1),
+        (f"{_name}-lnc{_default_lnc}", _default_lnc),
+    ):
+        _share = _lnc / _cores
+        PEAK_FLOPS[_process] = {"float32": _float32 * _TERA * _share, "bfloat16": _bfloat16 * _TERA * _share}
+        MEMORY_GIB[_process] = _gib * _share
 
 
 def product_name(system: Path = _SYSTEM) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.schema import DataConfig, RunConfig, TrainerConfig
+from nxdt_core.config.schema import RunConfig, TrainerConfig
 from nxdt_core.distributed.devices import DeviceProfile, register_profile
 from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
 from nxdt_core.kernel.plugin import BUILTIN
@@ -51,13 +51,6 @@ def register_profile_of(config: ResolvedConfig) -> None:
 _EXPANDABLE = "expandable_segments:True"
 
 
-def use_device_settings(trainer: TrainerConfig, profile: DeviceProfile) -> None:
-    """Set what this process computes with, before anything is on the device."""
-    configure_allocator(trainer, profile)
-    if profile.reduced_float32_matmul:
-        torch.set_float32_matmul_precision(trainer.float32_matmul_precision)
-
-
 def configure_allocator(trainer: TrainerConfig, profile: DeviceProfile) -> None:
     """Set the variable of the device's allocator for this process and those that it starts, unless the user has.
 
@@ -66,11 +59,6 @@ def configure_allocator(trainer: TrainerConfig, profile: DeviceProfile) -> None:
     names = profile.allocator_variables
     if names and trainer.expandable_segments is not False and not any(name in os.environ for name in names):
         os.environ[names[0]] = _EXPANDABLE
-
-
-def pins_inputs(data: DataConfig, profile: DeviceProfile) -> bool:
-    """Return whether batches are copied to the device out of pinned memory."""
-    return profile.pinned_host_memory and data.pin_memory is not False
 
 
 def ignored_settings(run: RunConfig, profile: DeviceProfile) -> Iterator[str]:

@@ -212,7 +212,7 @@ NEURON = DeviceProfile(
 )
 """AWS Trainium under torch-neuronx."""
 
-PROFILES: MutableMapping[str, DeviceProfile] = {profile.device_type: profile for profile in (CPU, CUDA, NEURON)}
+PROFILES: MutableMapping[str, DeviceProfile] = {"cpu": CPU, "cuda": CUDA, "neuron": NEURON}
 """Profiles by device type; :func:`register_profile` adds to them."""
 
 _UNLISTED = DeviceProfile(

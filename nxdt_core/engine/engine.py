@@ -6,8 +6,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 from weakref import WeakSet
 
+import torch
+
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_settings import pins_inputs, register_profile_of, use_device_settings
+from nxdt_core.distributed.device_settings import configure_allocator, register_profile_of
 from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
@@ -18,7 +20,7 @@ from nxdt_core.engine.layout import materialise as materialise_layout
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.model import ComputeContext, TorchModel
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
-from nxdt_core.engine.optim.rounding import Backend, backend_on, updates_rounded
+from nxdt_core.engine.optim.updates import Backend, backend_on, updates_rounded
 from nxdt_core.engine.parameters import check_overrides, parameter_groups, tables
 from nxdt_core.models.quantised import load_library
 from nxdt_core.protocols.adapter import Adapter
@@ -55,8 +57,11 @@ class TorchEngine(ParallelEngine):
             dp_size=self._sizes.dp,
             mesh=self._sizes.as_dict(),
         )
-        use_cache(config.run, profile_of(self.device))
-        use_device_settings(config.run.trainer, profile_of(self.device))
+        profile = profile_of(self.device)
+        use_cache(config.run, profile)
+        configure_allocator(config.run.trainer, profile)  # before anything is on the device
+        if profile.reduced_float32_matmul:
+            torch.set_float32_matmul_precision(config.run.trainer.float32_matmul_precision)
 
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""
@@ -83,18 +88,18 @@ class TorchEngine(ParallelEngine):
         data = self._run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
         check_gradient_dtype(self._sizes, precision, micro_batches=micro_batches)
-        if needs_sharding(self.mesh, precision) and self.ranks.world_size == 1:  # for gradients' dtype
+        if needs_sharding(self._sizes, precision) and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=self.ranks.collective_timeout_s)
         if self._run.adapter.base_dtype is not None:
             load_library()
-        options = LayoutOptions.of(self._run, profile_of(self.device), self.mesh)
+        options = LayoutOptions.of(self._run, profile_of(self.device), self._sizes)
         if frozen:
             options = options.of_frozen()
         layout = parallelize(builder, self.mesh, options, precision, adapters)
         PROGRESS.spent("build")
         materialise_layout(layout, self.device, seed=seed, base=materialise)
-        pins = pins_inputs(self._run.data, profile_of(self.device))
+        pins = profile_of(self.device).pinned_host_memory and data.pin_memory is not False
         compute = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
         model = TorchModel(layout, self.mesh, compute, micro_batches=micro_batches)
         self._models.add(model)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 
 from nxdt_core.config.schema import RunConfig
-from nxdt_core.distributed.devices import HOST, DeviceProfile
+from nxdt_core.distributed.devices import CPU, DeviceProfile
 from nxdt_core.distributed.placement import piece_of
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.attention import apply_context_parallel
@@ -121,20 +121,17 @@ def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh,
 class LayoutOptions:
     """Settings of a run's layout in addition to the sizes of the mesh."""
 
-    device_type: str = HOST.type
+    profile: DeviceProfile = CPU
+    """Facts about the device type."""
     sequence_parallel: bool = False
     async_tensor_parallel: bool = False
     """Let compiled layers send parts of tensors while they compute with others."""
-    symmetric_memory: bool = False
-    """The device has symmetric memory."""
     gathers_again: bool = False
     """Gather the inputs of tensor blocks again in backward."""
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
     sliced_tokens: Sliced = "none"
     """Rows of which each tensor parallel rank sends a slice to experts, and not the whole."""
-    all_to_all: bool = True
-    """The device has an all-to-all, so that tokens can be sent to experts while others are computed."""
     token_shuffle: int = 1
     """Data parallel ranks that exchange tokens before experts."""
     pipeline_cuts: tuple[str, ...] | None = None
@@ -147,16 +144,10 @@ class LayoutOptions:
     loss_chunk_tokens: int | None = None
     compile_backend: str | None = None
     """Backend of ``torch.compile``; None: run layers as they are written."""
-    static_shapes: bool = False
-    """Compile again for each shape."""
     row_kernels: RowKernels = IN_CHUNKS
     """Kernels that compute on rows of logits."""
-    block_attention: BlockAttention | None = None
-    """Attention to packed documents by blocks; None: under a mask."""
     base_dtype: BaseDtype | None = None
     """Dtype that frozen weights of linear layers are quantised to."""
-    shared_heads: frozenset[torch.dtype] | None = None
-    """See :attr:`nxdt_core.distributed.devices.DeviceProfile.shared_heads`."""
     frozen: bool = False
     """The model only runs forward: nothing trains, except what adapters add."""
 
@@ -173,36 +164,30 @@ class LayoutOptions:
         )
 
     @classmethod
-    def of(cls, run: RunConfig, profile: DeviceProfile, mesh: ParallelMesh) -> LayoutOptions:
+    def of(cls, run: RunConfig, profile: DeviceProfile, sizes: MeshSizes) -> LayoutOptions:
         """Return the options of a configuration for a device type."""
         backend, static_shapes = profile.compile_backend if run.model.compile else None, profile.static_shapes
-        names = profile.shared_heads
         sliced: Sliced = "none"
-        if mesh.sizes.tp * mesh.sizes.ep > run.trainer.devices:  # neighbours in ep are tp ranks apart
+        if sizes.tp * sizes.ep > run.trainer.devices:  # neighbours in ep are tp ranks apart
             sliced = "capacity" if run.model.compile else "all"
         return cls(
-            device_type=profile.device_type,
-            sequence_parallel=run.distributed_strategy.sequence_parallel and mesh.sizes.tp > 1,
-            async_tensor_parallel=run.distributed_strategy.async_tensor_parallel and mesh.sizes.tp > 1,
-            symmetric_memory=profile.symmetric_memory,
+            profile=profile,
+            sequence_parallel=run.distributed_strategy.sequence_parallel and sizes.tp > 1,
+            async_tensor_parallel=run.distributed_strategy.async_tensor_parallel and sizes.tp > 1,
             gathers_again=run.distributed_strategy.sequence_parallel_regather,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.distributed_strategy.context_parallel_method or profile.context_parallel_method,
             sliced_tokens=sliced,
-            all_to_all=profile.all_to_all,
             token_shuffle=run.distributed_strategy.token_shuffle_group_size,
             pipeline_cuts=run.model.pipeline_cuts,
             seq_length=run.data.seq_length,
-            micro_batches=run.data.global_batch_size // (run.data.micro_batch_size * mesh.sizes.dp),
+            micro_batches=run.data.global_batch_size // (run.data.micro_batch_size * sizes.dp),
             recompute_granularity=run.model.activations_checkpoint_granularity,
             recompute_names=run.model.activations_checkpoint_recompute or (),
             loss_chunk_tokens=run.model.loss_chunk_tokens,
             compile_backend=backend,
-            static_shapes=static_shapes,
             row_kernels=IN_CHUNKS if backend is None else compiled_rows(backend, static_shapes=static_shapes),
-            block_attention=block_attention(profile),
             base_dtype=run.adapter.base_dtype,
-            shared_heads=None if names is None else frozenset(getattr(torch, name) for name in names),
         )
 
 
@@ -260,15 +245,18 @@ def parallelize(
     set_dtypes(whole, plan, precision)
 
     numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
-    cuts, stages = pipeline_cuts(whole, plan, builder, mesh.sizes, options), mesh.sizes.stages
     modules: tuple[nn.Module, ...] = (whole,)
-    if stages > 1:
+    if (stages := mesh.sizes.stages) > 1:
+        cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
         modules = tuple(cut_stage(whole, plan, stage=number, stages=stages, cuts=cuts) for number in numbers)
     tensor_partial: set[str] = set()
     replica_partial: set[str] = set()
     padded: dict[str, PaddedDim] = {}
     gathers: list[WeightGather] = []
-    sharded = needs_sharding(mesh, precision)
+    sharded, profile, blocks = needs_sharding(mesh.sizes, precision), options.profile, block_attention(options.profile)
+    shared: frozenset[torch.dtype] | None = None
+    if profile.shared_heads is not None:
+        shared = frozenset(getattr(torch, name) for name in profile.shared_heads)
     for module in modules:
         let_take_step(module)
         # Tensor, expert and context parallelism.
@@ -298,20 +286,21 @@ def parallelize(
         # Attention by blocks, products of linear layers, the loss.
         for part in module.modules():
             if isinstance(part, CausalAttention):
-                part.blocks, part.shared_heads = options.block_attention, options.shared_heads
+                part.blocks, part.shared_heads = blocks, shared
         if precision.linear_product is not None:
-            apply_product(module, plan, precision.linear_product(options.device_type))
+            apply_product(module, plan, precision.linear_product(profile.device_type))
         if options.loss_chunk_tokens is not None:
             chunk_loss(module, plan, tokens=options.loss_chunk_tokens, kernels=options.row_kernels)
         # Activation checkpointing, compilation, data parallelism.
-        apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
+        if recompute:
+            apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
         if regather:
             keep_gathered(parts_of_recomputed(module))
             discard_in_layers(module, plan)
         if options.compile_backend is not None:
             if options.async_tensor_parallel:
                 pipeline_collectives(mesh)
-            compile_layers(module, plan, backend=options.compile_backend, static_shapes=options.static_shapes)
+            compile_layers(module, plan, backend=options.compile_backend, static_shapes=profile.static_shapes)
         if sharded:
             experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
             gathers += apply_data_parallel(module, plan, mesh, precision, experts, compiled=compiled)
@@ -327,7 +316,7 @@ def parallelize(
         sharded=sharded,
         sequence_parallel=sequence_parallel,
         compiled=compiled,
-        routers=routers_of(whole, plan),
+        routers=routers_of(whole, plan) if plan.experts.routers else {},
         gathers=tuple(gathers),
     )
 
@@ -382,16 +371,16 @@ def _check_supported(whole: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, o
         if mesh.size(dimension) > 1 and dimension in plan.refused:
             reason, model = plan.refused[dimension], type(whole).__name__
             raise LayoutRefused(model=model, dimension=dimension, size=mesh.size(dimension), reason=reason)
-    for path, experts in routers_of(whole, plan).items() if options.static_shapes else ():
+    for path, experts in routers_of(whole, plan).items() if options.profile.static_shapes else ():
         router: Any = whole.get_submodule(path)
         if getattr(router, "capacity_factor", 0) is None:  # experts get as many tokens as choose them
             raise ShapesDependOnData(path=path, experts=experts, top_k=int(router.top_k))
-    if options.async_tensor_parallel and not options.symmetric_memory:
-        raise NoSymmetricMemory(device_type=options.device_type)
-    if mesh.sizes.ep > 1 and not options.all_to_all:
+    if options.async_tensor_parallel and not options.profile.symmetric_memory:
+        raise NoSymmetricMemory(device_type=options.profile.device_type)
+    if mesh.sizes.ep > 1 and not options.profile.all_to_all:
         for path, chunks in exchange_chunks(whole, plan).items():
             if chunks > 1:  # ranks would wait for each exchange
-                raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.device_type)
+                raise ExchangeInOnePart(path=path, chunks=chunks, device_type=options.profile.device_type)
 
 
 @torch.no_grad()

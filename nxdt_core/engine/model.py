@@ -20,7 +20,14 @@ from nxdt_core.distributed.collectives import copy_to_group, reduce_from_group
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
 from nxdt_core.engine.context.attention import shard_sequence, unshard_sequence
-from nxdt_core.engine.data.fsdp import ScaledWeights, begin_micro_batch, hooks_off, uses_copied_masters
+from nxdt_core.engine.data.fsdp import (
+    ScaledWeights,
+    begin_micro_batch,
+    casts_once_per_step,
+    hooks_off,
+    product_weights,
+    uses_copied_masters,
+)
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.decoding import (
     CachedDecoding,
@@ -35,12 +42,12 @@ from nxdt_core.engine.expert import RouterMetrics, exchange_padding
 from nxdt_core.engine.layout import Layout
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.optim.rounding import masters_rounded
+from nxdt_core.engine.optim.updates import StochasticRounding
 from nxdt_core.engine.parameters import Replicas, StageParameters, check_loadable, shard_of
-from nxdt_core.engine.pipeline.split import sum_tied_gradients, tied_copies, tied_group
+from nxdt_core.engine.pipeline.split import TiedCopies, sum_tied_gradients, tied_copies, tied_group
 from nxdt_core.engine.precision import CopiedMasters, rounded_weights
 from nxdt_core.engine.shape_errors import name_shape_errors
-from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
+from nxdt_core.engine.tensor.layers import unpadded_shard
 from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models.attention.cache import KeyValueCache
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs
@@ -50,7 +57,6 @@ from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel, StepLoss, TokenMeasure
 from nxdt_core.protocols.piece import Piece
-from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
 
@@ -78,7 +84,9 @@ class ComputeContext:
         self.vocabulary_loss: VocabularyLoss = partial(vocabulary_parallel_cross_entropies, kernels=rows)
         self.pins = pins
         self.precision = precision
-        self.masters_rounded = masters_rounded(precision, seed)
+        rounds = precision.stochastic_rounding and precision.master_weights
+        self.masters_rounded = StochasticRounding(seed=seed) if rounds else None
+        """How masters are rounded to what is computed with; None: to the nearest, or there are none."""
         self.metrics_dtype = torch.float64 if precision.gradients == "float64" else torch.float32
         """Dtype of losses and norms."""
         self.hidden: torch.dtype = getattr(torch, precision.parameters)
@@ -148,7 +156,9 @@ class GlobalBatch:
         self._metrics: dict[str, list[torch.Tensor]] = {}
         row = mesh.rank("dp") * sum(batch.input_ids.shape[0] for batch in micro_batches)  # ranks hold equally many rows
         for batch in micro_batches:
-            shard = shard_sequence(replace(batch, first_row=row), mesh)
+            shard = replace(batch, first_row=row)
+            if mesh.sizes.cp > 1:
+                shard = shard_sequence(shard, mesh)
             self.micro_batches.append(shard.map(compute.pinned) if compute.pins else shard)
             row += batch.input_ids.shape[0]
 
@@ -265,13 +275,17 @@ class TorchModel(ParallelModel):
             micro_batches: per training step and rank; the schedule of a pipeline must be able to run them.
         """
         self._layout, self._mesh, self._compute = layout, mesh, compute
+        self.module = layout.modules[0]
+        """The first of this rank's stages: the whole model without a pipeline."""
+        self.plan, self.precision, self.padded = layout.plan, compute.precision, layout.padded
+        self.added, self.data_ranks = layout.added, mesh.sizes.dp
         self._parameters = StageParameters(layout.modules, layout.plan.tied)
         self._owned = self._parameters.owned(mesh)
         self._buffers: dict[str, torch.Tensor] = {}
         """Buffers that are saved."""
         for module in layout.modules:
-            parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
-            self._buffers |= {name: value for name, value in module.state_dict().items() if name not in parameters}
+            saved = module.state_dict(keep_vars=True)
+            self._buffers |= {name: value for name, value in saved.items() if not isinstance(value, nn.Parameter)}
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step, self._has_run = 0, False
         self._recorded: dict[Hashable, Recorded] = {}
@@ -288,13 +302,10 @@ class TorchModel(ParallelModel):
                 data_reduced=layout.sharded,
                 overlapped=mesh.sizes.pp == 1,
             )
-        stages = dict(zip(layout.numbers, layout.modules, strict=True))
-        self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
-        self._tied_group = tied_group(mesh) if self._tied else None
         # The ranks that hold what this one holds, if it is not the only one.
         group = mesh.group("dp_replicate" if layout.sharded else "efsdp" if mesh.sizes.ep > 1 else "fsdp")
         broadcasts = profile_of(compute.device).broadcast_loads
-        self._replicas = Replicas(group) if broadcasts and group is not None else None
+        self.replicas = Replicas(group) if broadcasts and group is not None else None
         self._routers: RouterMetrics | None = None
         if layout.routers:
             self._routers = RouterMetrics(
@@ -302,15 +313,27 @@ class TorchModel(ParallelModel):
             )
         self._weights: CopiedMasters | ScaledWeights | None = None
         """Weights that modules compute with where they differ from the stored ones; FSDP2 gathers its own."""
-        trains = any(parameter.requires_grad for parameter in self._parameters.by_name.values())
-        if trains and uses_copied_masters(mesh.sizes, compute.precision):
-            self._weights = CopiedMasters(layout.modules, compute.hidden)
+        trained = [parameter for parameter in self._parameters.by_name.values() if parameter.requires_grad]
+        if trained and uses_copied_masters(mesh.sizes, compute.precision):
+            self._weights = CopiedMasters(layout.modules, trained, compute.hidden)
         elif any(gather.scaled for gather in layout.gathers):
             self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))
+        self._products: CopiedMasters | None = None
+        """Weights of matrix products in autocast's dtype, which training computes with."""
+        if casts_once_per_step(mesh.sizes, compute.precision, micro_batches=micro_batches):
+            multiplied = product_weights(self.module, layout.plan)
+            masters = [p for name, p in self.module.named_parameters() if name in multiplied and p.requires_grad]
+            if masters:
+                self._products = CopiedMasters(layout.modules, masters, compute.sent)
         self._pipeline: PipelineRunner | None = None
+        self._tied: list[TiedCopies] = []
+        self._tied_group: dist.ProcessGroup | None = None
         if mesh.sizes.pp > 1:
             from nxdt_core.engine.pipeline.runner import PipelineRunner  # imports those of torch: one CPU-second
 
+            stages = dict(zip(layout.numbers, layout.modules, strict=True))
+            self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
+            self._tied_group = tied_group(mesh) if self._tied else None
             self._pipeline = PipelineRunner(
                 layout.modules,
                 layout.numbers,
@@ -324,41 +347,13 @@ class TorchModel(ParallelModel):
                 pooled=self.plan.experts.pooled,
             )
 
-    @property
-    def module(self) -> nn.Module:
-        """The first of this rank's stages: the whole model without a pipeline."""
-        return self._layout.modules[0]
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """The model's plan, with what adapters changed."""
-        return self._layout.plan
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Parameters of the whole model that adapters added."""
-        return self._layout.added
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that read different samples."""
-        return self._mesh.sizes.dp
-
-    @property
-    def precision(self) -> PrecisionPolicy:
-        """The dtypes that it trains in."""
-        return self._compute.precision
-
     def begin_step(self, step: int) -> None:
         """Set the number of the coming step in the run."""
         self._step = step
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
-        batch = self._begin(micro_batches, objective, training=True)
-        with ExitStack() as stack:
-            for context in self._contexts(training=True):
-                stack.enter_context(context)
+        with self._passing(micro_batches, objective, training=True) as batch:
             if self._pipeline is not None:
                 self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             last = len(batch.micro_batches) - 1
@@ -373,15 +368,11 @@ class TorchModel(ParallelModel):
                     logits = [self.module(moved.input_ids, **moved.arguments(), step=step)]
                 # Popped, and in one expression: a name would hold the logits, or the graph, longer than needed.
                 batch.loss(logits.pop(), moved, step).backward()  # type: ignore[no-untyped-call]
-        self._has_run = True
         return batch.result(self._routers)
 
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Return the loss without gradients, in evaluation mode."""
-        batch = self._begin(micro_batches, objective, training=False)
-        with ExitStack() as stack:
-            for context in self._contexts(training=False):
-                stack.enter_context(context)
+        with self._passing(micro_batches, objective, training=False) as batch:
             if self._pipeline is not None:
                 self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
             else:
@@ -389,7 +380,6 @@ class TorchModel(ParallelModel):
                     moved = on_host.to(self._compute.device)
                     step = batch.step_context(moved)
                     batch.loss(self._logits(moved, step), moved, step)
-        self._has_run = True
         return batch.result(self._routers)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -496,23 +486,13 @@ class TorchModel(ParallelModel):
         """Yield the parameters under their global names; a tied one under its owner's."""
         return iter(self._parameters.by_name.items())
 
-    @property
-    def replicas(self) -> Replicas | None:
-        """Ranks that share one reading of a checkpoint, where the device makes that faster."""
-        return self._replicas
-
-    @property
-    def padded(self) -> Mapping[str, PaddedDim]:
-        """Parameters with heads of zeros."""
-        return self._layout.padded
-
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
-        padded = self._layout.padded
-        parameters = {name: parameter.detach() for name, parameter in self._parameters.by_name.items()}
-        return {
-            name: unpadded_shard(p, padded[name]) if name in padded else p for name, p in parameters.items()
-        } | self._buffers
+        state: dict[str, torch.Tensor | Piece] = {}
+        for name, parameter in self._parameters.by_name.items():
+            padded = self.padded.get(name)
+            state[name] = parameter.detach() if padded is None else unpadded_shard(parameter.detach(), padded)
+        return state | self._buffers
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
         """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
@@ -564,33 +544,38 @@ class TorchModel(ParallelModel):
         compute = self._compute
         return global_norm(tensors, self._mesh.group("world"), device=compute.device, dtype=compute.metrics_dtype)
 
-    def _begin(self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool) -> GlobalBatch:
+    @contextmanager
+    def _passing(
+        self, micro_batches: Sequence[Batch], objective: Objective, *, training: bool
+    ) -> Iterator[GlobalBatch]:
+        """Provide the global batch within what this layout needs around the passes of its micro-batches."""
         for module in self._layout.modules:
             module.train(training)
         mixed_parts = 0
         if training and self._mesh.size("token_shuffle") > 1:
             mixed_parts = self._mesh.size("tp") if self._layout.sequence_parallel else 1
-        return GlobalBatch(
+        batch = GlobalBatch(
             micro_batches, objective, self._mesh, self._compute, self._metric_names, self._step, mixed_parts
         )
-
-    def _contexts(self, *, training: bool) -> Iterator[AbstractContextManager[None]]:
-        """Yield the contexts around the micro-batches of a step, only those that this layout needs."""
-        if not (self._has_run or self._layout.compiled):
-            yield name_shape_errors(self._layout.modules, self._layout.plan, self._mesh.sizes)
-        if not training:
-            yield self._forward_only()
-        if self._routers is not None:
-            yield self._routers.counting()
-        if training and self._compute.masters_rounded is not None:
-            # A tied parameter's second copy has the owner's name. (Those that are frozen have no master.)
-            owners = {owner: name for name, owner in self._parameters.by_name.items()}
-            copies = [(owners[owner], user) for owner, user in self._parameters.tied_pairs]
-            named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
-            shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
-            yield rounded_weights(shards, self._compute.masters_rounded, self._step)
-        if training and self._weights is not None:
-            yield self._weights.in_place()
+        with ExitStack() as around:
+            if self._mesh.sizes.world_size > 1 and not (self._has_run or self._layout.compiled):
+                around.enter_context(name_shape_errors(self._layout.modules, self._layout.plan, self._mesh.sizes))
+            if not training:
+                around.enter_context(self._forward_only())
+            if self._routers is not None:
+                around.enter_context(self._routers.counting())
+            if training and self._compute.masters_rounded is not None:
+                # A tied parameter's second copy has the owner's name. (Those that are frozen have no master.)
+                owners = {owner: name for name, owner in self._parameters.by_name.items()}
+                copies = [(owners[owner], user) for owner, user in self._parameters.tied_pairs]
+                named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
+                shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
+                around.enter_context(rounded_weights(shards, self._compute.masters_rounded, self._step))
+            for weights in (self._weights, self._products) if training else ():
+                if weights is not None:
+                    around.enter_context(weights.in_place())
+            yield batch
+        self._has_run = True
 
     def _logits(self, batch: Batch, step: StepContext) -> torch.Tensor:
         with self._compute.autocast():
@@ -629,10 +614,6 @@ class TorchModel(ParallelModel):
             for part in module.modules():
                 if is_fsdp_module(part):
                     part.reshard()
-
-
-def _elements(value: torch.Tensor | Piece) -> torch.Tensor:
-    return value.tensor if isinstance(value, Piece) else local_of(value)
 
 
 def _whole(logits: torch.Tensor, index: int | None = None) -> torch.Tensor:

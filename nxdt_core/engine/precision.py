@@ -2,12 +2,13 @@
 
 FSDP2 casts, gathers, reduces and frees through its own buffers, even with only one rank. :class:`CopiedMasters` cast
 each master once per step where no other rank holds the weights, and add each gradient to the master's as soon as it is
-available. :func:`rounded_weights` rounds masters stochastically, so that the cast of FSDP2 is exact.
+available. Under autocast they do so for the weights of matrix products. :func:`rounded_weights` rounds masters
+stochastically, so that the cast of FSDP2 is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.placement import local_of, piece_of, placed_like
-from nxdt_core.engine.optim.rounding import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
+from nxdt_core.engine.optim.updates import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
 from nxdt_core.engine.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -112,27 +113,25 @@ class CopiedMasters:
     Outside of that the modules have their masters, and the copies mostly no memory.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], dtype: torch.dtype) -> None:
-        """``dtype``: of the copies."""
+    def __init__(self, modules: Sequence[nn.Module], masters: Iterable[nn.Parameter], dtype: torch.dtype) -> None:
+        """``masters``: parameters of ``modules`` that get copies; ``dtype``: of the copies."""
         self.stay = False
         """True where copies keep their memory, whose addresses recordings of passes have."""
         self._places: list[tuple[nn.Module, str, nn.Parameter, nn.Parameter]] = []
         """Module, name in it, master, copy."""
         self._pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         copies: dict[int, nn.Parameter] = {}
+        for master in masters:
+            with torch.no_grad():  # a copy without memory
+                local = torch.empty_like(local_of(master), dtype=dtype, memory_format=torch.contiguous_format)
+                local.untyped_storage().resize_(0)
+                copy = copies[id(master)] = nn.Parameter(placed_like(local, master))
+            copy.register_post_accumulate_grad_hook(partial(_add_to_master, master))  # type: ignore[no-untyped-call]
+            self._pairs.append((master, copy))
         for module in (part for whole in modules for part in whole.modules()):
             for name, master in module.named_parameters(recurse=False):
-                if not master.requires_grad:
-                    continue
-                if id(master) not in copies:
-                    with torch.no_grad():  # a copy without memory
-                        local = local_of(master)
-                        local = torch.empty_like(local, dtype=dtype, memory_format=torch.contiguous_format)
-                        local.untyped_storage().resize_(0)
-                        copy = copies[id(master)] = nn.Parameter(placed_like(local, master))
-                    copy.register_post_accumulate_grad_hook(partial(_add_to_master, master))  # type: ignore[no-untyped-call]
-                    self._pairs.append((master, copy))
-                self._places.append((module, name, master, copies[id(master)]))
+                if id(master) in copies:
+                    self._places.append((module, name, master, copies[id(master)]))
 
     @contextmanager
     def in_place(self) -> Iterator[None]:

@@ -130,7 +130,11 @@ def allocate(module: nn.Module, device: torch.device, *, tied: Sequence[tuple[st
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
 
     module._apply(emptied)  # type: ignore[no-untyped-call]  # as Module.to_empty does
-    tie(module, tied)
+    present = dict(module.named_parameters(remove_duplicate=False))
+    for owner, user in tied:  # which moving off the meta device has separated
+        if owner in present and user in present:
+            path, _, leaf = user.rpartition(".")
+            setattr(module.get_submodule(path), leaf, present[owner])
     empty = [(name, buffer, buffer._version) for name, buffer in module.named_buffers()]
     reset_buffers(module)
     buffers = dict(module.named_buffers())
@@ -145,15 +149,6 @@ def reset_buffers(module: nn.Module) -> None:
         reset = getattr(part, "reset_buffers", None)
         if callable(reset):
             reset()
-
-
-def tie(module: nn.Module, tied: Sequence[tuple[str, str]]) -> None:
-    """Make the second parameter of each pair the first; moving off the meta device separates them."""
-    present = dict(module.named_parameters(remove_duplicate=False))
-    for owner, user in tied:
-        if owner in present and user in present:
-            path, _, leaf = user.rpartition(".")
-            setattr(module.get_submodule(path), leaf, present[owner])
 
 
 def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:

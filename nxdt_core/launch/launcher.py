@@ -28,8 +28,7 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import configure_allocator, register_profile_of
 from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.environment import read_port, read_variable
-from nxdt_core.distributed.process_group import check_devices, cores_of_process
-from nxdt_core.distributed.store import connect_store, join_timeout_s
+from nxdt_core.distributed.process_group import check_devices, connect_store, cores_of_process, join_timeout_s
 from nxdt_core.distributed.torch_versions import run_agent
 from nxdt_core.errors.launch import NodeAlreadyJoined
 from nxdt_core.errors.ranks import BadLaunchVariable, NodePlaceMissing, RankDied, RanksMissing

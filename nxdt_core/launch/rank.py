@@ -8,7 +8,7 @@ import traceback
 from collections.abc import Callable
 
 from nxdt_core.config.secrets import hide_secrets
-from nxdt_core.distributed.store import connect_store, join_timeout_s
+from nxdt_core.distributed.process_group import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero
 from nxdt_core.kernel.discovery import exits_explained, note_plugin

@@ -115,20 +115,12 @@ class Decoding(ABC):
 class ParallelModel(ABC):
     """A model in its layout."""
 
-    @property
-    def replicas(self) -> Replicas | None:
-        """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
-        return None
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Parameters of the whole model that adapters added."""
-        return frozenset()
-
-    @property
-    def data_ranks(self) -> int:
-        """Number of ranks that read different samples: ``RankInfo.dp_size``."""
-        return 1
+    replicas: Replicas | None = None
+    """Ranks that had better share one reading of a checkpoint; None where each reads what it holds."""
+    added: frozenset[str] = frozenset()
+    """Parameters of the whole model that adapters added."""
+    data_ranks: int = 1
+    """Number of ranks that read different samples: ``RankInfo.dp_size``."""
 
     @abstractmethod
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:

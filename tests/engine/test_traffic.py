@@ -15,7 +15,6 @@ from nxdt_core.distributed.devices import CPU
 from nxdt_core.engine.estimate.rank import dimensions
 from nxdt_core.engine.estimate.trace import WireBytes
 from nxdt_core.engine.layout import LayoutOptions
-from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import build
@@ -183,7 +182,7 @@ def test_compiled_layers_dispatch_slices_with_a_capacity_alone():
     sizes = MeshSizes(tp=2, ep=2, dp_shard=2)
     for overrides, found in (((), "all"), (("model.compile=true",), "capacity")):
         run = configured("mixtral-tiny", "fp32", 4, *EXPERTS_APART, *ON_MACHINES[1], *overrides).run
-        assert LayoutOptions.of(run, CPU, ParallelMesh(sizes, None)).sliced_tokens == found
+        assert LayoutOptions.of(run, CPU, sizes).sliced_tokens == found
 
 
 @pytest.mark.slow

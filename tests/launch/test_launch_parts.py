@@ -16,8 +16,7 @@ from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.callback import Run
 from nxdt_core.distributed.environment import first_host, read_rank_environment
-from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.distributed.store import connect_store
+from nxdt_core.distributed.process_group import Ranks, connect_store
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.errors.ranks import (

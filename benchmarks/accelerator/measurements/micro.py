@@ -11,8 +11,7 @@ from accelerator.bench import Bench
 from nxdt_core.distributed.devices import HOST, peak_flops, profile_of
 from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.layout import block_attention
-from nxdt_core.engine.optim.rounding import BlockKernel, backend_on, separate_rows
-from nxdt_core.engine.optim.updates import round_into
+from nxdt_core.engine.optim.updates import BlockKernel, backend_on, round_into, separate_rows
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.random.positions import rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard

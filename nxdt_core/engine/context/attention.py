@@ -387,19 +387,22 @@ def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
     return semantics
 
 
-def _context_sequence(
+def _resolved(
     document_ids: torch.Tensor | None,
     sinks: torch.Tensor | None,
     scale: float,
     softcap: float | None,
     window: int | None,
+    method: str,
     group_name: str,
-) -> ContextSequence:
+) -> tuple[Callable[..., Any], Callable[..., Gradients], ContextSequence]:
+    """Return forward and backward of the method, and what both take in addition to tensors."""
     documents = document_cache_of(group_name)
     chunks = None if document_ids is None else documents(document_ids)
-    return ContextSequence(
+    sequence = ContextSequence(
         scale=scale, softcap=softcap, group=documents.group, documents=chunks, window=window, sinks=sinks
     )
+    return *_METHODS[method], sequence
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -411,22 +414,18 @@ class _ContextAttention(torch.autograd.Function):
         value: torch.Tensor,
         document_ids: torch.Tensor | None,
         sinks: torch.Tensor | None,
-        scale: float,
-        softcap: float | None,
-        window: int | None,
-        method: str,
-        group_name: str,
+        *settings: Any,
     ) -> torch.Tensor:
-        ctx.method, ctx.sequence = method, _context_sequence(document_ids, sinks, scale, softcap, window, group_name)
-        output, lse = _METHODS[method][0](query, key, value, ctx.sequence)
+        attend, ctx.gradients, ctx.sequence = _resolved(document_ids, sinks, *settings)
+        output, lse = attend(query, key, value, ctx.sequence)
         ctx.save_for_backward(query, key, value, output, lse, sinks)
-        return output
+        return output  # type: ignore[no-any-return]
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, lse, sinks = ctx.saved_tensors
-        gradients = _METHODS[ctx.method][1](grad, query, key, value, output, lse, ctx.sequence)
+        gradients = ctx.gradients(grad, query, key, value, output, lse, ctx.sequence)
         of_sinks = None if sinks is None else sink_gradients(grad, output, lse, sinks)
         return *gradients, None, of_sinks, None, None, None, None, None
 
@@ -445,8 +444,9 @@ def _attention(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
-    sequence = _context_sequence(document_ids, sinks, scale, softcap, window, group_name)
-    return _METHODS[method][0](query, key, value, sequence)
+    attend, _, sequence = _resolved(document_ids, sinks, scale, softcap, window, method, group_name)
+    output, lse = attend(query, key, value, sequence)
+    return output, lse
 
 
 @_attention.register_fake
@@ -474,8 +474,8 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
     them."""
-    sequence = _context_sequence(document_ids, sinks, scale, softcap, window, group_name)
-    of_query, of_key, of_value = _METHODS[method][1](grad, query, key, value, output, lse, sequence)
+    _, gradients, sequence = _resolved(document_ids, sinks, scale, softcap, window, method, group_name)
+    of_query, of_key, of_value = gradients(grad, query, key, value, output, lse, sequence)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 
 

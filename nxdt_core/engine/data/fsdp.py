@@ -330,15 +330,15 @@ class ReduceScatterByExchange:
             begin_reduce_scatter(output_tensor, input_tensor, group)()
 
 
-def needs_sharding(mesh: ParallelMesh, precision: PrecisionPolicy) -> bool:
+def needs_sharding(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """Return whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.
 
     Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
     """
-    if uses_copied_masters(mesh.sizes, precision):
+    if uses_copied_masters(sizes, precision):
         return False
     mixed = precision.master_weights or precision.gradients != precision.parameters
-    return mixed or (mesh.sizes.zero_stage > 0 and mesh.sizes.dp_replicate * mesh.sizes.fsdp > 1)
+    return mixed or (sizes.zero_stage > 0 and sizes.dp_replicate * sizes.fsdp > 1)
 
 
 def uses_copied_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
@@ -348,6 +348,14 @@ def uses_copied_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
     """
     alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
     return alone and precision.master_weights and precision.gradients == "float32"
+
+
+def casts_once_per_step(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> bool:
+    """Return whether a step casts the weights of matrix products to autocast's dtype once, for all micro-batches, where
+    no other rank has the weights of this one. One micro-batch has each product cast its weight once anyway."""
+    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
+    plain = precision.parameters == precision.gradients and not precision.master_weights
+    return alone and plain and precision.autocast is not None and micro_batches > 1
 
 
 def leaves_experts_whole(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:

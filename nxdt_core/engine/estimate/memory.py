@@ -109,7 +109,7 @@ def count_parameters(
     *,
     sharded: bool,
     partial: Iterable[str] = (),
-    forms: GatherDtypes | None = None,
+    forms: GatherDtypes,
     keeps: bool = False,
     state: StateOf,
 ) -> ParameterCounts:
@@ -121,13 +121,12 @@ def count_parameters(
         sizes: ranks over which FSDP2 will shard.
         sharded: whether FSDP2 will hold the parameters.
         partial: names whose gradients are partial sums over ``tp``.
-        forms: how FSDP2 gathers the weights; None as it does by itself.
+        forms: how FSDP2 gathers the weights.
         keeps: whether FSDP2 leaves experts alone.
         state: measures the optimizer state of a shard.
     """
     counts, groups = Counter[str](), Counter[str]()
     sums, (outer_first, outer_last) = frozenset(partial), outer_modules(stage, plan)
-    narrow, scaled = (frozenset(), frozenset()) if forms is None else (forms.narrow, forms.scaled)
     trained: list[tuple[int, int]] = []  # elements of the whole, and of the shard
     state_bytes, others = 0.0, tables([stage], plan)
     for name, parameter in stage.named_parameters():
@@ -140,7 +139,7 @@ def count_parameters(
         shard = (-(-shard[0] // ranks), *shard[1:]) if shard else shard
         stored = math.prod(shard)
         # The innermost experts or layer that contains it, or the place outside of all.
-        group, is_narrow, parts = _ROOT, name in narrow, name.split(".")[:-1]
+        group, is_narrow, parts = _ROOT, name in forms.narrow, name.split(".")[:-1]
         for end in range(len(parts), 0, -1):
             path = ".".join(parts[:end])
             if matches_any(plan.experts.modules, path) or matches(plan.recompute_layer, path):
@@ -151,7 +150,7 @@ def count_parameters(
                 break
         groups[group] += size * (not ((expert and keeps) or coded))
         counts.update(local=size, stored=stored, coded=size * coded, narrow=size * is_narrow)
-        counts.update(scaled=size * (name in scaled), scales=name in scaled)
+        counts.update(scaled=size * (name in forms.scaled), scales=name in forms.scaled)
         counts.update(experts=size * expert, experts_kept=size * (expert and keeps))
         counts.update(experts_narrow=size * (expert and is_narrow), experts_trained=size * (expert and trains))
         counts.update(ends_narrow=size * (is_narrow and group in (_FIRST, _LAST)))
@@ -277,6 +276,8 @@ class StorageLayout:
     """Other ranks hold the same parameters, unless these are sharded."""
     accumulates: bool
     """A step has several micro-batches."""
+    cast_once: bool = False
+    """A step has one copy of the trained weights of matrix products, in autocast's dtype."""
     stand_ins: bool = False
     """The optimizer works on float32 stand-ins of weights that are rounded."""
 
@@ -294,11 +295,6 @@ class StorageLayout:
     def stored_bytes(self) -> int:
         """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
         return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
-
-    def saved_bytes(self, stored: int, *, bfloat16: bool) -> int:
-        """Return the bytes in a checkpoint per element of a parameter of ``stored`` bytes; with ``bfloat16`` wider
-        weights are saved in it too."""
-        return stored + (_BYTES["bfloat16"] if bfloat16 and stored > _BYTES["bfloat16"] else 0)
 
     @property
     def gradient_bytes(self) -> int:
@@ -347,6 +343,8 @@ def peak_memory(
         weights, masters, updated = frozen + stored, optimizer, (frozen + stored, optimizer)
     gradient_bytes, whole_gradients = storage.gradient_bytes, counts.trained * storage.gradient_bytes
     with_copies = weights + (counts.trained * storage.compute_bytes if storage.copied else 0)
+    if storage.cast_once:
+        with_copies += (counts.narrow + counts.scaled - counts.frozen_narrow) * storage.product_bytes
 
     # While micro-batches run.
     held, gradients, communication = with_copies, whole_gradients, 0

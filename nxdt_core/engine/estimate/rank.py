@@ -23,7 +23,13 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import HOST, PROFILES, available_type, profile_of
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine.data.fsdp import gather_dtypes, leaves_experts_whole
+from nxdt_core.engine.data.fsdp import (
+    casts_once_per_step,
+    gather_dtypes,
+    leaves_experts_whole,
+    needs_sharding,
+    product_weights,
+)
 from nxdt_core.engine.decoding import attention_slots
 from nxdt_core.engine.estimate.memory import (
     ParameterCounts,
@@ -45,7 +51,7 @@ from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.model import objective_output
-from nxdt_core.engine.optim.rounding import updates_rounded
+from nxdt_core.engine.optim.updates import updates_rounded
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.models.attention.cache import cached_width
@@ -93,6 +99,20 @@ class Workload:
     def micro_batches(self) -> int:
         """Return the number of micro-batches per step and rank."""
         return self.global_batch_size // (self.micro_batch_size * self.sizes.dp)
+
+    @property
+    def storage(self) -> StorageLayout:
+        """Return how the ranks hold parameters, gradients and optimizer state."""
+        sizes = self.sizes
+        return StorageLayout(
+            policy=self.precision,
+            zero_stage=sizes.zero_stage,
+            sharded=needs_sharding(sizes, self.precision),
+            replicated=sizes.fsdp * sizes.dp_replicate > 1,
+            accumulates=self.micro_batches > 1,
+            cast_once=casts_once_per_step(sizes, self.precision, micro_batches=self.micro_batches),
+            stand_ins=self.stand_ins,
+        )
 
     @property
     def rows(self) -> int:
@@ -176,7 +196,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
         state=optimizer_state(factory, optimizer.config, dtype, narrow=narrow, more=parts.extra_state_bytes),
         stand_ins=rounding is not None and needs_stand_ins(factory, optimizer.config),
         sizes=sizes,
-        options=LayoutOptions.of(run, profile, ParallelMesh(sizes, None)),
+        options=LayoutOptions.of(run, profile, sizes),
         micro_batch_size=run.data.micro_batch_size,
         global_batch_size=run.data.global_batch_size,
         seq_length=run.data.seq_length,
@@ -217,13 +237,13 @@ class MeasuredRank:
     """Bytes of the keys and values of a micro-batch's answers; 0 where the model writes none."""
 
 
-def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> MeasuredRank:
+def measure_rank(work: Workload, pp_rank: int) -> MeasuredRank:
     """Lay out the stages of ``pp_rank`` and run a micro-batch through each.
 
     FSDP2 and compilation are left out: the first cannot run without memory and is counted by rules, and what compiled
     layers keep is made of layers as they are written (:func:`keep_as_compiled`).
     """
-    compiled = work.options.compile_backend is not None
+    compiled, storage = work.options.compile_backend is not None, work.storage
     options = replace(
         work.options, compile_backend=None, row_kernels=_IN_KERNELS if compiled else work.options.row_kernels
     )
@@ -244,14 +264,17 @@ def measure_rank(work: Workload, storage: StorageLayout, pp_rank: int) -> Measur
                 keeps=storage.sharded and leaves_experts_whole(work.sizes, work.precision),
                 state=work.state,
             )
+            for name in product_weights(module, layout.plan) if storage.cast_once else ():
+                parameter = module.get_parameter(name)
+                parameter.data = parameter.data.to(work.autocast)
             if compiled:
                 again = work.options.sequence_parallel and work.options.gathers_again
                 keep_as_compiled(module, layout.plan, gathers_again=again)
             layers += sum(matches(layout.plan.recompute_layer, name) for name, _ in module.named_modules())
             with name_shape_errors([module], layout.plan, sizes), _noted_cache(module, layout.plan, work) as noted:
-                traces.append(_trace(module, replace(work, options=options), storage, mesh, number, hidden_size))
+                traces.append(_trace(module, replace(work, options=options), mesh, number, hidden_size))
             cache += sum(noted.values())
-        teacher = _measure_teacher(replace(work, options=options), storage, mesh, precision)
+        teacher = _measure_teacher(replace(work, options=options), mesh, precision)
     return MeasuredRank(
         counts=counts, traces=tuple(traces), layers=layers, hidden_size=hidden_size, teacher=teacher, cache=cache
     )
@@ -280,9 +303,7 @@ def _noted_cache(module: nn.Module, plan: ParallelPlan, work: Workload) -> Itera
             handle.remove()
 
 
-def _measure_teacher(
-    work: Workload, storage: StorageLayout, mesh: ParallelMesh, precision: PrecisionPolicy
-) -> MeasuredTeacher:
+def _measure_teacher(work: Workload, mesh: ParallelMesh, precision: PrecisionPolicy) -> MeasuredTeacher:
     """Lay out this rank's stages of the second model, and run a micro-batch forward through each."""
     if work.teacher is None:
         return MeasuredTeacher()
@@ -294,14 +315,14 @@ def _measure_teacher(
             module,
             layout.plan,
             work.sizes,
-            sharded=storage.sharded,
+            sharded=work.storage.sharded,
             forms=gather_dtypes(module, layout.plan, work.precision),
             state=work.state,
         )
         views, stage_input = _use_local_tensors(module.eval()), _stage_input(work, work.batch(), number, hidden_size)
         with _refuse_values():
             needed, output = trace_forward(module, stage_input, autocast=work.autocast, views=views)
-        weights, forward = weights + counts.frozen_bytes, max(forward, needed + gathered_bytes(counts, storage))
+        weights, forward = weights + counts.frozen_bytes, max(forward, needed + gathered_bytes(counts, work.storage))
         logits_bytes = work.objective.kept_bytes(output) if number == work.sizes.stages - 1 else 0
     return MeasuredTeacher(weights=weights, running=forward, kept=logits_bytes)
 
@@ -318,9 +339,7 @@ def _stage_input(work: Workload, batch: Batch, number: int, hidden_size: int) ->
     )
 
 
-def _trace(
-    module: nn.Module, work: Workload, storage: StorageLayout, mesh: ParallelMesh, number: int, hidden_size: int
-) -> MicroBatchTrace:
+def _trace(module: nn.Module, work: Workload, mesh: ParallelMesh, number: int, hidden_size: int) -> MicroBatchTrace:
     batch = work.batch()
     stage_input = _stage_input(work, batch, number, hidden_size)
 
@@ -336,8 +355,8 @@ def _trace(
             stage_input,
             loss=loss if number == work.sizes.stages - 1 else None,
             holds_output=work.sizes.pp > 1,
-            gradients=storage.gradient_use,
-            masters=getattr(torch, work.precision.gradients) if storage.copied else None,
+            gradients=work.storage.gradient_use,
+            masters=getattr(torch, work.precision.gradients) if work.storage.copied else None,
             autocast=work.autocast,
             views=views,
             dimensions=dimensions(mesh),

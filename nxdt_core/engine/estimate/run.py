@@ -12,20 +12,19 @@ from dataclasses import replace
 
 from torch import nn
 
-from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding, product_weights
+from nxdt_core.engine.data.fsdp import check_gradient_dtype, product_weights
 from nxdt_core.engine.decoding import records_passes
 from nxdt_core.engine.estimate.memory import ParameterCounts, StorageLayout, count_unique, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, Workload, measure_rank
 from nxdt_core.engine.estimate.trace import ring_share
 from nxdt_core.engine.expert import exchange_chunks, expert_modules, routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
-from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations, stage_costs
 from nxdt_core.engine.pipeline.split import stage_layers
 from nxdt_core.engine.weights import build_whole
 from nxdt_core.protocols.estimate import Estimate, Memory, RankEstimate
-from nxdt_core.protocols.mesh import MeshSizes, rank_of_stage, stages_of_rank
+from nxdt_core.protocols.mesh import rank_of_stage, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan
 
 _SCALE_BYTES = 4
@@ -43,14 +42,6 @@ def estimate(work: Workload) -> Estimate:
     check_gradient_dtype(sizes, work.precision, micro_batches=work.micro_batches)
     built = build_whole(work.builder, work.adapters)
     whole, plan = built.module, built.plan
-    storage = StorageLayout(
-        policy=work.precision,
-        zero_stage=sizes.zero_stage,
-        sharded=needs_sharding(ParallelMesh(sizes, None), work.precision),
-        replicated=sizes.fsdp * sizes.dp_replicate > 1,
-        accumulates=work.micro_batches > 1,
-        stand_ins=work.stand_ins,
-    )
     cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
     work = replace(work, options=replace(work.options, pipeline_cuts=cuts))
     layers: list[tuple[str, ...]] = []
@@ -69,14 +60,14 @@ def estimate(work: Workload) -> Estimate:
     ranks = []
     for pp_rank, kind in enumerate(_kinds(whole, plan, work, layers)):
         if kind not in measured:
-            measured[kind] = measure_rank(work, storage, pp_rank)
-        ranks.append(_of_rank(measured[kind], work, storage, pp_rank, orders[pp_rank]))
+            measured[kind] = measure_rank(work, pp_rank)
+        ranks.append(_of_rank(measured[kind], work, pp_rank, orders[pp_rank]))
     parameters, trained = count_unique(whole)
     chunks = min(exchange_chunks(whole, plan).values(), default=1) if sizes.ep > 1 else 1
     repeated, length = _FORWARD if work.options.recompute_granularity == "full" else 0.0, work.seq_length
     if work.teacher is not None:  # which runs forward alone
         repeated += _FORWARD * work.teacher.flops_per_token(length) / work.builder.flops_per_token(length)
-    hidden_behind, never_hidden = _overlap(whole, plan, work, storage, chunks)
+    hidden_behind, never_hidden = _overlap(whole, plan, work, chunks)
     return Estimate(
         parameters=parameters,
         trained=trained,
@@ -86,7 +77,7 @@ def estimate(work: Workload) -> Estimate:
         stage_layers=tuple(map(len, layers)),
         pipeline_cuts=tuple(stage[-1] for stage in layers[:-1]),
         longest_rank=max(of_ranks.values()) * sizes.pp / (of_ranks.total() or 1),
-        checkpoint_bytes=_checkpoint_bytes(work, storage, whole, plan),
+        checkpoint_bytes=_checkpoint_bytes(work, whole, plan),
         flops_per_token=work.builder.flops_per_token(work.seq_length),
         layout=tuple(_layout(work)),
         ranks=tuple(ranks),
@@ -102,7 +93,7 @@ _FORWARD = 1 / 3
 
 
 def _overlap(
-    whole: nn.Module, plan: ParallelPlan, work: Workload, storage: StorageLayout, chunks: int
+    whole: nn.Module, plan: ParallelPlan, work: Workload, chunks: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Return the share of a step's computation that traffic can be hidden behind, and the share of the traffic that
     ranks wait for in any case, by dimension.
@@ -118,6 +109,7 @@ def _overlap(
     Of an exchange with experts in chunks, ranks wait for one chunk: the first on its way there and the last on its way
     back. While experts compute one chunk, another one travels.
     """
+    storage = work.storage
     after = not storage.sharded and work.sizes.pp > 1
     behind = {"pp": 1.0, "dp": 0.0 if after else 1.0 if storage.zero_stage >= 2 else 1 / work.micro_batches}
     never: dict[str, float] = {}
@@ -139,21 +131,22 @@ def _overlap(
     return behind, never
 
 
-def _checkpoint_bytes(work: Workload, storage: StorageLayout, whole: nn.Module, plan: ParallelPlan) -> int:
-    parameters, trained = count_unique(whole)
-    others = tables([whole], plan)
+def _checkpoint_bytes(work: Workload, whole: nn.Module, plan: ParallelPlan) -> int:
+    storage, (parameters, trained), others = work.storage, count_unique(whole), tables([whole], plan)
     updated = [(name, tuple(p.shape)) for name, p in whole.named_parameters() if p.requires_grad]
     state = sum(work.state(shape, name not in others).saved for name, shape in updated)
-    saved = round(trained * storage.saved_bytes(storage.stored_bytes, bfloat16=work.saves_bfloat16) + state)
+
+    def saved_bytes(stored: int) -> int:  # of an element; wider weights are saved in bfloat16, too, where that is asked
+        return stored + (2 if work.saves_bfloat16 and stored > 2 else 0)
+
+    saved = round(trained * saved_bytes(storage.stored_bytes) + state)
     coded = work.options.base_dtype is not None
     if trained == parameters or coded or not all(adapter.saves_base for adapter in work.adapters):
         return saved
     frozen = {name: p.numel() for name, p in whole.named_parameters() if not p.requires_grad}
     narrow = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())
-    saved += narrow * storage.saved_bytes(storage.product_bytes, bfloat16=work.saves_bfloat16)
-    return saved + (parameters - trained - narrow) * storage.saved_bytes(
-        storage.compute_bytes, bfloat16=work.saves_bfloat16
-    )
+    saved += narrow * saved_bytes(storage.product_bytes)
+    return saved + (parameters - trained - narrow) * saved_bytes(storage.compute_bytes)
 
 
 def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, layers: Sequence[Sequence[str]]) -> list[object]:
@@ -171,14 +164,12 @@ def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, layers: Sequenc
     ]
 
 
-def _of_rank(
-    measured: MeasuredRank, work: Workload, storage: StorageLayout, pp_rank: int, order: Sequence[Operation]
-) -> RankEstimate:
+def _of_rank(measured: MeasuredRank, work: Workload, pp_rank: int, order: Sequence[Operation]) -> RankEstimate:
     """Return the estimate of one rank: measurements of a rank of this kind, at this one's place in the schedule."""
     sizes = work.sizes
     stages = stages_of_rank(pp_rank, sizes.pp, sizes.vpp, sizes.schedule)
     traces = dict(zip(stages, measured.traces, strict=True))
-    memory = peak_memory(measured.counts, storage, order, traces, work.hidden_bytes(measured.hidden_size))
+    memory = peak_memory(measured.counts, work.storage, order, traces, work.hidden_bytes(measured.hidden_size))
     if work.teacher is not None:
         # A second model runs when the logits of a micro-batch are there. In a pipeline it runs before the step, and
         # what is kept of its logits waits for all micro-batches; the trace has counted one.
@@ -191,7 +182,7 @@ def _of_rank(
             logits=memory.logits + waiting,
             workspace=memory.workspace + max(beyond, 0),
         )
-    if records_passes(sizes, sharded=storage.sharded) and work.records:
+    if records_passes(sizes, sharded=work.storage.sharded) and work.records:
         memory = replace(memory, cache=measured.cache)
     else:  # it is freed before the step
         writing = Memory(weights=memory.weights, optimizer=memory.optimizer, cache=measured.cache)
@@ -203,7 +194,7 @@ def _of_rank(
         parameters=measured.counts.local,
         stored=measured.counts.stored,
         memory=memory,
-        sent=sent_in_a_step(measured, work, storage, stages),
+        sent=sent_in_a_step(measured, work, stages),
     )
 
 
@@ -228,9 +219,7 @@ def _layout(work: Workload) -> Iterator[str]:
         yield f"recomputes {what}"
 
 
-def sent_in_a_step(
-    measured: MeasuredRank, work: Workload, storage: StorageLayout, stages: tuple[int, ...]
-) -> Mapping[str, int]:
+def sent_in_a_step(measured: MeasuredRank, work: Workload, stages: tuple[int, ...]) -> Mapping[str, int]:
     """Return the bytes by dimension (``tp``, ``cp``, ``ep``, ``token_shuffle``, ``pp``, ``dp``), without those that
     send none."""
     sent: Counter[str] = Counter()
@@ -243,13 +232,14 @@ def sent_in_a_step(
         here = rank_of_stage(stage, sizes.pp, sizes.schedule)
         hops += sum(rank_of_stage(other, sizes.pp, sizes.schedule) != here for other in neighbours)
     sent["pp"] += hops * work.hidden_bytes(measured.hidden_size) * work.micro_batches
-    sent["tp"] += round(2 * ring_share(work.sizes.tp) * measured.counts.partial * storage.gradient_bytes)
-    sent["dp"] += round(sum(_data(measured.counts, work.sizes, storage, work.micro_batches)))
+    sent["tp"] += round(2 * ring_share(work.sizes.tp) * measured.counts.partial * work.storage.gradient_bytes)
+    sent["dp"] += round(sum(_data(measured.counts, work)))
     return {dimension: size for dimension, size in sent.items() if size}
 
 
-def _data(counts: ParameterCounts, sizes: MeshSizes, storage: StorageLayout, micro_batches: int) -> Iterator[float]:
+def _data(counts: ParameterCounts, work: Workload) -> Iterator[float]:
     """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
+    sizes, storage, micro_batches = work.sizes, work.storage, work.micro_batches
     experts = (counts.experts, counts.experts_narrow, counts.experts_trained)
     dense = (
         counts.local - experts[0] - counts.scaled - counts.coded,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
@@ -10,14 +11,13 @@ from torch import nn
 from nxdt_core.distributed.collectives import group_by_dtype
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, local_of, placed_like, sharded_over
-from nxdt_core.engine.optim.rounding import Backend, StochasticRounding
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
-from nxdt_core.engine.optim.updates import AdamUpdates, StochasticUpdates, stand_ins
+from nxdt_core.engine.optim.updates import AdamUpdates, Backend, StochasticRounding, StochasticUpdates, stand_ins
 from nxdt_core.engine.parameters import shard_of
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
-from nxdt_core.protocols.optimizer import PackedState, ParameterGroup
+from nxdt_core.protocols.optimizer import PackedState, ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelOptimizer
 from nxdt_core.protocols.piece import Piece
 
@@ -68,38 +68,34 @@ class TorchOptimizer(ParallelOptimizer):
         never_waits: bool = False,
     ) -> None:
         self._padded = padded or {}
-        self._named = {
-            name: parameter for group in groups for name, parameter in zip(group["names"], group["params"], strict=True)
-        }
-        self._shards = {
-            name: nn.Parameter(local_of(parameter).detach(), requires_grad=True) if is_dtensor(parameter) else parameter
-            for name, parameter in self._named.items()
-        }
-        self._places = {
-            name: shard_of(parameter, self._padded.get(name), matrix=name not in tables)
-            for name, parameter in self._named.items()
-        }
+        self._named: dict[str, nn.Parameter] = {}
+        self._shards: dict[str, nn.Parameter] = {}
+        self._places: dict[str, ParameterShard] = {}
+        for group in groups:
+            for name, parameter in zip(group["names"], group["params"], strict=True):
+                self._named[name] = self._shards[name] = parameter
+                if is_dtensor(parameter):
+                    self._shards[name] = nn.Parameter(local_of(parameter).detach(), requires_grad=True)
+                self._places[name] = shard_of(parameter, self._padded.get(name), matrix=name not in tables)
         self._trained = self._shards if rounding is None else stand_ins(self._shards)
-        of_shards: list[ParameterGroup] = [
-            {
-                **group,
-                "params": [self._trained[name] for name in group["names"]],
-                "shards": [self._places[name] for name in group["names"]],
-            }
-            for group in groups
-        ]
+        of_shards: list[ParameterGroup] = []
+        for group in groups:
+            params = list(map(self._trained.__getitem__, group["names"]))
+            of_shards.append({**group, "params": params, "shards": list(map(self._places.__getitem__, group["names"]))})
         # The factory would refuse an empty list, which a rank has whose stage is frozen.
         self.inner = build(of_shards) if groups else torch.optim.SGD([{"params": []}], lr=lr)
-        cut = [name for name, parameter in self._named.items() if sharded_over(parameter)]
-        if cut and isinstance(self.inner, _OF_THE_WHOLE):
-            raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
+        if isinstance(self.inner, _OF_THE_WHOLE):
+            cut = [name for name, parameter in self._named.items() if sharded_over(parameter)]
+            if cut:
+                raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=cut)
         self._fused = getattr(self.inner, "_step_supports_amp_scaling", False)
-        self._apply: Callable[[int], object] = lambda step: self.inner.step()
+        self._updates: AdamUpdates | StochasticUpdates | None = None
+        """Kernels of the update; None: the optimizer's own."""
         updated = (self.inner, self._shards, self._places, self._trained)
-        if AdamUpdates.handles(self.inner) and (rounding is not None or (backend == "compile" and self._fused)):
-            self._apply = AdamUpdates(*updated, rounding, backend=backend).apply
+        if (rounding is not None or (backend == "compile" and self._fused)) and AdamUpdates.handles(self.inner):
+            self._updates = AdamUpdates(*updated, rounding, backend=backend)
         elif rounding is not None:
-            self._apply = StochasticUpdates(*updated, rounding, backend=backend).apply
+            self._updates = StochasticUpdates(*updated, rounding, backend=backend)
         self._rejection = DeviceRejection(self._shards, self._trained, self.inner) if never_waits else None
         self._peak_lr = [float(group["lr"]) for group in self.inner.param_groups]
         self._norm = norm
@@ -149,32 +145,33 @@ class TorchOptimizer(ParallelOptimizer):
                 shard.data = local_of(parameter)
                 shard.grad = None if parameter.grad is None else local_of(parameter.grad)
         rejected, self._rejected = self._rejected, None
-        if rejected is None:
-            self._update()
-        elif self._fused and not profile_of(rejected.device).host:
+        applies = True
+        undoing: AbstractContextManager[None] = nullcontext()
+        if rejected is not None and self._fused and not profile_of(rejected.device).host:
             # By the attribute of torch's gradient scaler: a fused kernel decides, and no host waits.
             self.inner.found_inf = rejected.float()  # type: ignore[attr-defined]
-            self._update()
-        elif self._rejection is not None:
-            with self._rejection.undoing(rejected):
-                self._update()
-        elif not bool(rejected):
-            self._update()
+        elif rejected is not None and self._rejection is not None:
+            undoing = self._rejection.undoing(rejected)
+        elif rejected is not None:
+            applies = not bool(rejected)
+        if applies:
+            with undoing:
+                try:
+                    if self._updates is None:
+                        self.inner.step()
+                    else:
+                        self._updates.apply(self._step)
+                except RuntimeError as error:
+                    if not self._untried:
+                        raise
+                    raise OptimizerStateOfShards(state=self._untried, problem="does not fit this layout") from error
+            self._untried = []
         if self._after_step is not None:
             self._after_step()
         for parameter in (*self._shards.values(), *self._named.values()):
             parameter.grad = None
         for handed in ("grad_scale", "found_inf"):
             vars(self.inner).pop(handed, None)
-
-    def _update(self) -> None:
-        try:
-            self._apply(self._step)
-        except RuntimeError as error:
-            if not self._untried:
-                raise
-            raise OptimizerStateOfShards(state=self._untried, problem="does not fit this layout") from error
-        self._untried = []
 
     def begin_step(self, step: int) -> None:
         """Set the number of the coming update; its random numbers depend on it."""

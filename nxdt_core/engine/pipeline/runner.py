@@ -82,6 +82,8 @@ class PipelineRunner:
         check_micro_batches(schedule, pp=mesh.size("pp"), micro_batches=micro_batches)
         self.stages = dict(zip(stage_indices, stage_modules, strict=True))
         """Modules of this rank by stage number."""
+        self.holds_last = mesh.size("pp") * len(self.stages) - 1 in self.stages
+        """Whether the model's last stage, which gives logits and losses, is on this rank."""
         self._schedule = schedule
         self._pp, self._group = mesh.size("pp"), group
         self._stream = MicroBatchStream(device, hidden_spec, sent)
@@ -97,11 +99,6 @@ class PipelineRunner:
         )
         self._loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor] | None = None
         self._prepared: tuple[tuple[int, HiddenSpec], list[StreamedStage], StockSchedule] | None = None
-
-    @property
-    def holds_last(self) -> bool:
-        """Return whether the model's last stage, which gives logits and losses, is on this rank."""
-        return self._settings.stages - 1 in self.stages
 
     def train(
         self,

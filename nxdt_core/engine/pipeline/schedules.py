@@ -206,28 +206,24 @@ def step_length(orders: Sequence[Sequence[Operation]], costs: Sequence[int]) -> 
         for rank, order in enumerate(orders):
             while places[rank] < len(order):
                 operation = order[places[rank]]
-                ready = _ready_at(operation, done, last)
-                if ready is None:
+                stage, index = operation.stage, operation.micro_batch
+                # What it needs of other stages; of the next one, the backward or its first pass.
+                if operation.kind == "forward":
+                    needed = [Operation("forward", stage - 1, index)] if stage > 0 else []
+                elif operation.kind == "backward_weight":
+                    needed = [Operation("backward_input", stage, index)]
+                elif stage == last:
+                    needed = [Operation("forward", stage, index)]
+                else:
+                    needed = [Operation("backward", stage + 1, index), Operation("backward_input", stage + 1, index)]
+                times = [done[other] for other in needed if other in done]
+                if needed and not times:
                     break
                 length = _COST[operation.kind] * costs[operation.stage]
-                clocks[rank] = done[operation] = max(clocks[rank], ready) + length
+                clocks[rank] = done[operation] = max([clocks[rank], *times]) + length
                 places[rank] += 1
         assert sum(places) > before, f"{len(orders)} ranks with {len(costs)} stages deadlock"
     return max(clocks)
-
-
-def _ready_at(operation: Operation, done: Mapping[Operation, int], last: int) -> int | None:
-    """Return when the inputs of ``operation`` from other stages are ready; None: not yet."""
-    stage, index = operation.stage, operation.micro_batch
-    if operation.kind == "forward":
-        return 0 if stage == 0 else done.get(Operation("forward", stage - 1, index))
-    if operation.kind == "backward_weight":
-        return done.get(Operation("backward_input", stage, index))
-    if stage == last:
-        return done.get(Operation("forward", stage, index))
-    kinds: tuple[OperationKind, ...] = ("backward", "backward_input")
-    times = [done[step] for kind in kinds if (step := Operation(kind, stage + 1, index)) in done]
-    return times[0] if times else None
 
 
 _TRAINED, _FROZEN = 6, 4

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import difflib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -129,14 +128,9 @@ def _within(parameter: str, modules: Sequence[str]) -> bool:
     return any(parameter.startswith(f"{name}.") for name in modules)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TiedCopies:
-    """A pair of ``ParallelPlan.tied`` whose parameters are on different stages."""
-
-    owner: str
-    user: str
-    parameters: tuple[nn.Parameter, ...]
-    """The parameters of the two modules that are on this rank: none, one, or both (``zbv`` ends where it begins)."""
+TiedCopies = tuple[nn.Parameter, ...]
+"""The parameters of a pair of ``ParallelPlan.tied`` on different stages that are on this rank: none, one, or both
+(``zbv`` ends where it begins)."""
 
 
 def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_count: int) -> list[TiedCopies]:
@@ -153,9 +147,7 @@ def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_co
     first, last = plan.pipeline.first, plan.pipeline.last
     maps = [dict(module.named_parameters(remove_duplicate=False)) for module in stages.values()]
     return [
-        TiedCopies(
-            owner=owner, user=user, parameters=tuple(of[name] for name in (owner, user) for of in maps if name in of)
-        )
+        tuple(of[name] for name in (owner, user) for of in maps if name in of)
         for owner, user in plan.tied
         if (_within(owner, first) and _within(user, last)) or (_within(owner, last) and _within(user, first))
     ]
@@ -189,7 +181,7 @@ def sum_tied_gradients(copies: Sequence[TiedCopies], group: dist.ProcessGroup | 
     """
     for pair in copies:
         gradients = []  # this rank's parts, to be changed in place
-        for parameter in pair.parameters:
+        for parameter in pair:
             if not parameter.requires_grad:
                 continue
             if parameter.grad is None:

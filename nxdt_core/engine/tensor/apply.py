@@ -33,7 +33,6 @@ from nxdt_core.engine.tensor.layers import (
     SplitRowLinear,
     VocabParallelEmbedding,
     VocabParallelHead,
-    WholeColumnLinear,
     local_part,
 )
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
@@ -281,8 +280,15 @@ class TensorSharder:
             return VocabParallelHead(weight, bias, cut.mesh, update=update)
         if style == "column":
             return ColumnParallelLinear(weight, bias, spread=cut.spread, part=cut.part, update=update)
-        kind = GatheredColumnLinear if style == "column_gathered" else WholeColumnLinear
-        return kind(weight, bias, group=self._group, spread=cut.spread, part=cut.part, update=update)
+        return GatheredColumnLinear(
+            weight,
+            bias,
+            group=self._group,
+            ends_block=style == "column_whole",
+            spread=cut.spread,
+            part=cut.part,
+            update=update,
+        )
 
     def _row(self, path: str, linear: nn.Linear, style: TensorStyle) -> RowParallelLinear:
         if style == "row_partial" and linear.bias is not None:

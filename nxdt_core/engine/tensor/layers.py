@@ -268,30 +268,26 @@ class ColumnParallelLinear(nn.Module):
 
 
 class GatheredColumnLinear(ColumnParallelLinear):
-    """A column-parallel layer that returns the features of all ranks; their gradients are partial sums."""
+    """A column-parallel layer that returns the features of all ranks. Their gradients are partial sums, or are equal
+    on all ranks where the layer ends a tensor block."""
 
     def __init__(
-        self, weight: nn.Parameter, bias: nn.Parameter | None, *, group: dist.ProcessGroup, **options: Any
+        self,
+        weight: nn.Parameter,
+        bias: nn.Parameter | None,
+        *,
+        group: dist.ProcessGroup,
+        ends_block: bool,
+        **options: Any,
     ) -> None:
         """``group``: the tensor parallel ranks; other arguments as of :class:`ColumnParallelLinear`, cut evenly."""
         super().__init__(weight, bias, **options)
-        self.group = group
+        self.group, self.ends_block = group, ends_block
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out]."""
-        return self.gathered(super().forward(hidden))
-
-    def gathered(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the features of all ranks; gradients are summed."""
-        return gather_along(features, -1, self.group)
-
-
-class WholeColumnLinear(GatheredColumnLinear):
-    """A column-parallel layer that ends a tensor block: what follows is computed equally on all ranks."""
-
-    def gathered(self, features: torch.Tensor) -> torch.Tensor:
-        """Return the features of all ranks; each rank's gradient is its own part."""
-        return gather_whole(features, -1, self.group)
+        gather = gather_whole if self.ends_block else gather_along
+        return gather(super().forward(hidden), -1, self.group)
 
 
 class RowParallelLinear(nn.Module):

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
-from nxdt_core.distributed.store import join_timeout_s
+from nxdt_core.distributed.process_group import join_timeout_s
 from nxdt_core.errors.ranks import RankDied, RankHung
 from nxdt_core.launch.supervision.heartbeat import Heartbeat, continue_stopped, enable_flight_recorder, is_stopped
 from nxdt_core.launch.supervision.messages import (

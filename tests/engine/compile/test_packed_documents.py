@@ -14,11 +14,9 @@ from torch.nn.attention import flex_attention
 from nxdt_core.config import load
 from nxdt_core.distributed.devices import PROFILES
 from nxdt_core.engine.compile import compile_layers
-from nxdt_core.engine.layout import LayoutOptions
-from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.layout import block_attention
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
@@ -104,8 +102,7 @@ def test_documents_are_kept_once_for_all_layers(backend, by_blocks):
 
 
 def test_a_devices_profile_chooses_blocks():
-    run, mesh = load("recipe:llama-tiny").run, ParallelMesh(MeshSizes(), None)
-    by_blocks, under_masks = (LayoutOptions.of(run, PROFILES[name], mesh).block_attention for name in ("cuda", "cpu"))
+    by_blocks, under_masks = (block_attention(PROFILES[name]) for name in ("cuda", "cpu"))
     assert by_blocks is not None
     assert torch.bfloat16 in by_blocks.dtypes
     assert torch.float64 not in by_blocks.dtypes

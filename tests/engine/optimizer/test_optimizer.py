@@ -113,7 +113,7 @@ def as_written(monkeypatch):
     def called(function, backend):
         return lambda *arguments: calls.append(function(*arguments))
 
-    monkeypatch.setattr("nxdt_core.engine.optim.rounding._compiled", called)
+    monkeypatch.setattr("nxdt_core.engine.optim.updates._compiled", called)
     return calls
 
 

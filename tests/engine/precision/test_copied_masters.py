@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,12 +13,16 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nxdt_core.distributed.devices import PROFILES
+from nxdt_core.distributed.placement import local_of
+from nxdt_core.engine import model as engine_model
 from nxdt_core.engine.data.fsdp import needs_sharding, uses_copied_masters
-from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.precision import CopiedMasters
+from nxdt_core.models.loss import CausalLM
+from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-from tests.engine.test_traffic import MICRO_BATCHES, configured, running
+from tests.engine.test_traffic import MICRO_BATCHES, ROWS, SEQ, configured, running
 
 MASTERS = PrecisionPolicy(name="mixed_precision", parameters="bfloat16", master_weights=True)
 CASTS = {"_to_copy", "copy_", "_foreach_copy_", "add_", "div", "chunk_cat"}
@@ -39,12 +44,12 @@ class Moved(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def moved_by_casts(*overrides: str) -> tuple[float, bool, bool, set[str]]:
-    """Bytes for each element of the matrices in a step; whether there is a process group, and whether FSDP2 is at
-    work; the dtypes that the modules have after it."""
-    with running(configured("llama-tiny", "mixed_precision", 1, *overrides)) as (_, model, step):
+def moved_by_casts(precision: str, *overrides: str) -> tuple[float, bool, bool, set[str]]:
+    """Bytes for each element of the layers' matrices in a step; whether there is a process group, and whether FSDP2 is
+    at work; the dtypes that the modules have after it."""
+    with running(configured("llama-tiny", precision, 1, *overrides)) as (_, model, step):
         step()
-        matrices = [p for _, p in model.named_parameters() if p.ndim == 2]
+        matrices = [p for name, p in model.named_parameters() if p.ndim == 2 and "layers" in name]
         (module,) = model.local_modules()
         with Moved({tuple(p.shape) for p in matrices}) as moved:
             step()
@@ -54,8 +59,9 @@ def moved_by_casts(*overrides: str) -> tuple[float, bool, bool, set[str]]:
         return total / sum(p.numel() for p in matrices), dist.is_initialized(), sharded, dtypes
 
 
-def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(ranks):
-    ((moved, grouped, sharded, dtypes),) = ranks(1).run(moved_by_casts, timeout_s=240)
+@pytest.mark.parametrize("precision", ["mixed_precision", "autocast"])
+def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(new_ranks, precision):
+    ((moved, grouped, sharded, dtypes),) = new_ranks(1).run(moved_by_casts, precision, timeout_s=240)
     weights, first, later = 4 + 2, 2 + 4, 2 + 4 + 4
     assert moved == weights + first + (MICRO_BATCHES - 1) * later
     assert (grouped, sharded, dtypes) == (False, False, {"torch.float32"})
@@ -74,13 +80,13 @@ def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(ranks):
 )
 def test_masters_that_others_hold_too_or_in_a_pipeline_are_sharded(sizes, copied):
     assert uses_copied_masters(sizes, MASTERS) == copied
-    assert needs_sharding(ParallelMesh(sizes, None), MASTERS) == (not copied)
+    assert needs_sharding(sizes, MASTERS) == (not copied)
 
 
 @pytest.mark.parametrize("stay", [False, True])
 def test_copies_are_those_of_the_masters_now_and_keep_their_memory_for_recordings(stay: bool) -> None:
     layer = torch.nn.Linear(3, 3)
-    copies = CopiedMasters([layer], torch.bfloat16)
+    copies = CopiedMasters([layer], layer.parameters(), torch.bfloat16)
     copies.stay = stay
     with copies.in_place():
         copy, address = layer.weight, layer.weight.data_ptr()
@@ -91,3 +97,45 @@ def test_copies_are_those_of_the_masters_now_and_keep_their_memory_for_recording
     with copies.in_place():
         assert torch.equal(layer.weight, master.bfloat16())
         assert not stay or layer.weight.data_ptr() == address
+
+
+def gradients_of_a_step(recipe: str, world: int, casts_once: bool, *overrides: str) -> tuple[int, dict[str, Any]]:
+    """The number of weights that have a copy, and the gradients of a step over several micro-batches."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(PROFILES, "cpu", replace(PROFILES["cpu"], compile_backend="aot_eager"))  # type: ignore[arg-type]
+        if not casts_once:
+            patch.setattr(engine_model, "casts_once_per_step", lambda *_, **__: False)
+        with running(configured(recipe, "autocast", world, *overrides)) as (_, model, _):
+            ids = torch.randint(200, (ROWS, SEQ), generator=torch.Generator().manual_seed(3))
+            batches = [Batch(input_ids=rows, labels=rows) for rows in (ids, ids.flip(0), ids.flip(1))]
+            model.run_train(batches, CausalLM())
+            gradients = {name: local_of(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+            return len(model._products._pairs) if model._products else 0, gradients
+
+
+TP = ("distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.sequence_parallel=true")
+
+
+@pytest.mark.parametrize(
+    ("recipe", "world", "copied", "overrides"),
+    [
+        ("llama-tiny", 1, True, ()),
+        ("llama-tiny", 1, True, ("model.compile=true",)),
+        ("llama-tiny", 1, True, ("model.compile=true", "model.activations_checkpoint_granularity=full")),
+        ("llama-tiny", 1, True, ("model.loss_chunk_tokens=8",)),
+        ("mixtral-tiny", 1, True, ("model.compile=true",)),
+        ("llama-tiny", 2, True, (*TP, "model.compile=true")),
+        ("llama-tiny", 2, False, ("model.compile=true",)),
+    ],
+    ids=str,
+)
+def test_weights_cast_once_per_step_give_the_gradients_of_those_cast_by_each_product(
+    new_ranks, recipe, world, copied, overrides
+):
+    once = new_ranks(world).run(gradients_of_a_step, recipe, world, True, *overrides, timeout_s=300)
+    each = new_ranks(world).run(gradients_of_a_step, recipe, world, False, *overrides, timeout_s=300)
+    for (copies, gradients), (none, expected) in zip(once, each, strict=True):
+        assert (copies > 0, none) == (copied, 0)
+        assert gradients.keys() == expected.keys()
+        assert all(torch.equal(gradients[name], expected[name]) for name in expected)
+        assert {gradient.dtype for gradient in gradients.values()} == {torch.float32}

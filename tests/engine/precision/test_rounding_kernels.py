@@ -18,9 +18,18 @@ from torch._inductor import config, metrics
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from nxdt_core.distributed.devices import HOST, current_device
-from nxdt_core.engine.optim import rounding
-from nxdt_core.engine.optim.rounding import BlockKernel, StochasticRounding, backend_on, can_compile, separate_rows
-from nxdt_core.engine.optim.updates import AdamUpdates, StochasticUpdates, round_into, stand_ins
+from nxdt_core.engine.optim import updates as kernels
+from nxdt_core.engine.optim.updates import (
+    AdamUpdates,
+    BlockKernel,
+    StochasticRounding,
+    StochasticUpdates,
+    backend_on,
+    can_compile,
+    round_into,
+    separate_rows,
+    stand_ins,
+)
 from nxdt_core.engine.precision import rounded_weights
 from nxdt_core.models.random.positions import hashed, noises, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
@@ -128,8 +137,8 @@ def test_a_step_in_float32_reads_and_writes_28_bytes_for_each_element():
 def test_integer_operations_of_a_step(monkeypatch, state, most):
     """For each element of whole rows, in the graph that the compiler gets."""
     counted = IntegerOperations()
-    profile = replace(rounding.profile_of(HOST), compile_backend=counted)
-    monkeypatch.setattr(rounding, "profile_of", lambda device: profile)
+    profile = replace(kernels.profile_of(HOST), compile_backend=counted)
+    monkeypatch.setattr(kernels, "profile_of", lambda device: profile)
     torch._dynamo.reset()
     stepped({"matrix": PLACES["matrix"]}, state=state, backend="compile", steps=1, found_inf=0.0, divisor=2.0)
     assert 0 < sum(counted.found.values()) <= most, counted.found
@@ -334,7 +343,7 @@ def test_weights_that_are_not_contiguous_are_updated():
 
 def test_pieces_of_a_block_are_rounded_as_the_block(monkeypatch):
     expected, _ = stepped(PLACES)
-    monkeypatch.setattr(rounding, "_PIECE_ON_HOST", 1000)
+    monkeypatch.setattr(kernels, "_PIECE_ON_HOST", 1000)
     found, _ = stepped(PLACES)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
@@ -379,7 +388,7 @@ def launches(places, monkeypatch, **options):
     with monkeypatch.context() as patched:
         for step in range(2):
             counted = Launches()
-            patched.setattr(rounding, "_compiled", counted.stand_in)
+            patched.setattr(kernels, "_compiled", counted.stand_in)
             give_gradients(weights, step)
             with counted:
                 updates.apply(step)
@@ -400,8 +409,8 @@ def test_other_optimizers_launch_one_kernel_to_round_each_parameter(monkeypatch)
 
 def test_one_graph_serves_all_parameters_and_every_rate(monkeypatch):
     counter = CompileCounter()
-    profile = replace(rounding.profile_of(torch.device("cpu")), compile_backend=counter)
-    monkeypatch.setattr(rounding, "profile_of", lambda device: profile)
+    profile = replace(kernels.profile_of(torch.device("cpu")), compile_backend=counter)
+    monkeypatch.setattr(kernels, "profile_of", lambda device: profile)
     torch._dynamo.reset()
     weights, updates, inner, _ = made({**layers(2), "cut": CUT}, backend="compile")
     for step in range(5):
@@ -422,8 +431,8 @@ def test_one_graph_serves_all_parameters_and_every_rate(monkeypatch):
 )
 def test_compiled_updates_have_integers_of_one_width(monkeypatch, state, optimizer):
     found = IntegerWidths()
-    profile = replace(rounding.profile_of(HOST), compile_backend=found)
-    monkeypatch.setattr(rounding, "profile_of", lambda device: profile)
+    profile = replace(kernels.profile_of(HOST), compile_backend=found)
+    monkeypatch.setattr(kernels, "profile_of", lambda device: profile)
     torch._dynamo.reset()
     places = {name: PLACES[name] for name in ("norm", "cut")}
     stepped(places, state=state, optimizer=optimizer, backend="compile", steps=1)
@@ -435,7 +444,7 @@ def test_a_missing_compiler_is_said_once_and_the_rounding_is_the_same(monkeypatc
     def broken(function, backend):
         raise RuntimeError("no g++ here\nand more")
 
-    monkeypatch.setattr(rounding, "_compiled", broken)
+    monkeypatch.setattr(kernels, "_compiled", broken)
     can_compile.cache_clear()
     try:
         with caplog.at_level(logging.WARNING):

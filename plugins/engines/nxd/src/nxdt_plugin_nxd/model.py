@@ -119,6 +119,7 @@ class NxdModel(ParallelModel):
     ) -> None:
         """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
         self._stage, self._place, self._around = stage, place, around
+        self.added, self.data_ranks = stage.added, place.sizes.dp
         self.held: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """Parameters of this rank by global name."""
         self.trained: dict[str, TrainedTensor] = {}
@@ -172,16 +173,6 @@ class NxdModel(ParallelModel):
         names = stage.named_parameters().keys()
         saved = {name: value for module in stage.modules for name, value in module.state_dict().items()}
         self._buffers = {name: value for name, value in saved.items() if name not in names}
-
-    @property
-    def added(self) -> frozenset[str]:
-        """Return the parameters of the whole model that adapters added."""
-        return self._stage.added
-
-    @property
-    def data_ranks(self) -> int:
-        """Return the number of ranks that read different samples."""
-        return self._place.sizes.dp
 
     @property
     def device(self) -> torch.device:
