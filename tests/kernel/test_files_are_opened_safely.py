@@ -56,7 +56,7 @@ ALLOWED = {
         f"{CORE}/config/sources.py: self.path.read_text(encoding='utf-8')",
         f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
         f"{CORE}/kernel/registry.py: _FILE.read_text(encoding='utf-8')",
-        f"{NXD_CORE}/arguments.py: files(__package__).joinpath('fixed_arguments.csv').read_text('utf-8')",
+        f"{NXD_CORE}/arguments.py: files(__package__).joinpath(name).read_text('utf-8')",
         f"{CORE}/kernel/metadata.py: PathDistribution(Path(folder)).read_text(name)",
         f"{CORE}/kernel/metadata.py: dist.read_text(name)",
         f"{CORE}/cli/plugins.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",

@@ -30,9 +30,9 @@ from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.system.regular_files import replacing
-from nxdt_plugin_nxd_core.arguments import binds, refused
-from nxdt_plugin_nxd_core.config import NxDConfig, current_config
-from nxdt_plugin_nxd_core.errors import ConfigNotMade, NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
+from nxdt_plugin_nxd_core.arguments import binds, error_of, refused
+from nxdt_plugin_nxd_core.config import NxDConfig, required_config
+from nxdt_plugin_nxd_core.errors import NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
 from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear
 from nxdt_plugin_nxd_core.model import NxDModel, own_parts
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
@@ -60,15 +60,15 @@ def save(
         ArgumentMeansNothing: on all ranks: a value that is none of these.
         RankFilesDoNotFit: on all ranks: a file could not be written.
     """
-    config = _config("parallel_layers.save")
+    config = required_config("parallel_layers.save")
     path = Path(save_dir) / _name(config, master_dp_only) / _FILE
 
     def check() -> None:
         for where, value in tree_flatten_with_path(state_dict)[0]:
             if not isinstance(value, _SAVED):
                 reason = "is not a tensor, a number, text, or a list or a dictionary of them"
-                kind, advice = type(value).__name__, "Leave it out, or save it elsewhere."
-                raise refused("parallel_layers.save", f"state_dict{keystr(where)}", kind, reason, advice)
+                argument, advice = f"state_dict{keystr(where)}", "Leave it out, or save it elsewhere."
+                raise error_of("parallel_layers.save", argument, type(value).__name__, reason, advice)
 
     on_all_ranks(config.engine.ranks, check, where=str(save_dir))
     writes = not (config.groups.rank("dp") and master_dp_only)
@@ -131,13 +131,12 @@ def load(
         WeightsDoNotFit: on all ranks: names or shapes differ.
     """
     call = "parallel_layers.load"
-    config = _config(call)
+    config = required_config(call)
     target = model if model_or_optimizer is None else model_or_optimizer
     if target is not None and not isinstance(target, NxDModel | NxDOptimizer):
         raise NotOfThisModel(call=call, problem=f"model_or_optimizer is {type(target).__name__}, and must be one")
     if not sharded and not isinstance(target, NxDModel):
-        reason = "needs the model whose shards are cut"
-        raise refused(call, "sharded", "False", reason, "Pass model_or_optimizer=model.")
+        raise refused(call, "sharded", False)
     source, found, values = Path(load_dir), dict[str, Any](), dict[str, Any]()
 
     def read() -> None:
@@ -194,13 +193,6 @@ def load(
             raise WeightsDoNotFit(missing=[], extra=sorted(values.keys() - everywhere), shapes=[])
         target.load_state_dict({name: value for name, value in values.items() if name in own}, strict=strict)
     return {} if model_key is None else {key: value for key, value in found.items() if key != model_key}
-
-
-def _config(call: str) -> NxDConfig:
-    config = current_config()
-    if config is None:
-        raise ConfigNotMade(call=call)
-    return config
 
 
 def _name(config: NxDConfig, master_dp_only: bool) -> str:
