@@ -39,11 +39,11 @@ class Argument(NamedTuple):
     advice: str
 
 
-def _table(name: str) -> Iterator[list[str]]:
+def _table(name: str) -> Iterator[list[Any]]:
     return iter([*csv.reader(files(__package__).joinpath(name).read_text("utf-8").splitlines())][1:])
 
 
-_ROWS: Iterator[Any] = (
+_ROWS = (
     Argument(call, name, literal_eval(place or "None"), literal_eval(default or "None"), *others)
     for call, name, place, default, *others in _table("fixed_arguments.csv")
 )

@@ -90,7 +90,7 @@ class LoRAModel(nn.Module):
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in config.section().items() if key != "name"}
         adapter: Any = component.load_target()(section(**values))
         known = {name: parameter.dtype for name, parameter in module.named_parameters()}
-        alone = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
+        alone: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
         alone |= {"pipeline_config": None, "activation_checkpoint_config": None}
         adapter.apply(module, plan_of(module, NxDConfig(alone)))
         added = {name: parameter for name, parameter in module.named_parameters() if name not in known}
