@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_migrate.config.legacy import core_keys
 from nxdt_plugin_migrate.config.renamed_keys import OF_ENGINE
 from nxdt_plugin_migrate.programs import VARIABLES, environment_note
 
+from scripts.docs_site.nxd_keys import core_keys
 from tests.sampling import slow
 
 PAGE = (Path(__file__).parents[4] / "docs/migration.md").read_text()

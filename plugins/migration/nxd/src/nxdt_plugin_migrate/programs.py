@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nxdt_core.config.tree import DEFAULT, Tree
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration
 
 _NOTHING = "nothing"
@@ -63,7 +62,7 @@ class _Program(Migration):
         """Return the key that shows that a configuration is of this program; empty where none does."""
         from nxdt_plugin_migrate.config.detect import framework_of
 
-        found, key = framework_of(Tree.of(config, DEFAULT))
+        found, key = framework_of(config)
         return key if found == self.name else ""
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
