@@ -1,4 +1,4 @@
-"""The checkpoint format ``neuronx``: names of files and markers. Torch-free; nothing is opened here.
+"""Files of a checkpoint of NxD: names and markers, nothing is opened.
 
 ::
 
@@ -25,7 +25,6 @@ from pathlib import Path
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
-from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_plugin_migrate.errors import NeuronxRanksMissing, NeuronxUnfinished, NeuronxUnreadable
 
 _RANK = re.compile(
@@ -74,22 +73,9 @@ class NeuronxLayout:
         return NeuronxRanksMissing(path=str(self.directory), tp=tp, pp=pp, files=missing)
 
 
-class NeuronxFormat(CheckpointFormat):
-    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`: what neuronx-distributed saves."""
-
-    def recognises(self, path: Path) -> bool:
-        """Return whether ``path`` is a checkpoint of NxD Training, or a directory of some."""
-        return _is_one(path) or bool(_tags(path))
-
-    def open(self, path: Path) -> CheckpointReader:
-        """Return the reader of the checkpoint at ``path``.
-
-        Raises:
-            NxdtError: see :class:`~nxdt_plugin_migrate.checkpoint.reader.NeuronxCheckpoint`.
-        """
-        from nxdt_plugin_migrate.checkpoint.reader import NeuronxCheckpoint  # imports torch
-
-        return NeuronxCheckpoint(path)
+def is_neuronx(path: Path) -> bool:
+    """Return whether ``path`` is such a checkpoint, or a directory of some."""
+    return _is_one(path) or bool(_tags(path))
 
 
 def find_layout(path: Path) -> NeuronxLayout:
