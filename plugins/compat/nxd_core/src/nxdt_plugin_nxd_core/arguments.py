@@ -194,8 +194,13 @@ def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> No
 def refused(call: str, argument: str, value: object, **details: object) -> NxdtError:
     """Return the error of a value that has no meaning here, for the reason in ``refusals.csv``, whose placeholders are
     ``details``."""
+    return error_of(call, argument, str(value), *reason_and_advice(call, argument, **details))
+
+
+def reason_and_advice(call: str, argument: str, **details: object) -> tuple[str, str]:
+    """Return the texts of a row of ``refusals.csv``, with ``details`` in place of its placeholders."""
     reason, advice = _REFUSALS.get((call, argument)) or _REFUSALS["*", argument]
-    return error_of(call, argument, str(value), reason.format(**details), advice.format(**details))
+    return reason.format(**details), advice.format(**details)
 
 
 def error_of(call: str, argument: str, value: str, reason: str, advice: str) -> NxdtError:
