@@ -45,7 +45,7 @@ def main(version: str, folder: Path, *replaced: str) -> None:
         limits, names = Path(scratch, "constraints.txt"), Path(scratch, "requirements.txt")
         limits.write_text("\n".join(constraints(version, replaced)))
         names.write_text("\n".join(requirements()))
-        pip(folder, "-c", str(limits), f"torch=={version}", "hatchling", "editables", *replaced)
+        pip(folder, "-c", str(limits), f"torch=={version}", "hatchling", "editables", "setuptools>=70.1", *replaced)
         pip(folder, "--no-build-isolation", "-c", str(limits), "-r", str(names), *replaced)
     stamp.write_text(wanted)
 

@@ -1,6 +1,6 @@
 """The typed, strict configuration of a run: schema, loading, checking, showing. No torch here."""
 
-from nxdt_core.config.load import check, load
+from nxdt_core.config.load import PlainFile, check, load, read_file
 from nxdt_core.config.reference import json_schema, render_show
 from nxdt_core.config.schema import ResolvedConfig, RunConfig, Selected
 from nxdt_core.config.section import ChecksItself, ReadsHFConfig
@@ -9,6 +9,7 @@ from nxdt_core.config.tree import Origin
 __all__ = [
     "ChecksItself",
     "Origin",
+    "PlainFile",
     "ReadsHFConfig",
     "ResolvedConfig",
     "RunConfig",
@@ -16,5 +17,6 @@ __all__ = [
     "check",
     "json_schema",
     "load",
+    "read_file",
     "render_show",
 ]

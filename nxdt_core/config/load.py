@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from nxdt_core.config.components import (
     selected,
 )
 from nxdt_core.config.huggingface import with_published_model
-from nxdt_core.config.read import MANDATORY, fill, has_interpolation, interpolate, read, read_part
+from nxdt_core.config.read import MANDATORY, UNRESOLVED, fill, has_interpolation, interpolate, read, read_part
 from nxdt_core.config.schema import SLOTS, PluginsConfig, ResolvedConfig, RunConfig, Selected
 from nxdt_core.config.secrets import hide_credentials, hide_secrets, mask_secrets, notes_on_secrets
 from nxdt_core.config.section import ChecksItself, section_paths
@@ -39,7 +39,7 @@ from nxdt_core.config.sources import (
     read_overrides,
     read_source,
 )
-from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Place, Tree, dotted, join, plain
+from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Place, Tree, dotted, join, plain, walk
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
     BadComponentChoice,
@@ -51,13 +51,14 @@ from nxdt_core.errors.configuration import (
     Misfit,
     MissingKey,
     NotSupported,
+    WrongValue,
 )
 from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
 from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
 from nxdt_core.kernel.hookspecs import ConfigDefaultsContext, ValidateConfigContext
 from nxdt_core.kernel.plugin import LOCAL, plugin_notes
 
-__all__ = ["check", "load"]
+__all__ = ["PlainFile", "check", "load", "read_file"]
 
 
 _NO_END = 2**31 - 1
@@ -99,6 +100,50 @@ def check(
     except ConfigError as error:
         return error.problems
     return ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainFile:
+    """A YAML file as plain data, for a program that rewrites it."""
+
+    text: str
+    written: Mapping[str, Any]
+    """Nested values of the file, with ``${…}`` as it is written."""
+    resolved: Mapping[str, Any]
+    """The same with what each ``${…}`` means; one that means nothing is as it is written."""
+    lines: Mapping[str, int]
+    """Line of each key by its path, counted from 1; 0 for a key that only an override sets."""
+
+
+def read_file(path: Path, overrides: Mapping[str, Any] | None = None, sections: Collection[str] = ()) -> PlainFile:
+    """Read a YAML file, whatever its keys are.
+
+    Args:
+        path: The file.
+        overrides: Key path → value that replaces the file's before ``${…}`` is resolved.
+        sections: Key paths that must be a mapping or empty where they are given.
+
+    Raises:
+        ConfigError: the file cannot be read, or is not valid YAML, or a section is something else.
+    """
+    source = read_source(path, Kernel.start)
+    tree, problems = source.tree, list(source.problems)
+    for key, value in (overrides or {}).items():
+        tree.set(key, value, replace(COMMAND_LINE, line=tree.origin(key).line if key in tree else 0))
+    for key in sections:
+        if not isinstance(tree.get(key), (dict, type(None))):
+            place, found = tree.origin(key).at(key), tree.describe(key)
+            problems.append(WrongValue(**place, found=found, allowed="a mapping"))
+    if problems:
+        raise ConfigError(source=str(path), problems=tuple(problems))
+    resolved = tree.copy()
+    interpolate(resolved)
+    for at, value in list(walk(resolved.data)):
+        if value is UNRESOLVED:
+            resolved.set(at, tree.get(at), tree.origins[at])
+    lines = {dotted(at): tree.origins[at].line for at, _ in walk(tree.data) if at}
+    text = path.read_text(encoding="utf-8-sig")
+    return PlainFile(text=text, written=tree.data, resolved=resolved.data, lines=lines)
 
 
 def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel:

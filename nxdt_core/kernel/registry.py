@@ -15,7 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from nxdt_core.api import Component, Kind, ModelComponent, StoreComponent
+from nxdt_core.api import Component, EngineComponent, Kind, ModelComponent, StoreComponent
 from nxdt_core.errors.plugins import (
     AmbiguousComponent,
     ComponentUnusable,
@@ -91,10 +91,9 @@ class RegisteredComponent:
         Raises:
             ComponentUnusable: as :meth:`load_target`, or what the record names cannot be called.
         """
-        reference = getattr(self.record, "rules", None)
-        if reference is None:
+        if not isinstance(self.record, EngineComponent) or self.record.rules is None:
             return None
-        loaded = self._load("rules", reference)
+        loaded = self._load("rules", self.record.rules)
         if not callable(loaded):
             raise self.unusable("rules", "it is not a function")
         rules: Callable[[Any], Iterable[Any]] = loaded

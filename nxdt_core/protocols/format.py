@@ -17,7 +17,7 @@ Nothing of another program's checkpoint is ever executed: a reader of pickles ne
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,9 +40,9 @@ class CheckpointReader(ABC):
     fill_rows: bool = False
     """Set before :meth:`listing`. With it, a tensor whose rows in the model are its ``vocab_size`` may have fewer; the
     others are listed and read as the mean of those. A format whose tables are never filled up ignores it."""
-    base: str | None = None
-    """Path of the weights below an adapter, set before :meth:`listing`; a checkpoint that holds an adapter alone adds
-    its updates to them."""
+    base: Callable[[], CheckpointReader] | None = None
+    """Opens the weights below an adapter; set before :meth:`listing`. A checkpoint that holds an adapter alone adds its
+    updates to them. None where the configuration names no weights."""
 
     def model_config(self) -> Mapping[str, Any] | None:
         """Return keys of a configuration by their dotted paths (``model.name``, ``model.num_layers``, …) that describe

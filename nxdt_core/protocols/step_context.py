@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 __all__ = ["ALL_LAYERS", "SequenceShards", "StepContext", "VocabularyLoss"]
 
 
-VocabularyLoss = Callable[[Any, "torch.Tensor | None"], "torch.Tensor"]
+VocabularyLoss = Callable[["torch.Tensor", "torch.Tensor | None"], "torch.Tensor"]
 """From the logits of an engine and labels to what :func:`nxdt_core.models.loss.cross_entropies` returns; without
 labels to what :func:`nxdt_core.models.loss.log_partition` does."""
 

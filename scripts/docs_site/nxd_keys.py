@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Literal
 
-from nxdt_plugin_migrate.config.legacy import core_keys
+from nxdt_plugin_migrate.config.document import dump
 from nxdt_plugin_migrate.config.nxdt_keys import DATA_READERS, IGNORED, nxdt_keys
 from nxdt_plugin_migrate.config.renamed_keys import (
     ALIGNMENT,
@@ -19,10 +20,9 @@ from nxdt_plugin_migrate.config.renamed_keys import (
     current_name,
     why_unneeded,
 )
-from nxdt_plugin_migrate.config.render import dump
 
 from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.schema import SLOTS, RunConfig
 from nxdt_core.config.section import Key, keys_of
 from nxdt_core.config.tree import join
 from nxdt_core.errors import NxdtError
@@ -67,6 +67,20 @@ class KeyStatus:
     """The equivalent key here, for a renamed key."""
     reason: str = ""
     """Explanation; empty where the status is enough."""
+
+
+@cache
+def core_keys() -> dict[str, Key]:
+    """Return every key of the core's schema by path, sections included."""
+    return dict(_walk(RunConfig, ""))
+
+
+def _walk(cls: type, path: str) -> Iterator[tuple[str, Key]]:
+    for name, key in keys_of(cls).items():
+        here = join(path, name)
+        yield here, key
+        if key.section is not None:
+            yield from _walk(key.section, here)
 
 
 def schema_table(kernel: Kernel) -> tuple[KeyStatus, ...]:

@@ -18,7 +18,7 @@ from tests import processes
 ROOT = public_api.ROOT
 STANDALONE = (
     *("llama", "gpt", "mixtral", "text", "sft_chat", "hf_data", "s3", "fsx", "torchao", "evaluate", "ray"),
-    *("nxd_core", "engines/nxd"),
+    *("nxd_core", "engines/nxd", "migration/nxd"),
 )
 """Plugins that use public names alone, so that their source shows what a third party can do."""
 

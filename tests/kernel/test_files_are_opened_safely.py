@@ -39,11 +39,11 @@ ALLOWED = {
         f"{CORE}/train/weights/reference.py: "
         "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
         f"{MEGATRON}/preprocess.py: np.fromfile(file, '<i4')",
-        f"{MIGRATE}/legacy.py: document.move(path, OF_ENGINE[path])",
-        f"{MIGRATE}/legacy.py: document.move(path, key, _CHECKPOINT if key.startswith('checkpoint.') else '')",
-        f"{MIGRATE}/legacy.py: document.move(path, ALIGNMENT.get(path, section + path.removeprefix("
+        f"{MIGRATE}/nxdt.py: document.move(path, OF_ENGINE[path])",
+        f"{MIGRATE}/nxdt.py: document.move(path, key, _CHECKPOINT if key.startswith('checkpoint.') else '')",
+        f"{MIGRATE}/nxdt.py: document.move(path, ALIGNMENT.get(path, section + path.removeprefix("
         "f'model_alignment_strategy.{part}')))",
-        f"{MIGRATE}/models.py: document.move(old, new)",
+        f"{MIGRATE}/nxdt.py: document.move(old, new)",
         f"{MIGRATE}/nemo.py: document.move(path, target)",
         f"{MIGRATE}/nxdt.py: "
         "document.move(path, target, 'NxD Training finds it by searching the whole file for its name')",
@@ -56,7 +56,7 @@ ALLOWED = {
         f"{CORE}/config/sources.py: self.path.read_text(encoding='utf-8')",
         f"{CORE}/data/chat/templates.py: _SHIPPED.joinpath(f'{{name}}{{_SUFFIX}}').read_text(encoding='utf-8')",
         f"{CORE}/kernel/registry.py: _FILE.read_text(encoding='utf-8')",
-        f"{NXD_CORE}/arguments.py: files(__package__).joinpath('fixed_arguments.csv').read_text('utf-8')",
+        f"{NXD_CORE}/arguments.py: files(__package__).joinpath(name).read_text('utf-8')",
         f"{CORE}/kernel/discovery.py: dist.read_text('entry_points.txt')",
         f"{CORE}/kernel/metadata.py: dist.read_text('METADATA')",
         f"{CORE}/kernel/metadata.py: dist.read_text('PKG-INFO')",
@@ -81,7 +81,7 @@ ALLOWED = {
     "read only, and named by the configuration or on the command line: a link or `<(command)` is the user's wish": {
         f"{CORE}/checkpoint/signing.py: path.open('rb')",
         f"{CORE}/config/sources.py: path.read_text(encoding='utf-8-sig')",
-        f"{MIGRATE}/migrate.py: source.read_text(encoding='utf-8-sig')",
+        f"{CORE}/config/load.py: path.read_text(encoding='utf-8-sig')",
     },
     "read only, in a directory that is named; the line before checks that it is a file, and where a link leads": {
         f"{CORE}/data/tokenizers/files.py: path.read_bytes()",

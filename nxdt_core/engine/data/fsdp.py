@@ -51,6 +51,7 @@ from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.quantised import QuantisedWeight
+from nxdt_core.models.updates import Update
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
@@ -111,8 +112,8 @@ def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
 
 def _only_multiplied(layer: Any) -> bool:
     """Return whether only the product of a linear layer reads its weight."""
-    update = getattr(layer, "update", None)
-    return update is None or not getattr(update, "reads_weight", True)
+    update: Update | None = getattr(layer, "update", None)
+    return update is None or not update.reads_weight
 
 
 def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int, str]) -> WeightGather | None:

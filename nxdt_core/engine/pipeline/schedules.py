@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from nxdt_core.errors.layouts import FewerLayersThanStages, MicroBatchesDoNotFit, ZeroBubbleCannot
+from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.mesh import MeshSizes, Schedule, rank_of_stage, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan
@@ -287,8 +288,8 @@ def counted_costs(
     seen: dict[str, int] = {}
     for path, core in modules.items():
         if matches_any(plan.attention_cores, path):
-            semantics = core.semantics() if hasattr(core, "semantics") else None
-            window = None if getattr(semantics, "softcap", None) is not None else getattr(semantics, "window", None)
+            semantics: AttentionSemantics | None = core.semantics() if hasattr(core, "semantics") else None
+            window = None if semantics is None or semantics.softcap is not None else semantics.window
             seen[path] = min(window or seq_length, seq_length)
     work.update({path: round(attention * tokens / sum(seen.values())) for path, tokens in seen.items()})
     layers: Counter[str] = Counter()

@@ -95,8 +95,8 @@ def import_checkpoint(
         name, reader = open_checkpoint(Path(source), kernel, format, fill_rows=fill_rows)
         if run is None:
             run = described_run(source, name, reader, overrides)
-        else:
-            reader.base = run.run.checkpoint.resume_from
+        elif (base := run.run.checkpoint.resume_from) is not None:
+            reader.base = lambda: open_checkpoint(Path(base), kernel)[1]
         if rank_of(ranks) == 0:
             check_empty(storage)
         listing = reader.listing(build.model_builder(run), weights_only=weights_only)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 from nxdt_plugin_migrate.config.migrate import migrate
-from nxdt_plugin_migrate.programs import VARIABLES, environment_note
+from nxdt_plugin_migrate.programs import VARIABLES, NxDTraining
 
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.kernel import Kernel
@@ -123,7 +123,7 @@ def test_keys_of_nemo_have_the_state_that_migration_gives_them(row, migrated):
 @of_kind("variable")
 def test_variables_are_read_or_noted(row):
     for name in row["proof"].split():
-        note = environment_note({name: "1"})
+        note = NxDTraining().environment_note({name: "1"})
         if row["state"] == "noted":
             assert note is not None
             assert f"{name}: {VARIABLES[name]}" in note

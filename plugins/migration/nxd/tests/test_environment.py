@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_migrate.config.legacy import core_keys
 from nxdt_plugin_migrate.config.renamed_keys import OF_ENGINE
-from nxdt_plugin_migrate.programs import VARIABLES, environment_note
+from nxdt_plugin_migrate.programs import VARIABLES, NxDTraining
 
+from scripts.docs_site.nxd_keys import core_keys
 from tests.sampling import slow
 
 PAGE = (Path(__file__).parents[4] / "docs/migration.md").read_text()
@@ -29,7 +29,7 @@ def test_a_run_starts_with_one_note_on_the_variables_that_are_set(nxdt, devices)
 
 
 def test_a_run_without_them_has_no_such_note():
-    assert environment_note({"MASTER_PORT": "41000", "COMPILE": ""}) is None
+    assert NxDTraining().environment_note({"MASTER_PORT": "41000", "COMPILE": ""}) is None
 
 
 @pytest.mark.parametrize(("name", "effect"), VARIABLES.items())

@@ -406,7 +406,7 @@ def test_an_adapter_alone_is_added_to_the_weights_that_the_configuration_names(
     _, found = open_checkpoint(tmp_path / "tag", installed())
     with raises(NeuronxUnreadable, match=r"checkpoint\.resume_from"):
         found.listing(builder, weights_only=True)
-    found.base = str(tmp_path / "base")  # type: ignore[attr-defined]
+    found.base = lambda: open_checkpoint(tmp_path / "base", installed())[1]
     listing = found.listing(builder, weights_only=True)
     tensors = {name: each for (_, name), each in zip(listing, found.read(list(listing)), strict=True)}
     for source in sources(builder):

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from nxdt_plugin_migrate.config.document import Document, read_comments, read_document
-from nxdt_plugin_migrate.config.legacy import core_keys, drop_dead_keys, rename_keys
+from nxdt_plugin_migrate.config.document import Document, read_document
+from nxdt_plugin_migrate.config.nxdt import drop_dead_keys, rename_keys
 from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, RENAMED, SAID_BY
 
 from nxdt_core import config
 from nxdt_core.config.components import usable_class
 from nxdt_core.config.schema import SLOTS
 from nxdt_core.config.section import keys_of
-from nxdt_core.config.tree import parse_yaml
+from nxdt_core.config.tree import dotted, parse_yaml, walk
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel, PluginPolicy
-from scripts.docs_site.nxd_keys import declared_keys, schema_page, schema_table, value_table
+from scripts.docs_site.nxd_keys import core_keys, declared_keys, schema_page, schema_table, value_table
 from tests.sampling import slow_except
 
 KEYS = Path(__file__).parent / "published/keys.txt"
@@ -165,7 +165,9 @@ def document_with(key: str, value: Any, more: str = "") -> Document:
     for name in reversed(key.split(".")):
         tree = {name: tree}
     text = f"{json.dumps(tree)[1:-1]}\n{more}"
-    return read_document(parse_yaml(text, "")[0], read_comments(text))
+    tree, _ = parse_yaml(text, "")
+    lines = {dotted(at): tree.origins[at].line for at, _ in walk(tree.data) if at}
+    return read_document(config.PlainFile(text=text, written=tree.data, resolved=tree.data, lines=lines))
 
 
 @pytest.mark.parametrize("key", [key for key, row in ROWS.items() if row.status == "refused"])

@@ -49,7 +49,7 @@ def see_the_same(
 ) -> None:
     _, found = open_checkpoint(directory, installed())
     if base is not None:
-        found.base = str(base)  # type: ignore[attr-defined]
+        found.base = lambda: open_checkpoint(base, installed())[1]
     listing = found.listing(builder, weights_only=True)
     tensors = {name: tensor for (_, name), tensor in zip(listing, found.read(list(listing)), strict=True)}
     for source in sources(builder):

@@ -23,7 +23,6 @@ _log = logging.getLogger(__name__)
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
-_NUMBER = (int, float, torch.Tensor)
 
 
 class Argument(NamedTuple):
@@ -40,57 +39,63 @@ class Argument(NamedTuple):
     advice: str
 
 
-def _rows() -> Iterator[Argument]:
-    for row in csv.DictReader(files(__package__).joinpath("fixed_arguments.csv").read_text("utf-8").splitlines()):
-        state: Any = row["state"]
-        place, default = (literal_eval(row[key] or "None") for key in ("place", "default"))
-        yield Argument(row["call"], row["argument"], place, default, state, row["reason"], row["advice"])
+def _table(name: str) -> Iterator[list[Any]]:
+    return iter([*csv.reader(files(__package__).joinpath(name).read_text("utf-8").splitlines())][1:])
 
 
-FIXED = {call: {each.name: each for each in rows} for call, rows in groupby(_rows(), lambda row: row.call)}
+_ROWS = (
+    Argument(call, name, literal_eval(place or "None"), literal_eval(default or "None"), *others)
+    for call, name, place, default, *others in _table("fixed_arguments.csv")
+)
+FIXED: dict[str, dict[str, Argument]] = {
+    call: {row.name: row for row in rows} for call, rows in groupby(_ROWS, lambda row: row.call)
+}
 """Arguments that have one value here, by call and name, in NxD Core's order."""
 
-_COUNTED = ("input_size", "output_size", "num_embeddings", "embedding_dim", "kv_size_multiplier")
-_LISTED = (tuple, list)
-_KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], Sequence[str]]] = (
-    ("an integer", lambda value: type(value) is int, ("tensor_parallel_size", "pipeline_parallel_size")),
-    (
-        "an integer of at least 1",
-        lambda value: type(value) is int and value >= 1,
-        (*_COUNTED, "num_kept_ckpts", "grad_accum_steps", "hidden_size", "virtual_pipeline_size"),
-    ),
-    ("a number from 1 to 32", lambda value: value in range(1, 33), ("num_workers",)),
-    ("a number above 0", lambda value: isinstance(value, _NUMBER) and float(value) > 0, ("max_norm",)),
-    ("a number", _NUMBER, ("lr",)),
-    ("a path", lambda value: isinstance(value, str | PathLike) and str(value) != "", ("path", "save_dir", "load_dir")),
-    ("a tensor", torch.Tensor, ("vocab_parallel_logits", "target")),
-    ("a torch.dtype", torch.dtype, ("dtype",)),
-    ("a list of two sizes", lambda value: isinstance(value, _LISTED) and len(value) == 2, ("output_sizes",)),
+_REFUSALS = {(call, argument): (reason, advice) for call, argument, reason, advice in _table("refusals.csv")}
+"""Reason and advice for a value that has no meaning here, by call and argument; ``*`` stands for several calls."""
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_module_class(value: Any) -> bool:
+    return isinstance(value, type) and issubclass(value, nn.Module)
+
+
+_KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], str]] = (
+    ("an integer", lambda value: type(value) is int, "tensor_parallel_size pipeline_parallel_size"),
+    ("an integer of at least 1", _is_count, "input_size output_size num_embeddings embedding_dim kv_size_multiplier"),
+    ("an integer of at least 1", _is_count, "num_kept_ckpts grad_accum_steps hidden_size virtual_pipeline_size"),
+    ("a number from 1 to 32", lambda value: value in range(1, 33), "num_workers"),
+    ("a number above 0", lambda value: isinstance(value, int | float | torch.Tensor) and float(value) > 0, "max_norm"),
+    ("a number", (int, float, torch.Tensor), "lr"),
+    ("a path", lambda value: isinstance(value, str | PathLike) and str(value) != "", "path save_dir load_dir"),
+    ("a tensor", torch.Tensor, "vocab_parallel_logits target"),
+    ("a torch.dtype", torch.dtype, "dtype"),
+    ("a list of two sizes", lambda value: isinstance(value, tuple | list) and len(value) == 2, "output_sizes"),
     (
         "a list of names of layers",
-        lambda value: isinstance(value, _LISTED) and all(isinstance(each, str) for each in value),
-        ("pipeline_cuts",),
+        lambda value: isinstance(value, tuple | list) and all(isinstance(each, str) for each in value),
+        "pipeline_cuts",
     ),
-    ("a dictionary", Mapping, ("pipeline_config", "optimizer_config", "model_init_config", "state_dict")),
-    ("a dictionary", Mapping, ("model_kwargs", "opt_kwargs", "scheduler_kwargs")),
-    ("a tuple or a list", _LISTED, ("model_args", "opt_args", "scheduler_args")),
-    ("a function", callable, ("init_method", "param_init_fn")),
-    ("a function or a class", callable, ("model_fn", "optimizer_class", "opt_cls", "scheduler_cls")),
-    (
-        "a class of modules",
-        lambda value: isinstance(value, type) and issubclass(value, nn.Module),
-        ("transformer_layer_cls",),
-    ),
-    ("a torch.nn.Module", nn.Module, ("module",)),
-    ("a LoraConfig", lambda value: hasattr(value, "section"), ("lora_config",)),
-    ("model.parameters()", Iterable, ("params", "parameters")),
+    ("a dictionary", Mapping, "pipeline_config optimizer_config model_init_config state_dict"),
+    ("a dictionary", Mapping, "model_kwargs opt_kwargs scheduler_kwargs"),
+    ("a tuple or a list", (tuple, list), "model_args opt_args scheduler_args"),
+    ("a function", callable, "init_method param_init_fn"),
+    ("a function or a class", callable, "model_fn optimizer_class opt_cls scheduler_cls"),
+    ("a class of modules", _is_module_class, "transformer_layer_cls"),
+    ("a torch.nn.Module", nn.Module, "module"),
+    ("a LoraConfig", lambda value: hasattr(value, "section"), "lora_config"),
+    ("model.parameters()", Iterable, "params parameters"),
     (
         "a scheduler with state_dict and load_state_dict",
         lambda value: hasattr(value, "state_dict") and hasattr(value, "load_state_dict"),
-        ("scheduler",),
+        "scheduler",
     ),
 )
-_TAKEN = {name: (what, test) for what, test, names in _KINDS for name in names}
+_TAKEN = {name: (what, test) for what, test, names in _KINDS for name in names.split()}
 """Values that an argument or a key takes besides its default, by its name in any call: words, and a class or a test."""
 
 
@@ -122,10 +127,15 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
         bound = _bind(name, signature, skipped, args, kwargs)
         for argument, value in [*bound.arguments.items()]:
-            if argument in fixed:
-                _check_fixed(fixed[argument], value, noted)
-                if argument not in own.parameters:
-                    del bound.arguments[argument]
+            row, empty = fixed.get(argument), isinstance(value, Mapping) and not value
+            if row is not None and value != row.default and not (empty and row.default is None):
+                if row.state == "refused":
+                    raise error_of(name, argument, _shown(value), row.reason, row.advice)
+                if row.state == "ignored" and argument not in noted:
+                    noted.add(argument)
+                    _log.warning("%s: %s has no effect: %s", name, argument, row.reason)
+            if argument not in own.parameters:
+                del bound.arguments[argument]
             if value is not signature.parameters[argument].default:
                 check(name, argument, value)
         return function(*bound.args, **bound.kwargs)
@@ -134,28 +144,14 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     return call
 
 
-def _check_fixed(argument: Argument, value: Any, noted: set[str]) -> None:
-    if value == argument.default or (argument.default is None and isinstance(value, Mapping) and not value):
-        return
-    if argument.state == "refused":
-        raise refused(argument.call, argument.name, _shown(value), argument.reason, argument.advice)
-    if argument.state == "ignored" and argument.name not in noted:
-        noted.add(argument.name)
-        _log.warning("%s: %s has no effect: %s", argument.call, argument.name, argument.reason)
-
-
-def call_check(function: Callable[..., Any]) -> Callable[..., None]:
+def call_check(function: Callable[..., Any]) -> Callable[..., object]:
     """Return a function that raises ``CallDoesNotBind`` for arguments that ``function``, which is not kept, has not."""
     name = getattr(function, "__qualname__", type(function).__name__)
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some built-in classes
         return lambda *args, **kwargs: None
-
-    def accepts(*args: Any, **kwargs: Any) -> None:
-        _bind(name, signature, 0, args, kwargs)
-
-    return accepts
+    return lambda *args, **kwargs: _bind(name, signature, 0, args, kwargs)
 
 
 def _bind(
@@ -170,9 +166,8 @@ def _bind(
     unknown = [each for each in kwargs if each not in known]
     missing = [
         each.name
-        for number, each in enumerate(parameters)
-        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD
-        if number >= len(args) - skipped and each.name not in kwargs
+        for each in parameters[max(0, len(args) - skipped) :]
+        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and each.name not in kwargs
     ]
     if unknown:
         problem = f"it has no argument '{unknown[0]}'"
@@ -182,11 +177,8 @@ def _bind(
 
 
 def check(call: str, argument: str, value: Any, name: str = "") -> None:
-    """Raise unless a value is what an argument of this ``name``, which is ``argument`` by default, takes.
-
-    Raises:
-        ArgumentMeansNothing: naming what the argument takes.
-    """
+    """Raise ``ArgumentMeansNothing`` unless a value is what an argument of this ``name``, which is ``argument`` by
+    default, takes."""
     if (name or argument) in _TAKEN:
         what, test = _TAKEN[name or argument]
         right = isinstance(value, test) if isinstance(test, type | tuple) else test(value)
@@ -194,16 +186,24 @@ def check(call: str, argument: str, value: Any, name: str = "") -> None:
 
 
 def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> None:
-    """Raise unless ``when``.
-
-    Raises:
-        ArgumentMeansNothing: naming ``what`` the argument takes.
-    """
+    """Raise ``ArgumentMeansNothing``, which names ``what`` the argument takes, unless ``when``."""
     if not when:
-        raise refused(call, argument, _shown(value), f"is not {what}", f"Pass {what}.")
+        raise error_of(call, argument, _shown(value), f"is not {what}", f"Pass {what}.")
 
 
-def refused(call: str, argument: str, value: str, reason: str, advice: str) -> NxdtError:
+def refused(call: str, argument: str, value: object, **details: object) -> NxdtError:
+    """Return the error of a value that has no meaning here, for the reason in ``refusals.csv``, whose placeholders are
+    ``details``."""
+    return error_of(call, argument, str(value), *reason_and_advice(call, argument, **details))
+
+
+def reason_and_advice(call: str, argument: str, **details: object) -> tuple[str, str]:
+    """Return the texts of a row of ``refusals.csv``, with ``details`` in place of its placeholders."""
+    reason, advice = _REFUSALS.get((call, argument)) or _REFUSALS["*", argument]
+    return reason.format(**details), advice.format(**details)
+
+
+def error_of(call: str, argument: str, value: str, reason: str, advice: str) -> NxdtError:
     """Return the error of an argument that has no meaning here; ``reason`` follows its value in the message."""
     return ArgumentMeansNothing(call=call, argument=argument, value=value, reason=reason, advice=advice)
 

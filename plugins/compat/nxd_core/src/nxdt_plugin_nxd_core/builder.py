@@ -59,15 +59,11 @@ class CallBatch(Batch):
 
 
 def split(call: CallBatch, micro_batches: int) -> list[CallBatch]:
-    """Split the rows of a call; what does not have as many rows goes to each micro-batch.
-
-    Raises:
-        BatchDoesNotDivide: the rows do not fall into equal parts.
-    """
-    tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor)]
-    rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+    """Split the rows of a call; what does not have as many rows goes to each micro-batch."""
     if micro_batches == 1:
         return [call]
+    tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor)]
+    rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     if rows == 0 or rows % micro_batches:
         raise BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
     size = rows // micro_batches
@@ -79,11 +75,10 @@ def split(call: CallBatch, micro_batches: int) -> list[CallBatch]:
 
 
 class ModelLoss(Objective):
-    """The objective of a model that computes its loss itself: the mean over micro-batches of all data parallel
-    ranks."""
+    """The objective of a model that computes its loss itself: the mean over micro-batches of all data parallel ranks.
 
-    def __init__(self, config: Any = None) -> None:
-        self._where = config
+    Its ``config`` is the place of the loss in what the model returns; see :func:`loss_in`.
+    """
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Return 1: micro-batches count equally."""
@@ -91,7 +86,7 @@ class ModelLoss(Objective):
 
     def __call__(self, logits: Any, batch: Batch, step: StepContext) -> ObjectiveOutput:
         """Return the loss in what the model returned."""
-        loss = loss_in(logits, self._where)
+        loss = loss_in(logits, self.config)
         return ObjectiveOutput(loss_sum=loss, weight=torch.ones_like(loss.detach()))
 
 
@@ -101,35 +96,24 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
     Args:
         output: a scalar, a tuple or list that begins with one, or an object with ``loss``.
         where: ``output_loss_value_spec``: True in the place of the loss.
-
-    Raises:
-        LossNotFound: there is none.
     """
-    if where is not None:
-        found = _at(output, where)
-    elif isinstance(output, torch.Tensor):
-        found = output
-    elif isinstance(output, Mapping) or getattr(output, "loss", None) is not None:
-        found = _at(output, {"loss": True})
-    else:
-        found = output[0] if isinstance(output, tuple | list) and output else None
+    if where is None and not isinstance(output, torch.Tensor):
+        named = isinstance(output, Mapping) or getattr(output, "loss", None) is not None
+        where = {"loss": True} if named else (True,)
+    found, place = output, where
+    while place is not None and place is not True:  # into the next list or mapping
+        if isinstance(place, Mapping):
+            chosen = next((key for key, here in place.items() if here), None)
+            found = found.get(chosen) if isinstance(found, Mapping) else getattr(found, str(chosen), None)
+            place = None
+        else:
+            at = next((number for number, here in enumerate(place) if here), len(place))
+            inside = isinstance(found, tuple | list) and at < min(len(found), len(place))
+            found, place = (found[at], place[at]) if inside else (None, None)
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise LossNotFound(found=shape)
     return found.reshape(())
-
-
-def _at(output: Any, where: Any) -> Any:
-    """Return what is in ``output`` where ``where`` has True."""
-    if where is True:
-        return output
-    if isinstance(where, Mapping):
-        chosen = next((key for key, here in where.items() if here), None)
-        return output.get(chosen) if isinstance(output, Mapping) else getattr(output, str(chosen), None)
-    if isinstance(where, tuple | list) and isinstance(output, tuple | list) and any(where):
-        place = next(number for number, here in enumerate(where) if here)
-        return _at(output[place], where[place]) if place < len(output) else None
-    return None
 
 
 def scaled_gradients(output: Any, ranks: int) -> Any:
@@ -138,8 +122,6 @@ def scaled_gradients(output: Any, ranks: int) -> Any:
     Raises:
         OutputNotTensors: tensors that need gradients may be in what cannot be looked into.
     """
-    if ranks == 1:
-        return output
 
     def scaled(value: Any) -> Any:
         if isinstance(value, torch.Tensor):
@@ -148,21 +130,16 @@ def scaled_gradients(output: Any, ranks: int) -> Any:
                 value.register_hook(lambda grad: grad * (1 / ranks))
             return value
         if is_dataclass(value) and not isinstance(value, type):
-            parts = {each.name: scaled_gradients(getattr(value, each.name), ranks) for each in fields(value)}
-            return replace(value, **parts)
+            return replace(value, **{each.name: tree_map(scaled, getattr(value, each.name)) for each in fields(value)})
         if value is None or isinstance(value, int | float | str | bytes | torch.Size | torch.dtype):
             return value
         raise OutputNotTensors(found=type(value).__name__, ranks=ranks)
 
-    return tree_map(scaled, output)
+    return output if ranks == 1 else tree_map(scaled, output)
 
 
 class ModuleBuilder(ModelBuilder):
-    """A :class:`nxdt_core.protocols.model.ModelBuilder` of a module that exists.
-
-    The component's section gives nothing to build: the module and its plan come from
-    :func:`nxdt_plugin_nxd_core.initialize_parallel_model`.
-    """
+    """The builder of a module that exists: the module and its plan come from ``initialize_parallel_model``."""
 
     vocab_size = 0
     max_sequence_length: int | None = None
@@ -172,9 +149,7 @@ class ModuleBuilder(ModelBuilder):
     ) -> None:
         if module is None or plan is None:
             raise ModelFnReturnsNoModule(found="nothing, since only a program that calls it has one")
-        self.module = module
-        self._plan = plan
-        self._where = where
+        self.module, self._plan, self._where = module, plan, where
 
     def build(self) -> nn.Module:
         """Return a copy of the module without memory, whose forward takes a :class:`CallBatch`.
@@ -200,15 +175,12 @@ class ModuleBuilder(ModelBuilder):
 
         def forward(module: Any, received: torch.Tensor, *, call: CallBatch, step: StepContext | None = None) -> Any:
             """Run the caller's forward; ``received`` are the hidden states of the stage before."""
-
-            def run() -> Any:
-                return original(module, *call.args, **call.kwargs)
-
-            if pipeline is None:
-                return called_with_step(run, step_of(step))
-            if module.nxd_stage is None:  # the engine has taken out what other stages have
-                module.nxd_stage = _Stage(module, pipeline, kind, total, widths)
-            return called_with_step(lambda: module.nxd_stage.run(run, received, where), step_of(step))
+            run = partial(original, module, *call.args, **call.kwargs)
+            if pipeline is not None:
+                if module.nxd_stage is None:  # the engine has taken out what other stages have
+                    module.nxd_stage = _Stage(module, pipeline, kind, total, widths)
+                run = partial(module.nxd_stage.run, run, received, where)
+            return called_with_step(run, step_of(step))
 
         @torch.no_grad()
         def reset_buffers(module: nn.Module) -> None:
@@ -308,11 +280,9 @@ class _Elsewhere(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument; for an embedding, something of the shape that the layers expect."""
-        if self._place == "behind":
-            reason = "runs before the layers and was registered behind them"
-            raise StageModuleMisplaced(path=self._path, reason=reason)
-        if self._place == "before" and self._stage.has_run:
-            reason = "runs behind the layers and was registered before them"
+        if self._place == "behind" or (self._place == "before" and self._stage.has_run):
+            runs, registered = ("before", "behind") if self._place == "behind" else ("behind", "before")
+            reason = f"runs {runs} the layers and was registered {registered} them"
             raise StageModuleMisplaced(path=self._path, reason=reason)
         given, received = args[0] if args else next(iter(kwargs.values()), None), self._stage.received
         if self._width is None or not isinstance(given, torch.Tensor) or received is None:

@@ -9,15 +9,15 @@ from typing import Any, Literal, final
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.engine import ParallelEngine, RankInfo
 from nxdt_core.train import TrainSession, start_engine
-from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, expect, refused
-from nxdt_plugin_nxd_core.errors import WorldDoesNotDivide
+from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, error_of, expect, refused
+from nxdt_plugin_nxd_core.errors import ConfigNotMade, WorldDoesNotDivide
 
 _log = logging.getLogger(__name__)
 
@@ -52,10 +52,10 @@ class Groups:
     def __init__(self, tp: int, pp: int, rank_info: RankInfo, device: torch.device) -> None:
         self._layout = torch.arange(rank_info.world_size).view(pp, -1, tp)
         self._place = (self._layout == rank_info.rank).nonzero()[0].tolist()
-        self._mesh = None
+        self.mesh: DeviceMesh | None = None
+        """None in a program of one process."""
         if dist.is_initialized():
-            sizes: Any = tuple(self._layout.shape)
-            self._mesh = init_device_mesh(device.type, sizes, mesh_dim_names=tuple(_PLACES))
+            self.mesh = init_device_mesh(device.type, tuple(self._layout.shape), mesh_dim_names=tuple(_PLACES))
 
     def size(self, dim: Dimension) -> int:
         """Return the number of ranks along ``dim``."""
@@ -72,15 +72,7 @@ class Groups:
 
     def group(self, dim: Dimension) -> dist.ProcessGroup | None:
         """Return the process group along ``dim``; None in a program of one process, which has none."""
-        return None if self._mesh is None else self._mesh.get_group(dim)
-
-    def of_columns(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return ``logits`` [..., vocab / tp] as a part of those of all tensor parallel ranks."""
-        if self._mesh is None or self.size("tp") == 1:
-            return logits
-        from torch.distributed.tensor import DTensor, Shard  # half a CPU-second that one process does not need
-
-        return DTensor.from_local(logits, self._mesh["tp"], [Shard(logits.ndim - 1)], run_check=False)
+        return None if self.mesh is None else self.mesh.get_group(dim)
 
 
 class NxDConfig(dict[str, Any]):
@@ -95,12 +87,6 @@ class NxDConfig(dict[str, Any]):
     """Optimizers over the parameters of ``model``."""
     saves: Any = None
     """Manager of the saves that ``save_checkpoint`` has in flight for the process group, or had last."""
-
-    @classmethod
-    def of_one_process(cls) -> NxDConfig:
-        """Return the defaults, without a run."""
-        sizes = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
-        return cls(**sizes, pipeline_config=None, activation_checkpoint_config=None)
 
     @property
     def pipeline(self) -> Mapping[str, Any]:
@@ -131,6 +117,14 @@ def _world() -> dist.ProcessGroup | None:
 def current_config() -> NxDConfig | None:
     """Return what ``neuronx_distributed_config`` returned last in this process group; None before that."""
     return _RUNS.get(_world())
+
+
+def required_config(call: str) -> NxDConfig:
+    """Return what ``neuronx_distributed_config`` returned last, or raise ``ConfigNotMade`` before that."""
+    config = current_config()
+    if config is None:
+        raise ConfigNotMade(call=call)
+    return config
 
 
 @binds
@@ -180,7 +174,9 @@ def neuronx_distributed_config(
             if key in FIXED.get(section, {}):
                 _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
             elif key not in known:
-                raise refused(_CALL, argument, repr(value), "is unknown", f"Known keys are {', '.join(sorted(known))}.")
+                raise error_of(
+                    _CALL, argument, repr(value), "is unknown", f"Known keys are {', '.join(sorted(known))}."
+                )
             elif value is not known[key]:
                 check(_CALL, argument, value, key)
     micro_batches, stages = made.pipeline["num_microbatches"], made.stages
@@ -197,8 +193,7 @@ def neuronx_distributed_config(
     expect(_CALL, "activation_checkpoint_config", recompute, what, when=are_modules or recompute in (None, "full"))
     init = made["model_init_config"]
     if init["meta_device_init"] and init["param_init_fn"] is None:
-        advice = "Pass param_init_fn, called with each module that has parameters, or leave meta_device_init out."
-        raise refused(_CALL, "model_init_config['meta_device_init']", "True", "needs param_init_fn", advice)
+        raise refused(_CALL, "model_init_config['meta_device_init']", True)
     place = read_rank_environment()
     group = tensor_parallel_size * pipeline_parallel_size
     if min(tensor_parallel_size, pipeline_parallel_size) < 1 or place.world_size % group:
@@ -254,13 +249,7 @@ def neuronx_distributed_config(
 
 
 def config_of(nxd_config: Any, call: str) -> NxDConfig:
-    """Return ``nxd_config``, checked.
-
-    Raises:
-        ArgumentMeansNothing: it is not from ``neuronx_distributed_config``.
-    """
+    """Return ``nxd_config``, or raise ``ArgumentMeansNothing`` where it is not from ``neuronx_distributed_config``."""
     if isinstance(nxd_config, NxDConfig):
         return nxd_config
-    reason = "is not what neuronx_distributed_config returned"
-    advice = "Pass its return value as it is, not a copy as a plain dict."
-    raise refused(call, "nxd_config", type(nxd_config).__name__, reason, advice)
+    raise refused(call, "nxd_config", type(nxd_config).__name__)

@@ -141,9 +141,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         if gather_output and kv_size_multiplier > 1:
-            reason = f"would gather {kv_size_multiplier} copies of each key and value"
-            advice = "Set gather_output=False: attention needs the features of the rank's own heads."
-            raise refused("GQAQKVColumnParallelLinear", "gather_output", "True", reason, advice)
+            raise refused("GQAQKVColumnParallelLinear", "gather_output", True, copies=kv_size_multiplier)
         self.kv_size_multiplier = kv_size_multiplier
         self.gather_output = gather_output
         query, key = output_sizes
@@ -160,9 +158,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
 
 def _complete(layer: Any, init_method: InitMethod | None, sequence_parallel: bool, sequence_dimension: Any) -> None:
     if sequence_parallel and sequence_dimension != 1:
-        reason = "is not the dimension that sequence parallelism shards here; hidden states are [batch, seq, hidden]"
-        advice = "Pass sequence_dimension=1, and leave out transposes to [seq, batch, hidden]."
-        raise refused(type(layer).__name__, "sequence_dimension", repr(sequence_dimension), reason, advice)
+        raise refused(type(layer).__name__, "sequence_dimension", sequence_dimension)
     if init_method is not None:
         with torch.no_grad():
             init_method(layer.weight)

@@ -94,19 +94,16 @@ class NeuronLTModule(pl.LightningModule):
     ) -> None:
         super().__init__()
         self.nxd_config = config_of(nxd_config, "NeuronLTModule")
-        for argument, value in (("opt_cls", opt_cls), ("scheduler_cls", scheduler_cls)):
-            check("NeuronLTModule", argument, value)
+        check("NeuronLTModule", "opt_cls", opt_cls)
+        check("NeuronLTModule", "scheduler_cls", scheduler_cls)
         if self.nxd_config.stages > 1 and grad_accum_steps > 1:
-            reason = "would add up calls of run_train, which splits a batch itself"
-            advice = "Pass pipeline_config={'num_microbatches': ...} to neuronx_distributed_config."
-            raise refused("NeuronLTModule", "grad_accum_steps", repr(grad_accum_steps), reason, advice)
+            raise refused("NeuronLTModule", "grad_accum_steps", grad_accum_steps)
         self.automatic_optimization = False
         self.model_fn, self.model_args, self.model_kwargs = model_fn, tuple(model_args), dict(model_kwargs)
         self.opt_cls, self.opt_args, self.opt_kwargs = opt_cls, tuple(opt_args), dict(opt_kwargs)
         self.scheduler_cls = scheduler_cls
         self.scheduler_args, self.scheduler_kwargs = tuple(scheduler_args), dict(scheduler_kwargs)
-        self.grad_accum_steps = grad_accum_steps
-        self.log_rank0 = log_rank0
+        self.grad_accum_steps, self.log_rank0 = grad_accum_steps, log_rank0
         self.train_batch_size, self.logging_interval = train_batch_size, logging_interval
 
     def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
@@ -129,19 +126,19 @@ class NeuronLTModule(pl.LightningModule):
         opt_cls, scheduler_cls = cast(Any, self.opt_cls), cast(Any, self.scheduler_cls)
         names = [*inspect.signature(opt_cls).parameters][1:]
         if len(self.opt_args) > len(names):
-            advice = f"Pass at most {len(names)}: {', '.join(names)}."
-            reason = f"are more than {opt_cls} takes"
-            raise refused("NeuronLTModule", "opt_args", repr(self.opt_args), reason, advice)
+            details = {"of": opt_cls, "count": len(names), "names": ", ".join(names)}
+            raise refused("NeuronLTModule", "opt_args", self.opt_args, **details)
         options = {**dict(zip(names, self.opt_args, strict=False)), **self.opt_kwargs}
         groups = self.get_param_groups_by_weight_decay()
         optimizer = initialize_parallel_optimizer(self.nxd_config, opt_cls, groups, **options)
         try:
             scheduler = scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
         except TypeError as error:
-            advice = f"Pass arguments of {getattr(scheduler_cls, '__name__', scheduler_cls)}."
-            found = (*self.scheduler_args, *self.scheduler_kwargs)
-            reason = f"do not suit the class ({error})"
-            raise refused("NeuronLTModule", "scheduler_kwargs", repr(found), reason, advice) from error
+            found, name = (
+                (*self.scheduler_args, *self.scheduler_kwargs),
+                getattr(scheduler_cls, "__name__", scheduler_cls),
+            )
+            raise refused("NeuronLTModule", "scheduler_kwargs", found, error=error, of=name) from error
         return [optimizer], [{"scheduler": scheduler}]
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
@@ -238,9 +235,7 @@ class NeuronXLAStrategy(NxdtStrategy):
             nxd_config = current_config() or neuronx_distributed_config(tensor_parallel_size, pipeline_parallel_size)
             for argument, size in sizes.items():
                 if size not in (1, nxd_config[argument]):
-                    reason = f"differs from the {nxd_config[argument]} of neuronx_distributed_config"
-                    advice = "Leave it out, and pass nxd_config."
-                    raise refused("NeuronXLAStrategy", argument, str(size), reason, advice)
+                    raise refused("NeuronXLAStrategy", argument, size, size=nxd_config[argument])
         self.nxd_config: NxDConfig = config_of(nxd_config, "NeuronXLAStrategy")
         super().__init__(self.nxd_config.session.config, engine=self.nxd_config.engine)
         self._accelerator = EngineAccelerator(self.engine.device)
@@ -249,11 +244,6 @@ class NeuronXLAStrategy(NxdtStrategy):
         self.tensor_parallel_size, self.tensor_parallel_rank = groups.size("tp"), groups.rank("tp")
         self.pipeline_parallel_size, self.pipeline_parallel_rank = groups.size("pp"), groups.rank("pp")
         self.data_parallel_size, self.data_parallel_rank = place.dp_size, place.dp_rank
-
-    @property
-    def distributed_sampler_kwargs(self) -> dict[str, int]:
-        """Arguments of a ``DistributedSampler`` for this layout."""
-        return {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
 
     def connect(self, model: pl.LightningModule) -> None:
         """Take the module that the trainer was given, and its configuration.
@@ -264,11 +254,9 @@ class NeuronXLAStrategy(NxdtStrategy):
         """
         Strategy.connect(self, model)
         if not isinstance(model, NeuronLTModule):
-            advice = "Derive the module from nxdt_plugin_nxd_core.lightning.NeuronLTModule."
-            raise refused("NeuronXLAStrategy", "model", type(model).__name__, "is not a NeuronLTModule", advice)
+            raise refused("NeuronXLAStrategy", "model", type(model).__name__)
         if model.nxd_config is not self.nxd_config:
-            advice = "Pass the same return value of neuronx_distributed_config to the module and to the strategy."
-            raise refused("NeuronXLAStrategy", "nxd_config", "another one", "is not that of the module", advice)
+            raise refused("NeuronLTModule", "nxd_config", "another one")
         trainer, world, found = model.trainer, self.engine.rank_info.world_size, list[tuple[str, str]]()
         if trainer.precision != "32-true":
             found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
@@ -303,9 +291,12 @@ class NeuronXLAStrategy(NxdtStrategy):
             or has_iterable_dataset(dataloader)
         ):
             return dataloader
-        shuffle = isinstance(dataloader.sampler, RandomSampler)
-        place: Any = self.distributed_sampler_kwargs
-        sampler: Any = DistributedSampler(dataloader.dataset, shuffle=shuffle, **place)
+        sampler: Any = DistributedSampler(
+            dataloader.dataset,
+            num_replicas=self.data_parallel_size,
+            rank=self.data_parallel_rank,
+            shuffle=isinstance(dataloader.sampler, RandomSampler),
+        )
         return _update_dataloader(dataloader, sampler)
 
     def optimizer_step(
@@ -313,12 +304,6 @@ class NeuronXLAStrategy(NxdtStrategy):
     ) -> Any:
         """Let the optimizer step; called by Lightning, which counts the step."""
         return optimizer.step()
-
-    def teardown(self) -> None:
-        """Leave the model and the optimizer's state where they are: on the device, in their layout."""
-        assert self.accelerator is not None
-        self.precision_plugin.teardown()
-        self.accelerator.teardown()
 
 
 class NeuronXLAPrecisionPlugin(Precision):

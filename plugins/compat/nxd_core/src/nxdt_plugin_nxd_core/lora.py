@@ -46,15 +46,9 @@ class LoraConfig:
     merge_sharded_lora: bool = False
 
     def section(self) -> dict[str, Any]:
-        """Return the section ``adapter`` that means the same.
-
-        Raises:
-            ArgumentMeansNothing: ``merge_lora``, which is a command here.
-        """
+        """Return the section ``adapter`` that means the same. ``merge_lora`` is refused: it is a command here."""
         if self.merge_lora:
-            reason = "would save another model than the one that trains"
-            advice = "Leave it out: with save_lora_base=True a checkpoint holds the base and its updates apart."
-            raise refused("LoraConfig", "merge_lora", "True", reason, advice)
+            raise refused("LoraConfig", "merge_lora", True)
         values = {key: value for key, value in asdict(self).items() if value is not None}
         del values["merge_sharded_lora"]  # it has no effect
         start = self.init_lora_weights
@@ -90,14 +84,15 @@ class LoRAModel(nn.Module):
         super().__init__()
         expect("LoRAModel", "config", config, "a LoraConfig", when=isinstance(config, LoraConfig))
         if not config.enable_lora:
-            advice = "Pass LoraConfig(enable_lora=True, ...), or use the module as it is."
-            raise refused("LoRAModel", "enable_lora", "False", "adds nothing", advice)
+            raise refused("LoRAModel", "enable_lora", False)
         component = Kernel.start().registry.get("adapter", "lora")
         section: Any = component.load_config()
         values = {key: tuple(v) if isinstance(v, list) else v for key, v in config.section().items() if key != "name"}
         adapter: Any = component.load_target()(section(**values))
         known = {name: parameter.dtype for name, parameter in module.named_parameters()}
-        adapter.apply(module, plan_of(module, NxDConfig.of_one_process()))
+        alone: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
+        alone |= {"pipeline_config": None, "activation_checkpoint_config": None}
+        adapter.apply(module, plan_of(module, NxDConfig(alone)))
         added = {name: parameter for name, parameter in module.named_parameters() if name not in known}
         for parameter in added.values():
             parameter.data = parameter.data.to(next(iter(known.values())))

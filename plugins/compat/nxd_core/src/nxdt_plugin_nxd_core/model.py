@@ -78,9 +78,7 @@ def initialize_parallel_model(
                 raise ModulesDifferBetweenRanks(rank=rank, difference=f"'{min(names)}' has other values, or is missing")
     dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
-        reason = "gives parameters of dtypes that cannot be trained together"
-        advice = "Give all parameters one dtype: torch.float32, torch.bfloat16 or torch.float64."
-        raise refused(_CALL, "model_fn", ", ".join(sorted(map(str, dtypes))), reason, advice)
+        raise refused(_CALL, "model_fn", ", ".join(sorted(map(str, dtypes))))
     dtype = _DTYPES[dtypes.pop()] if dtypes else "float32"
     adapters = build.adapters(run)
     parallel = config.engine.initialize_model(
@@ -114,9 +112,7 @@ class NxDModel(nn.Module):
         # In a pipeline, the last stage takes the loss out of what the module returns.
         self.loss_place = None if nxd_config.stages > 1 else nxd_config.pipeline["output_loss_value_spec"]
         """``output_loss_value_spec`` for what :meth:`forward` returns."""
-        self._check = call_check(original.forward)
-        self._plan = plan
-        self._has_run = False
+        self._check, self._plan, self._has_run = call_check(original.forward), plan, False
 
     def local_module(self) -> nn.Module:
         """Return the module of this rank: its first stage, or the whole module without a pipeline."""
@@ -212,20 +208,14 @@ class NxDModel(nn.Module):
         self.parallel.load_state_dict(own_parts(self.parallel.state_dict(), state_dict), strict=strict)
 
     def to(self, *args: Any, **kwargs: Any) -> NxDModel:
-        """Return the model: it is on its device already.
-
-        Raises:
-            ArgumentMeansNothing: it would change its dtype.
-        """
+        """Return the model: it is on its device already. Another dtype is refused."""
         _, dtype, *_ = torch._C._nn._parse_to(*args, **kwargs)
         if dtype is not None and dtype != self.dtype:
             self._apply(None)
         return self
 
     def _apply(self, fn: Any, recurse: bool = True) -> NxDModel:
-        value, reason = "a new dtype or device", "would change a model that is in its layout"
-        advice = "Convert the module in model_fn; its dtype is that of the run, and the engine chooses the device."
-        raise refused("NxDModel", "conversion", value, reason, advice)
+        raise refused("NxDModel", "conversion", "a new dtype or device")
 
 
 def _values(module: nn.Module) -> dict[str, torch.Tensor]:

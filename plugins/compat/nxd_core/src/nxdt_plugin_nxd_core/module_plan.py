@@ -8,7 +8,7 @@ from torch import nn
 
 from nxdt_core.models.updates import UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import AttentionHeads, ParallelPlan, PipelinePlan, TensorStyle
-from nxdt_plugin_nxd_core.arguments import refused
+from nxdt_plugin_nxd_core.arguments import error_of, refused
 from nxdt_plugin_nxd_core.config import RECOMPUTED, NxDConfig
 from nxdt_plugin_nxd_core.errors import LayersNotFound, StageModuleMisplaced
 from nxdt_plugin_nxd_core.layers import (
@@ -23,19 +23,12 @@ _HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
 
 
 def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
-    """Return the plan of ``module``.
-
-    Raises:
-        LayersNotFound: a pipeline, or recomputation of layers, without a list of layers.
-        StageModuleMisplaced: parameters that belong to no stage of a pipeline.
-        ArgumentMeansNothing: layers that ask for something else than the configuration.
-    """
+    """Return the plan of ``module``."""
     tp, stages, sequence_parallel = config["tensor_parallel_size"], config.stages, config["sequence_parallel"]
     recompute, layer_class = config["activation_checkpoint_config"], config.pipeline["transformer_layer_cls"]
     for path, part in module.named_modules():
         if max(tp, stages) > 1 and isinstance(part, UpdatedLinear | UpdatedEmbedding):
-            advice = "Return the module itself from model_fn, and pass lora_config to neuronx_distributed_config."
-            raise refused("LoRAModel", "module", repr(path), "has updates before it is sharded", advice)
+            raise refused("LoRAModel", "module", repr(path))
         if tp == 1:
             continue
         reason, wrong = "is set, and sequence parallelism is off", {"sequence_parallel_enabled": True}
@@ -47,7 +40,7 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
             wrong = {"gather_output": True, "input_is_parallel": False} if is_layer else {}
         for argument, value in wrong.items():
             if getattr(part, argument, None) is value:
-                raise refused(f"the layer '{path}'", argument, str(value), reason, advice)
+                raise error_of(f"the layer '{path}'", argument, str(value), reason, advice)
 
     # The list of layers: that of the class, or without one the longest list of one class.
     lists: dict[str, int] = {}
@@ -104,13 +97,8 @@ def _heads(
     if not multipliers - {1} or tp == 1:
         return None
     multiplier = max(multipliers)
-    if len(multipliers) > 1:
-        reason, advice = "differs between layers", "Give all attention layers the same."
-        raise refused("GQAQKVColumnParallelLinear", "kv_size_multiplier", str(multiplier), reason, advice)
-    if tp % multiplier:
-        reason = f"does not divide tensor_parallel_size={tp}"
-        advice = f"Choose a divisor of {tp}: as many ranks hold copies of the same key and value features."
-        raise refused("GQAQKVColumnParallelLinear", "kv_size_multiplier", str(multiplier), reason, advice)
+    if len(multipliers) > 1 or tp % multiplier:
+        raise refused("GQAQKVColumnParallelLinear", "kv_size_multiplier", sorted(multipliers), tp=tp)
     return AttentionHeads(
         query_heads=tp,
         kv_heads=tp // multiplier,
@@ -140,7 +128,5 @@ def _pipeline(module: nn.Module, layers: str, hidden_size: int | None) -> Pipeli
     known = [getattr(getattr(module, "config", None), name, None) for name in _HIDDEN_SIZES]
     sizes = [size for size in (hidden_size, *known, *(table.embedding_dim for table in tables)) if type(size) is int]
     if not sizes:
-        reason = "is needed: neither module.config nor an embedding says how wide hidden states are"
-        advice = "Pass pipeline_config={'hidden_size': ...}, or set module.config.hidden_size."
-        raise refused("neuronx_distributed_config", "pipeline_config['hidden_size']", "None", reason, advice)
+        raise refused("neuronx_distributed_config", "pipeline_config['hidden_size']", None)
     return PipelinePlan(hidden_size=sizes[0], first=tuple(first), layers=layers, last=tuple(last))

@@ -9,7 +9,6 @@ from typing import Any, cast
 import torch
 
 from nxdt_core.protocols.optimizer import ParameterGroup
-from nxdt_core.protocols.parallel_model import ParallelOptimizer
 from nxdt_plugin_nxd_core.arguments import binds, check, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel
@@ -39,48 +38,7 @@ def initialize_parallel_optimizer(
         NotOfThisModel: parameters of another model.
         ArgumentMeansNothing: what is not an optimizer's class, or options that it does not take.
     """
-    config = config_of(nxd_config, _CALL)
-    core, trained = _core_optimizer(config, optimizer_class, parameters, defaults)
-    return NxDOptimizer(core, config, trained)
-
-
-def _core_optimizer(
-    config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
-) -> tuple[ParallelOptimizer, list[torch.nn.Parameter]]:
-    """Return the engine's optimizer of the caller's class, and the parameters that it trains. Collective."""
-    if config.model is None:
-        raise NotOfThisModel(call=_CALL, problem="there are no parameters")
-    model = cast(NxDModel, config.model)
-    wanted = _groups(model, parameters)
-    trained = [parameter for group in wanted for parameter in group["params"]]
-
-    def make(groups: Sequence[ParameterGroup], config: Any) -> torch.optim.Optimizer:
-        """Return the optimizer over the caller's groups of the engine's shards."""
-        held = {name: each for group in groups for name, each in zip(group["names"], group["params"], strict=True)}
-        own = [{**group, "params": [held[name] for name in group["names"]]} for group in wanted]
-        made: torch.optim.Optimizer = optimizer_class(own, **defaults)
-        expect(_CALL, "optimizer_class", made, "a torch.optim.Optimizer", when=isinstance(made, torch.optim.Optimizer))
-        return made
-
-    lr = defaults.get("lr", 0.0)
-    check(_CALL, "lr", lr)
-    settings, kept = SimpleNamespace(lr=float(lr)), {id(parameter) for parameter in trained}
-    others = [each for each in model.parameters() if each.requires_grad and id(each) not in kept]
-    try:
-        for parameter in others:  # the engine optimizes all that need gradients
-            parameter.requires_grad_(False)
-        core = config.engine.initialize_optimizer(model.parallel, make, settings, decay_norms=True)
-        if not trained:  # the engine has not called it
-            core.inner = make((), settings)
-    except (TypeError, ValueError) as error:
-        advice = f"Pass options of {getattr(optimizer_class, '__name__', optimizer_class)}."
-        reason = f"do not suit the class ({error})"
-        raise refused(_CALL, "defaults", repr(sorted(defaults)), reason, advice) from error
-    finally:
-        for parameter in others:
-            parameter.requires_grad_(True)
-    config.session.built_optimizer = core
-    return core, trained
+    return NxDOptimizer(config_of(nxd_config, _CALL), optimizer_class, parameters, defaults)
 
 
 class NxDOptimizer(torch.optim.Optimizer):
@@ -90,28 +48,54 @@ class NxDOptimizer(torch.optim.Optimizer):
     with a gradient that is not finite leaves the weights as they are. ``grad_norm`` is the norm before clipping.
     """
 
-    def __init__(self, core: ParallelOptimizer, nxd_config: NxDConfig, parameters: list[torch.nn.Parameter]) -> None:
+    def __init__(
+        self, nxd_config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
+    ) -> None:
+        if nxd_config.model is None:
+            raise NotOfThisModel(call=_CALL, problem="there are no parameters")
+        model = cast(NxDModel, nxd_config.model)
+        wanted = _groups(model, parameters)
+        trained = [parameter for group in wanted for parameter in group["params"]]
+
+        def make(groups: Sequence[ParameterGroup], config: Any) -> torch.optim.Optimizer:
+            """Return the optimizer over the caller's groups of the engine's shards."""
+            held = {name: each for group in groups for name, each in zip(group["names"], group["params"], strict=True)}
+            own = [{**group, "params": [held[name] for name in group["names"]]} for group in wanted]
+            made: torch.optim.Optimizer = optimizer_class(own, **defaults)
+            right = isinstance(made, torch.optim.Optimizer)
+            expect(_CALL, "optimizer_class", made, "a torch.optim.Optimizer", when=right)
+            return made
+
+        lr = defaults.get("lr", 0.0)
+        check(_CALL, "lr", lr)
+        settings, kept = SimpleNamespace(lr=float(lr)), {id(parameter) for parameter in trained}
+        others = [each for each in model.parameters() if each.requires_grad and id(each) not in kept]
+        try:
+            for parameter in others:  # the engine optimizes all that need gradients
+                parameter.requires_grad_(False)
+            core = nxd_config.engine.initialize_optimizer(model.parallel, make, settings, decay_norms=True)
+            if not trained:  # the engine has not called it
+                core.inner = make((), settings)
+        except (TypeError, ValueError) as error:
+            name = getattr(optimizer_class, "__name__", optimizer_class)
+            raise refused(_CALL, "defaults", sorted(defaults), error=error, of=name) from error
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
         super().__init__(core.inner.param_groups, core.inner.defaults)
         self.state = core.inner.state
-        self.core = core
+        self.core = nxd_config.session.built_optimizer = core
         self.optimizer = core.inner
         """The optimizer of the caller's class."""
-        self.nxd_config = nxd_config
+        self.nxd_config, self.max_norm, self.trained = nxd_config, nxd_config.max_grad_norm, trained
         self.grad_norm: torch.Tensor | None = None
         self._finished = False
-        self.max_norm = nxd_config.max_grad_norm
-        self.trained = parameters
         nxd_config.optimizers = [*nxd_config.optimizers, self]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Finish the gradients, clip them, and update. Collective.
-
-        Raises:
-            ArgumentMeansNothing: a closure, which would run forward again.
-        """
+        """Finish the gradients, clip them, and update. Collective. A closure is refused: it would run forward again."""
         if closure is not None:
-            reason = "would run forward within the step"
-            raise refused(_CALL, "closure", repr(closure), reason, "Call step() without one.")
+            raise refused(_CALL, "closure", repr(closure))
         session = self.nxd_config.session
         self.core.begin_step(session.state.step)
         if not self._finished:
@@ -173,11 +157,8 @@ class NeuronZero1Optimizer(NxDOptimizer):
         if config is None or config.model is None:
             raise NotOfThisModel(call=type(self).__name__, problem="there are no parameters")
         if not config["optimizer_config"]["zero_one_enabled"]:
-            argument, reason = "optimizer_config['zero_one_enabled']", "has left each rank with whole optimizer state"
-            advice = "Pass optimizer_config={'zero_one_enabled': True} to neuronx_distributed_config."
-            raise refused(type(self).__name__, argument, "False", reason, advice)
-        core, trained = _core_optimizer(config, optimizer_class, params, defaults)
-        super().__init__(core, config, trained)
+            raise refused(type(self).__name__, "optimizer_config['zero_one_enabled']", False)
+        super().__init__(config, optimizer_class, params, defaults)
         norm = config.max_grad_norm if max_norm is None else max_norm
         self.max_norm = norm if grad_clipping else None
 

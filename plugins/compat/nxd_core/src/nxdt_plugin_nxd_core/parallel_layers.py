@@ -44,8 +44,12 @@ def parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, target: torch.Te
     what = f"of the shape {wanted} of the logits without their last dimension"
     expect("parallel_cross_entropy", "target", found, what, when=found == wanted)
     config = current_config()
-    if config is not None and config.model is not None:
-        vocab_parallel_logits = config.groups.of_columns(vocab_parallel_logits)
+    mesh = None if config is None or config.model is None else config.groups.mesh
+    if mesh is not None and mesh["tp"].size() > 1:
+        from torch.distributed.tensor import DTensor, Shard  # half a CPU-second that one process does not need
+
+        columns = [Shard(vocab_parallel_logits.ndim - 1)]
+        vocab_parallel_logits = DTensor.from_local(vocab_parallel_logits, mesh["tp"], columns, run_check=False)
     return vocabulary_parallel_cross_entropies(vocab_parallel_logits, target)
 
 

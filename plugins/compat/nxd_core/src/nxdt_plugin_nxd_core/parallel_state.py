@@ -8,8 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nxdt_plugin_nxd_core.arguments import binds
-from nxdt_plugin_nxd_core.config import Dimension, Groups, current_config
-from nxdt_plugin_nxd_core.errors import ConfigNotMade
+from nxdt_plugin_nxd_core.config import Dimension, Groups, current_config, required_config
 
 __all__ = [
     "get_context_model_parallel_rank",
@@ -38,10 +37,7 @@ def model_parallel_is_initialized() -> bool:
 
 
 def _groups() -> Groups:
-    config = current_config()
-    if config is None:
-        raise ConfigNotMade(call="parallel_state")
-    return config.groups
+    return required_config("parallel_state").groups
 
 
 def _along(dim: Dimension, prefix: str) -> tuple[Callable[[], int], Callable[[], int], Callable[..., Any], Any]:

@@ -26,13 +26,14 @@ from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import piece_of
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.system.regular_files import replacing
-from nxdt_plugin_nxd_core.arguments import binds, refused
-from nxdt_plugin_nxd_core.config import NxDConfig, current_config
-from nxdt_plugin_nxd_core.errors import ConfigNotMade, NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
+from nxdt_plugin_nxd_core.arguments import binds, error_of, reason_and_advice, refused
+from nxdt_plugin_nxd_core.config import NxDConfig, required_config
+from nxdt_plugin_nxd_core.errors import NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
 from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear
 from nxdt_plugin_nxd_core.model import NxDModel, own_parts
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
@@ -60,15 +61,15 @@ def save(
         ArgumentMeansNothing: on all ranks: a value that is none of these.
         RankFilesDoNotFit: on all ranks: a file could not be written.
     """
-    config = _config("parallel_layers.save")
+    config = required_config("parallel_layers.save")
     path = Path(save_dir) / _name(config, master_dp_only) / _FILE
 
     def check() -> None:
         for where, value in tree_flatten_with_path(state_dict)[0]:
             if not isinstance(value, _SAVED):
                 reason = "is not a tensor, a number, text, or a list or a dictionary of them"
-                kind, advice = type(value).__name__, "Leave it out, or save it elsewhere."
-                raise refused("parallel_layers.save", f"state_dict{keystr(where)}", kind, reason, advice)
+                argument, advice = f"state_dict{keystr(where)}", "Leave it out, or save it elsewhere."
+                raise error_of("parallel_layers.save", argument, type(value).__name__, reason, advice)
 
     on_all_ranks(config.engine.ranks, check, where=str(save_dir))
     writes = not (config.groups.rank("dp") and master_dp_only)
@@ -95,8 +96,7 @@ def save(
             with replacing(path) as file:
                 torch.save(_in_nxd_names(held, config), file)
         except OSError as error:
-            advice = "Free space there, or choose another save_dir."
-            raise RankFilesDoNotFit(path=str(path), problem=f"cannot be written: {error}", advice=advice) from error
+            raise _unfit(path, "unwritable", error=error) from error
 
     on_all_ranks(config.engine.ranks, write, where=str(save_dir))
 
@@ -131,13 +131,12 @@ def load(
         WeightsDoNotFit: on all ranks: names or shapes differ.
     """
     call = "parallel_layers.load"
-    config = _config(call)
+    config = required_config(call)
     target = model if model_or_optimizer is None else model_or_optimizer
     if target is not None and not isinstance(target, NxDModel | NxDOptimizer):
         raise NotOfThisModel(call=call, problem=f"model_or_optimizer is {type(target).__name__}, and must be one")
     if not sharded and not isinstance(target, NxDModel):
-        reason = "needs the model whose shards are cut"
-        raise refused(call, "sharded", "False", reason, "Pass model_or_optimizer=model.")
+        raise refused(call, "sharded", False)
     source, found, values = Path(load_dir), dict[str, Any](), dict[str, Any]()
 
     def read() -> None:
@@ -151,17 +150,12 @@ def load(
             return
         chosen: Any = found if model_key is None else found.get(model_key)
         if not isinstance(chosen, dict):
-            known = listing(sorted(map(str, found)), 8)
-            advice = f"Pass model_key with one of: {known}; or None if the file holds the values alone."
-            raise RankFilesDoNotFit(path=str(path), problem=f"has no dictionary '{model_key}'", advice=advice)
+            raise _unfit(path, "no key", key=model_key, known=listing(sorted(map(str, found)), 8))
         if isinstance(target, NxDOptimizer):
             state, groups = chosen.get("state"), chosen.get("param_groups")
             named = isinstance(state, dict) and all("/" in str(key) for key in state)
             if not named or not isinstance(groups, list) or len(groups) != len(target.param_groups):
-                advice = (
-                    "Load the weights alone: state of NxD Core's own optimizers has another form, which is not read."
-                )
-                raise RankFilesDoNotFit(path=str(path), problem="has no state that this optimizer saved", advice=advice)
+                raise _unfit(path, "no state")
             chosen = state
         other = next((name for name, value in chosen.items() if not isinstance(value, torch.Tensor)), None)
         if other is not None:
@@ -196,13 +190,6 @@ def load(
     return {} if model_key is None else {key: value for key, value in found.items() if key != model_key}
 
 
-def _config(call: str) -> NxDConfig:
-    config = current_config()
-    if config is None:
-        raise ConfigNotMade(call=call)
-    return config
-
-
 def _name(config: NxDConfig, master_dp_only: bool) -> str:
     groups = config.groups
     name = f"tp_rank_{groups.rank('tp'):02d}_pp_rank_{groups.rank('pp'):02d}"
@@ -210,29 +197,24 @@ def _name(config: NxDConfig, master_dp_only: bool) -> str:
 
 
 def _path_of(config: NxDConfig, folder: Path, master_dp_only: bool) -> Path:
-    """The file of this rank.
-
-    Raises:
-        RankFilesDoNotFit: there is none, or those of another layout.
-    """
+    """Return the file of this rank, or raise where there is none, or those of another layout."""
     names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
     ranks = [match for match in map(_RANK.fullmatch, names) if match is not None]
     if not ranks:
-        advice = (
-            "Name the directory that parallel_layers.save wrote; `load_checkpoint` loads what save_checkpoint saved."
-        )
-        raise RankFilesDoNotFit(path=str(folder), problem="has no files tp_rank_.._pp_rank_..", advice=advice)
+        raise _unfit(folder, "none")
     own = config["tensor_parallel_size"], config.stages
     found = tuple(1 + max(int(each[at]) for each in ranks) for at in (1, 2))
     if found != own:
-        problem = "is of tensor_parallel_size={} and pipeline_parallel_size={}, not {} and {}".format(*found, *own)
-        advice = "Use the sizes of the save, then save_checkpoint, which every layout can load."
-        raise RankFilesDoNotFit(path=str(folder), problem=problem, advice=advice)
+        raise _unfit(folder, "other layout", theirs=found, ours=own)
     path = folder / _name(config, master_dp_only)
     if not path.exists():
-        advice = f"Pass master_dp_only={not master_dp_only} if it was saved so."
-        raise RankFilesDoNotFit(path=str(folder), problem=f"lacks {path.name}", advice=advice)
+        raise _unfit(folder, "other ranks", name=path.name, instead=not master_dp_only)
     return path / _FILE if path.is_dir() else path
+
+
+def _unfit(path: Path, case: str, **details: object) -> NxdtError:
+    problem, advice = reason_and_advice("rank files", case, **details)
+    return RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
 
 
 class _Reference:
@@ -247,7 +229,7 @@ class _Reference:
 def _read(path: Path, tensors: str) -> Any:
     """Return what a file holds, with references replaced by the tensors of the folder ``tensors`` next to it."""
     if not path.is_file():
-        raise RankFilesDoNotFit(path=str(path), problem="is not a file", advice="Name a file or directory that exists.")
+        raise _unfit(path, "no file")
     try:
         content = read_torch_file(path, [(_Reference, "torch_xla.utils.serialization.TensorReference")])
     except TorchFileRefused as refused:
@@ -305,14 +287,10 @@ def _of_model(
                 if name not in values or None in held:
                     continue
                 if part.kv_size_multiplier > 1:
-                    problem = f"has '{name}', and NxD Core orders copies of keys and values otherwise"
-                    advice = "Convert it with NxD Core's checkpoint converter, and load the result with sharded=False."
-                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
+                    raise _unfit(path, "copied heads", name=name)
                 value, rows = values.pop(name), [_box(each, of_all_dp).shape[0] for each in held]
                 if letters == "qkv" and len(value) != sum(rows):
-                    problem = f"has {len(value)} rows of '{prefix}', not {sum(rows)}"
-                    advice = "Give GQAQKVColumnParallelLinear the output_sizes of the save."
-                    raise RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
+                    raise _unfit(path, "rows", rows=len(value), prefix=prefix, wanted=sum(rows))
                 parts = value.split(rows) if letters == "qkv" else [value]
                 values |= {f"{prefix}.{letter}.{kind}": each for letter, each in zip(letters, parts, strict=True)}
     boxes = {name: _box(own[name], of_all_dp) for name in own.keys() & values.keys()}

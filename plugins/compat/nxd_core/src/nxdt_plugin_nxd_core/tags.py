@@ -63,16 +63,13 @@ def save_checkpoint(
         NxdtError: on all ranks, what stopped the save; the tag's older checkpoint is as it was.
     """
     call = "save_checkpoint"
-    if tag and (not isinstance(tag, str) or any(part in ("", ".", "..") for part in tag.split("/"))):
-        raise refused(call, "tag", repr(tag), "is not a relative path", "Pass text such as 'step_100'.")
-    if re.match(r"step-\d+(/|$)", str(tag)):
-        advice = "Use another form, such as 'step_100': steps within a tag are named step-…"
-        raise refused(call, "tag", repr(tag), "is the name of a step of a store", advice)
+    parts = tag.split("/") if isinstance(tag, str) else [""]
+    if tag and (any(part in ("", ".", "..") for part in parts) or re.fullmatch(r"step-\d+", parts[0])):
+        raise refused(call, "tag", repr(tag))
     session = _session(call, model, optimizer)
     content = content_of(tag, optimizer, scheduler, user_content)
-    storage = open_storage(_address(path, tag), session.config.kernel)
+    storage = _store(path, tag, session.config.kernel)
     finalize_checkpoint()
-
     run = current_config() or model.nxd_config
     if run.saves is None or run.saves.session.engine is not session.engine:  # those of a run that has ended
         run.saves = _Saves(model.nxd_config.session, storage)
@@ -113,7 +110,7 @@ def load_checkpoint(
     chosen = tag if tag is not None else next(iter(tags), None)
     if chosen is None or chosen not in tags:
         raise CheckpointTagMissing(path=path, tag=tag, tags=tags)
-    storage = open_storage(_address(path, chosen), kernel)
+    storage = _store(path, chosen, kernel)
     manifest = latest(storage, warn=_log.warning, ranks=ranks)
     if manifest is None:
         raise CheckpointTagMissing(path=path, tag=chosen, tags=[each for each in tags if each != chosen])
@@ -124,16 +121,14 @@ def load_checkpoint(
 
 def content_of(tag: str, optimizer: Any, scheduler: Any, user_content: Any) -> dict[str, Any]:
     """Return what a checkpoint of a caller's own loop holds besides tensors."""
-    groups = [
-        {key: _plain(value) for key, value in group.items() if key not in ("params", "names", "shards")}
-        for group in (() if optimizer is None else optimizer.param_groups)
-    ]
-    return {
-        "tag": tag,
-        "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
-        "user_content": user_content,
-        "groups": None if optimizer is None else groups,
-    }
+    content = {"tag": tag, "scheduler": None, "user_content": user_content, "groups": None}
+    if scheduler is not None:
+        content["scheduler"] = _plain(scheduler.state_dict())
+    if optimizer is not None:
+        tensors = ("params", "names", "shards")
+        groups = [{key: each for key, each in group.items() if key not in tensors} for group in optimizer.param_groups]
+        content["groups"] = [{key: _plain(each) for key, each in group.items()} for group in groups]
+    return content
 
 
 def restore(content: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
@@ -176,7 +171,7 @@ class _Saves:
         kernel = self.session.config.kernel
         old = _tags(self.path, kernel)[self.kept :] if self.kept is not None else []
         for tag in {self.tag, *old}:
-            storage = open_storage(_address(self.path, tag), kernel)
+            storage = _store(self.path, tag, kernel)
             for status in list_checkpoints(storage):
                 if status.state == "committed" and (tag in old or status.step != manifest.step):
                     delete_step(storage, status.step)
@@ -193,8 +188,8 @@ def _tags(path: str, kernel: Kernel | None) -> list[str]:
     return sorted(newest, key=lambda tag: newest[tag], reverse=True)
 
 
-def _address(path: str, tag: str) -> str:
-    return f"{str(path).rstrip('/')}/{tag}" if tag else str(path)
+def _store(path: str, tag: str, kernel: Kernel | None) -> CheckpointStore:
+    return open_storage(f"{str(path).rstrip('/')}/{tag}" if tag else str(path), kernel)
 
 
 def _session(call: str, model: Any, optimizer: Any) -> TrainSession:

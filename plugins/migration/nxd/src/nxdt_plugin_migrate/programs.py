@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from nxdt_core.config.tree import DEFAULT, Tree
 from nxdt_core.protocols.migration import KeyMeaning, MigratedConfig, Migration
 
 _NOTHING = "nothing"
@@ -45,15 +44,6 @@ VARIABLES: Mapping[str, str] = {
 """Variable → what has its effect in nxdt. Keys of the Neuron compiler and runtime need an engine of that runtime."""
 
 
-def environment_note(environment: Mapping[str, str]) -> str | None:
-    """Return a line that names the variables which are set, and what to set instead; None if none is set."""
-    found = [name for name in VARIABLES if environment.get(name)]
-    if not found:
-        return None
-    instead = "; ".join(f"{name}: {VARIABLES[name]}" for name in found)
-    return f"environment: nxdt does not read these variables of NxD Training; what has their effect here: {instead}"
-
-
 class _Program(Migration):
     """A :class:`~nxdt_core.protocols.migration.Migration`. The three programs share their keys' names."""
 
@@ -63,28 +53,14 @@ class _Program(Migration):
         """Return the key that shows that a configuration is of this program; empty where none does."""
         from nxdt_plugin_migrate.config.detect import framework_of
 
-        found, key = framework_of(Tree.of(config, DEFAULT))
+        found, key = framework_of(config)
         return key if found == self.name else ""
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
         """Return the key that says the same here, or why none is needed; None for a key of none of the programs."""
-        from nxdt_plugin_migrate.config.renamed_keys import (
-            GONE,
-            MOVED,
-            NEUTRAL,
-            NNM_MOVED,
-            OF_ENGINE,
-            current_name,
-            why_unneeded,
-        )
+        from nxdt_plugin_migrate.config.renamed_keys import meaning
 
-        name = current_name(key, known)
-        if name:
-            program = "neuronx-nemo-megatron" if key in NNM_MOVED else "NeMo" if key in MOVED else "NxD Training"
-            return KeyMeaning(name=name, program=program)
-        key = key if why_unneeded(key) else current_name(key, {*OF_ENGINE, *GONE, *NEUTRAL}) or MOVED.get(key, key)
-        found = why_unneeded(key)
-        return None if found is None else KeyMeaning(unneeded=found[0], program=found[1])
+        return meaning(key, known)
 
     def migrate(self, source: Path, target: Path, kernel: Any, overrides: Mapping[str, Any]) -> MigratedConfig:
         """Rewrite a file for nxdt; see :func:`nxdt_plugin_migrate.config.migrate.migrate`."""
@@ -107,7 +83,11 @@ class NxDTraining(_Program):
 
     def environment_note(self, environment: Mapping[str, str]) -> str | None:
         """Return a line on the variables that job scripts of NxD Training and neuronx-nemo-megatron set."""
-        return environment_note(environment)
+        found = [name for name in VARIABLES if environment.get(name)]
+        if not found:
+            return None
+        instead = "; ".join(f"{name}: {VARIABLES[name]}" for name in found)
+        return f"environment: nxdt does not read these variables of NxD Training; what has their effect here: {instead}"
 
 
 class NeMo(_Program):

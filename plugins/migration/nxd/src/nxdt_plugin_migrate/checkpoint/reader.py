@@ -7,6 +7,7 @@ and not from files, are: padded vocabularies, the contents of ``user_content.pt`
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -15,15 +16,13 @@ from pathlib import Path
 
 import torch
 
-from nxdt_core.checkpoint.foreign import open_checkpoint
-from nxdt_core.checkpoint.format.hf_source import read_optional_json
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.hf.key_map import Source, sources
-from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.system.regular_files import read_text
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
 from nxdt_plugin_migrate.checkpoint.merge import Merger
 from nxdt_plugin_migrate.checkpoint.optimizer import MASTER, OptimizerState, Unmergeable, read_optimizer
@@ -39,6 +38,7 @@ from nxdt_plugin_migrate.checkpoint.rank_tensors import (
 )
 from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, RankFile, read_pt
 from nxdt_plugin_migrate.errors import (
+    NeuronxFileDamaged,
     NeuronxStateUnread,
     NeuronxStepUnknown,
     NeuronxUnreadable,
@@ -157,7 +157,11 @@ class NeuronxCheckpoint(CheckpointReader):
 
     def _weights(self) -> Stages:
         layout = self._layout
-        lora: object = read_optional_json(layout.directory, "adapter_config.json")
+        beside = layout.directory / "adapter_config.json"
+        try:
+            lora: object = json.loads(read_text(beside)) if beside.exists() else None
+        except (OSError, ValueError) as error:
+            raise NeuronxFileDamaged(path=str(beside), reason=str(error)) from error
         stages: list[list[Mapping[str, LazyTensor]]] = []
         for pp in range(layout.pp):
             stages.append([])
@@ -192,7 +196,7 @@ class NeuronxCheckpoint(CheckpointReader):
                 "it holds an adapter without the weights below; checkpoint.resume_from of --config has to name them"
             )
             raise NeuronxUnreadable(path=path, reason=reason)
-        below = open_checkpoint(Path(self.base), Kernel.start())[1]
+        below = self.base()
         listing = dict(below.listing(builder, weights_only=True))
         names = {name for source in wanted for name in source.hf_names}
         if extra := sorted(model.keys() - names):

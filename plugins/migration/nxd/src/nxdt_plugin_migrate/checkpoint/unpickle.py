@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors import NxdtError
@@ -204,6 +203,14 @@ class RankFile:
         return NeuronxFileDamaged(path=str(self.path), reason=reason)
 
 
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16),
+    *(torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32),
+    *(torch.int64, torch.uint64, torch.float64),
+)
+"""Types of elements that a checkpoint can hold."""
+
+
 def _tensor(path: Path) -> torch.Tensor:
     if not path.is_file():
         raise NeuronxFileDamaged(path=str(path), reason="it is missing")
@@ -217,7 +224,7 @@ def _tensor(path: Path) -> torch.Tensor:
 def _check(tensor: torch.Tensor, path: Path) -> None:
     """A tensor may claim, by strides of zero or no storage at all, to be larger than its file."""
     plain = tensor.layout is torch.strided and tensor.device == HOST
-    if not plain or str(tensor.dtype).removeprefix("torch.") not in ITEM_BYTES:
+    if not plain or tensor.dtype not in _DTYPES:
         raise NeuronxFileDamaged(path=str(path), reason=f"it holds a tensor of {tensor.dtype} that is not plain")
     if tensor.numel() * tensor.element_size() > tensor.untyped_storage().nbytes():
         raise NeuronxFileDamaged(path=str(path), reason=f"it has fewer elements than the shape {tuple(tensor.shape)}")

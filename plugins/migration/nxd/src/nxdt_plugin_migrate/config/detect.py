@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from nxdt_core.config.tree import Tree
 from nxdt_core.errors import NxdtError
+from nxdt_plugin_migrate.config.document import entries
 from nxdt_plugin_migrate.errors import MigrationRefused
 
 FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
@@ -37,11 +39,12 @@ _NXDT = (
 )
 
 
-def framework_of(tree: Tree) -> tuple[str, str]:
+def framework_of(values: Mapping[str, Any]) -> tuple[str, str]:
     """Return the framework among :data:`FRAMEWORKS` that a file is of, and the key that shows it; empty for others."""
+    written = {path for path, _ in entries(values)}
     for name, keys in (("nxdt", _NXDT), ("nnm", _NNM), ("nemo", _NEMO)):
         for key in keys:
-            if key in tree:
+            if key in written:
                 return name, key
     return "", ""
 
@@ -69,26 +72,27 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
 _BY_HAND = "Take the nearest of 'nxdt recipes list' and carry the settings over by hand."
 
 
-def refuse_others(tree: Tree, wanted: str, source: Path) -> None:
+def refuse_others(values: Mapping[str, Any], wanted: str, source: Path) -> None:
     """See that a file is of none of the frameworks that cannot be migrated.
 
     Raises:
         MigrationRefused: it shows that it is of one.
     """
-    written = [path for path, _ in tree.leaves()]
+    written = {path for path, _ in entries(values)}
+    names = {name for path in written for name in path.split(".")}
     for name, keys in _FOREIGN:
-        if all(any(key[1:] in path for path in written) if key[0] == "*" else key in tree for key in keys):
+        if all(key[1:] in names if key[0] == "*" else key in written for key in keys):
             shown = " and ".join(key.removeprefix("*") for key in keys)
             raise _refused(source, wanted, f"{shown} is of {name}", _BY_HAND)
 
 
-def require(tree: Tree, wanted: str, source: Path) -> None:
+def require(values: Mapping[str, Any], wanted: str, source: Path) -> None:
     """See that a file is of the framework that it is said to be of.
 
     Raises:
         MigrationRefused: it shows that it is of another of those that can be migrated, or nothing shows what it is of.
     """
-    found, key = framework_of(tree)
+    found, key = framework_of(values)
     if found == wanted or (found, wanted) == ("nemo", "nnm"):
         return
     if found:

@@ -1,76 +1,49 @@
-"""Reads what PyYAML drops from a file: comments, and the original text of each value."""
+"""A file of another program as settings by key path, with comments and the text of values, and as YAML again.
+
+PyYAML drops comments and the original text of values, so both are found by the marks of its tokens and nodes. In the
+new file sections are nested again, comments are where they were, and interpolations name the keys of today.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
 
-from nxdt_core.config.read import UNRESOLVED, interpolate
-from nxdt_core.config.tree import Tree, dotted, join, walk
+from nxdt_core.config import PlainFile
 from nxdt_core.protocols.migration import MigratedKey, Verdict
 
+TO_SET = "???"
+"""OmegaConf's mark of a value that must be given."""
 
-@dataclass(frozen=True, slots=True)
-class Comments:
-    """Comments and value texts of a YAML file. Lines are counted from 1."""
-
-    beside: dict[int, str] = field(default_factory=dict)
-    """Line → the comment at its end."""
-    above: dict[int, tuple[str, ...]] = field(default_factory=dict)
-    """Line → the lines of comments directly above it."""
-    values: dict[str, str] = field(default_factory=dict)
-    """Key path → the value's original text, if it is on one line and has the same meaning anywhere in the file."""
+_REFERENCE = re.compile(r"\$\{(\.*)([\w.]+)\}")
+"""An interpolation of another key: ``${section.key}`` or ``${.key}``. One of a resolver has a colon."""
 
 
-def read_comments(text: str) -> Comments:
-    """Return comments and value texts of a document that has been parsed before and is known to be valid."""
-    root: Any = yaml.compose(text, Loader=yaml.SafeLoader)
-    values: dict[str, str] = {}
-    _collect(root, "", text, values)
-    return Comments(*_comments(text), values)
+def entries(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield key path and value of everything below, sections before what is in them."""
+    for name, value in values.items():
+        here = f"{path}.{name}" if path else name
+        yield here, value
+        if is_section(value):
+            yield from entries(value, here)
 
 
-def _comments(text: str) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
-    lines = text.splitlines()
-    ends: dict[int, int] = {}
-    for token in yaml.scan(text, Loader=yaml.SafeLoader):
-        if token.end_mark.column and not isinstance(token, (yaml.BlockEndToken, yaml.StreamEndToken)):
-            ends[token.end_mark.line] = max(ends.get(token.end_mark.line, 0), token.end_mark.column)
-    beside: dict[int, str] = {}
-    above: dict[int, tuple[str, ...]] = {}
-    pending: list[str] = []
-    for number, line in enumerate(lines):
-        rest = line[ends.get(number, 0) :].strip()
-        if number in ends:
-            if rest.startswith("#"):
-                beside[number + 1] = rest
-            if pending:
-                above[number + 1] = tuple(pending)
-            pending = []
-        elif rest.startswith("#"):
-            pending.append(rest)
-        elif not rest:
-            pending = []  # comments before a blank line belong to no key
-    return beside, above
+def is_section(value: object) -> bool:
+    """Return whether a value is a mapping that has keys; an empty one counts as a value."""
+    return isinstance(value, Mapping) and bool(value)
 
 
-def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
-    if isinstance(node, yaml.MappingNode) and not node.flow_style:
-        for key, value in node.value:
-            _collect(value, join(path, str(key.value)), text, values)
-    elif path and isinstance(node, (yaml.ScalarNode, yaml.SequenceNode)):
-        own = text[node.start_mark.index : node.end_mark.index]
-        # The text means the same elsewhere unless it is a block, or contains an anchor or an alias.
-        if isinstance(node, yaml.SequenceNode):
-            alone = bool(node.flow_style) and not set("&*\n") & set(own)
-        else:
-            alone = node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")
-        if alone:
-            values[path] = own
+def at(values: Mapping[str, Any], path: str) -> Any:
+    """Return the value at a key path, or None where there is none."""
+    value: Any = values
+    for name in path.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return value
 
 
 @dataclass(slots=True, kw_only=True)
@@ -86,6 +59,8 @@ class Setting:
     """The value's text in the file; None for a value to be dumped."""
     original: str
     """Value in the report."""
+    written: Any = None
+    """The value in the file, with interpolations."""
     override: int = 0
     """Place among the overrides that set keys, counted from 1; 0: the file sets it."""
     beside: str = ""
@@ -142,7 +117,7 @@ class Document:
             elif other is not None:
                 same = setting.value == other.value
                 if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
-                    other.text = setting.text
+                    other.text, other.written = setting.text, setting.written
                 there = "the command line" if other.override else f"line {other.line}"
                 why = f"{there} says the same" if same else f"it is the setting {new}, for which {there} counts"
                 self.moved[setting.source] = new
@@ -210,31 +185,167 @@ def _shown(setting: Setting) -> str:
     return {"added": now, "changed": f"{setting.original} → {now}"}.get(setting.verdict, setting.original)
 
 
-def read_document(tree: Tree, written: Comments, overrides: Collection[str] = ()) -> Document:
-    """Return a document that says what the file says, with the values of ``overrides``, which are in the tree."""
+def read_document(file: PlainFile, overrides: Collection[str] = ()) -> Document:
+    """Return a document that says what the file says, with the values of ``overrides``, which it has."""
     order = {path: place for place, path in enumerate(overrides, 1)}
-    resolved = tree.copy()
-    interpolate(resolved)
-    beside, above = dict(written.beside), dict(written.above)
-    lines = {
-        dotted(path): tree.origins[path].line
-        for path, value in walk(tree.data)
-        if path and value and isinstance(value, dict)
-    }
-    headings = {path: above.pop(line, ()) for path, line in lines.items()}
+    texts: dict[str, str] = {}
+    _collect(yaml.compose(file.text, Loader=yaml.SafeLoader), "", file.text, texts)
+    beside, above = _comments(file.text)
+    meant = dict(entries(file.resolved))
     settings: dict[str, Setting] = {}
-    for at, value in tree.leaves():
-        path, line, meant = dotted(at), tree.origins[at].line, resolved.get(at)
+    sections: dict[str, int] = {}
+    headings: dict[str, tuple[str, ...]] = {}
+    for path, value in entries(file.written):
+        line = file.lines[path]
+        if is_section(value):
+            sections[path], headings[path] = line, above.pop(line, ())
+            continue
         reference = json.dumps(value) if isinstance(value, str) and "${" in value else None
-        text = reference if path in order else written.values.get(path)
+        text = reference if path in order else texts.get(path)
         settings[path] = Setting(
             source=path,
             line=line,
-            value=value if meant is UNRESOLVED else meant,
+            value=meant[path],
+            written=value,
             text=text,
             original=text if text is not None else str(value),
             override=order.get(path, 0),
             beside=beside.pop(line, ""),  # of several keys on a line, the first has the comment
             above=above.pop(line, ()),
         )
-    return Document(settings, headings, lines)
+    return Document(settings, headings, sections)
+
+
+def _comments(text: str) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
+    lines = text.splitlines()
+    ends: dict[int, int] = {}
+    for token in yaml.scan(text, Loader=yaml.SafeLoader):
+        if token.end_mark.column and not isinstance(token, (yaml.BlockEndToken, yaml.StreamEndToken)):
+            ends[token.end_mark.line] = max(ends.get(token.end_mark.line, 0), token.end_mark.column)
+    beside: dict[int, str] = {}
+    above: dict[int, tuple[str, ...]] = {}
+    pending: list[str] = []
+    for number, line in enumerate(lines):
+        rest = line[ends.get(number, 0) :].strip()
+        if number in ends:
+            if rest.startswith("#"):
+                beside[number + 1] = rest
+            if pending:
+                above[number + 1] = tuple(pending)
+            pending = []
+        elif rest.startswith("#"):
+            pending.append(rest)
+        elif not rest:
+            pending = []  # comments before a blank line belong to no key
+    return beside, above
+
+
+def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
+    if isinstance(node, yaml.MappingNode) and not node.flow_style:
+        for key, value in node.value:
+            name = str(key.value)
+            _collect(value, f"{path}.{name}" if path else name, text, values)
+    elif path and isinstance(node, (yaml.ScalarNode, yaml.SequenceNode)):
+        own = text[node.start_mark.index : node.end_mark.index]
+        # The text means the same elsewhere unless it is a block, or contains an anchor or an alias.
+        if isinstance(node, yaml.SequenceNode):
+            alone = bool(node.flow_style) and not set("&*\n") & set(own)
+        else:
+            alone = node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")
+        if alone:
+            values[path] = own
+
+
+def render(document: Document, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
+    """Return the YAML text.
+
+    Args:
+        document: The settings.
+        head: Comment lines above them.
+        tail: Comment lines below them.
+    """
+    tree = _nested(document.settings)
+    lines = [*_comment_lines(head, ""), *_lines(tree, "", document), *(("", *_comment_lines(tail, "")) if tail else ())]
+    return "\n".join(lines) + "\n"
+
+
+def _lines(tree: dict[str, Any], path: str, document: Document) -> list[str]:
+    depth = path.count(".") + 1 if path else 0
+    indent = "  " * depth
+    lines: list[str] = []
+    apart = False
+    for name, child in tree.items():
+        here = f"{path}.{name}" if path else name
+        if isinstance(child, Setting):
+            text = f"{indent}{dump(name)}: {_text(child, here, document)}"
+            lines += [""] if apart else []
+            apart = False
+            lines += [*_comment_lines(child.above, indent), f"{text} {child.beside}".rstrip()]
+        else:
+            apart = depth == 0
+            lines += [""] if apart else []
+            lines += [*_comment_lines(document.headings.get(here, ()), indent), f"{indent}{dump(name)}:"]
+            lines += _lines(child, here, document)
+    return lines
+
+
+def _comment_lines(lines: tuple[str, ...], indent: str) -> list[str]:
+    return [f"{indent}{line if line.startswith('#') else f'# {line}'}".rstrip() for line in lines]
+
+
+def plain(document: Document) -> dict[str, Any]:
+    """Return the values that the YAML text has, nested."""
+    values = {path: setting.value for path, setting in document.settings.items()}
+    for path, setting in document.settings.items():
+        if setting.text is not None and "${" in setting.text:
+            pointed = _pointed(setting.written, setting, path, document)
+            values[path] = setting.value if pointed is None else pointed
+    return _nested(values)
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for path, value in values.items():
+        *sections, name = path.split(".")
+        here = tree
+        for section in sections:
+            here = here.setdefault(section, {})
+        here[name] = value
+    return tree
+
+
+def _text(setting: Setting, path: str, document: Document) -> str:
+    if setting.text is None or "${" not in setting.text:
+        return dump(setting.value) if setting.text is None else setting.text
+    pointed = _pointed(setting.text, setting, path, document)
+    return dump(setting.value) if pointed is None else str(pointed)
+
+
+def _pointed(value: Any, setting: Setting, path: str, document: Document) -> Any:
+    """Return a value whose interpolations name the keys of today; None where one names a key that is gone."""
+    lost = False
+
+    def today(match: re.Match[str]) -> str:
+        nonlocal lost
+        # One dot is the section that contains the interpolation.
+        around = setting.source.split(".")[: -len(match[1])] if match[1] else []
+        target = ".".join([*around, match[2]])
+        now = document.moved.get(target, target)
+        lost = lost or not document.has(now)
+        neighbours = now.rpartition(".")[0] == path.rpartition(".")[0]
+        return f"${{.{now.rpartition('.')[2]}}}" if match[1] and neighbours else f"${{{now}}}"
+
+    def pointed(value: Any) -> Any:
+        if isinstance(value, list):
+            return [pointed(each) for each in value]
+        return _REFERENCE.sub(today, value) if isinstance(value, str) else value
+
+    found = pointed(value)
+    return None if lost else found
+
+
+def dump(value: object) -> str:
+    """Return one value on one line."""
+    if value == TO_SET:  # as OmegaConf's users write it; the dumper would quote it
+        return TO_SET
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.load import check
-from nxdt_core.config.schema import RunConfig
-from nxdt_core.config.section import section_paths
-from nxdt_core.config.sources import COMMAND_LINE, read_source
-from nxdt_core.config.tree import parse_yaml
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey, WrongValue
+from nxdt_core.config import load, read_file
+from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig, Verdict
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require
-from nxdt_plugin_migrate.config.document import Document, read_comments, read_document
+from nxdt_plugin_migrate.config.document import TO_SET, Document, at, entries, plain, read_document, render
 from nxdt_plugin_migrate.config.nemo import from_nemo, from_nnm
 from nxdt_plugin_migrate.config.nxdt import from_nxdt
 from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL, has_key
-from nxdt_plugin_migrate.config.render import TO_SET, render
 from nxdt_plugin_migrate.errors import NoDecoder
 
 _MODEL_CONFIG = "model.model_config"
@@ -51,8 +45,7 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
     given = document.value(_MODEL_CONFIG)
     extra = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
     while True:
-        tree, _ = parse_yaml(render(document, (), ()), "")
-        problems = check(tree.data, extra, kernel=kernel)
+        problems = _problems(plain(document), extra, kernel)
         refused = [
             each
             for each in problems
@@ -69,6 +62,14 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
             else:
                 verdict: Verdict = "unsupported" if document.asks(problem.key) else "off"
                 document.drop(problem.key, verdict, f"nxdt has no such key{near}")
+
+
+def _problems(values: Mapping[str, Any], overrides: Sequence[str], kernel: Kernel) -> tuple[ConfigProblem, ...]:
+    try:
+        load(values, overrides, kernel=kernel)
+    except ConfigError as error:
+        return error.problems
+    return ()
 
 
 _T5_TUNING = ("src_file_name", "max_src_seq_length", "task_name")
@@ -91,7 +92,13 @@ RETRO, Mamba and Griffin have keys of BERT, too."""
 _READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
 
 
-_SECTIONS = (*section_paths(RunConfig), "model.moe", "model.data", "model.tokenizer", "model.data.tokenizer")
+_SECTIONS = (
+    *("trainer", "exp_manager", "exp_manager.monitoring", "exp_manager.ema"),
+    *("exp_manager.early_stopping_callback_params", "distributed_strategy", "data", "data.tokenizer", "model"),
+    *("model.optim", "model.optim.sched", "precision", "checkpoint", "checkpoint.sign", "checkpoint.storage"),
+    *("objective", "adapter", "parallel_engine", "plugins"),
+    *("model.moe", "model.data", "model.tokenizer", "model.data.tokenizer"),
+)
 """Sections that can be migrated only if they are a mapping or empty."""
 
 
@@ -112,31 +119,20 @@ def migrate(
         MigrationRefused: it is of another framework.
         NoDecoder: it is of a model that nothing here can stand for.
     """
-    read = read_source(source, lambda: kernel)
-    if read.problems:
-        raise ConfigError(source=str(source), problems=read.problems)
-    refuse_others(read.tree, framework, source)
+    written = read_file(source).written
+    refuse_others(written, framework, source)
     for name, marks in () if framework == "nxdt" else _OTHERS:
         for mark in marks:
             # Sections of data and tokenizers are below ``model`` in most files.
             places = [(key,) if key.startswith("model.") else (f"model.{key}", key) for key in mark.split(" and ")]
-            keys = [next((each for each in place if read.tree.get(each) is not None), "") for place in places]
+            keys = [next((each for each in place if at(written, each) is not None), "") for place in places]
             if all(keys):
                 models = sorted(component.record.name for component in kernel.registry.all("model"))
                 raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
-    require(read.tree, framework, source)
-    for key, value in (overrides or {}).items():
-        if (key in read.tree and not isinstance(read.tree.get(key), dict)) or has_key(framework, key):
-            line = read.tree.origin(key).line if key in read.tree else 0
-            read.tree.set(key, value, replace(COMMAND_LINE, line=line))
-    wrong = [path for path in _SECTIONS if not isinstance(read.tree.get(path), (dict, type(None)))]
-    if wrong:
-        problems = [
-            WrongValue(**read.tree.origin(path).at(path), found=read.tree.describe(path), allowed="a mapping")
-            for path in wrong
-        ]
-        raise ConfigError(source=str(source), problems=tuple(problems))
-    document = read_document(read.tree, read_comments(source.read_text(encoding="utf-8-sig")), overrides or ())
+    require(written, framework, source)
+    own = {path for path, value in entries(written) if not isinstance(value, Mapping)}
+    given = {key: value for key, value in (overrides or {}).items() if key in own or has_key(framework, key)}
+    document = read_document(read_file(source, given, _SECTIONS), overrides or ())
     for path in _SECTIONS:
         if path in document.settings:
             document.drop(path, "unneeded", "it is empty")

@@ -1,14 +1,14 @@
-"""Meaning of a file of NxD Training, key by key."""
+"""Meaning of a file of NxD Training, key by key: its model and data, renamed keys, and those that say nothing here."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from nxdt_core.api import ModelComponent
+from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
-from nxdt_plugin_migrate.config.document import Document
-from nxdt_plugin_migrate.config.legacy import drop_dead_keys, rename_keys
-from nxdt_plugin_migrate.config.models import name_model
+from nxdt_plugin_migrate.config.document import TO_SET, Document
 from nxdt_plugin_migrate.config.nxdt_keys import (
     DATA_READERS,
     DEFAULTS,
@@ -17,6 +17,15 @@ from nxdt_plugin_migrate.config.nxdt_keys import (
     SEARCHED,
     UNREAD_VALUE,
     nxdt_keys,
+)
+from nxdt_plugin_migrate.config.renamed_keys import (
+    ALIGNMENT,
+    GONE,
+    LLAMA_NAMES,
+    NEUTRAL,
+    OF_ENGINE,
+    RENAMED,
+    SECTIONS,
 )
 
 _STRATEGY = "model_alignment_strategy"
@@ -28,6 +37,18 @@ _SAMPLER = "data.dataloader_type"
 _PRECISION = "precision.type"
 _SCHEDULE = "model.optim.sched"
 _SCHEDULE_END = f"{_SCHEDULE}.max_steps"
+_CHECKPOINT = "the section checkpoint has all of saving and resuming"
+_RING, _METHOD = "model.fusions.ring_attention", "distributed_strategy.context_parallel_method"
+_CHOSEN: Mapping[str, tuple[str, str, str]] = {
+    "model": ("model", "model.name", ""),
+    "data": ("dataset", "data.name", ""),
+    "data.tokenizer": ("tokenizer", "data.tokenizer.library", "huggingface"),
+    "model.optim": ("optimizer", "model.optim.name", "adamw"),
+    "model.optim.sched": ("schedule", "model.optim.sched.name", "constant"),
+    "precision": ("precision", "precision.type", "fp32"),
+    "adapter": ("adapter", "adapter.name", ""),
+}
+"""Section → kind of the component that may read its keys, the key that names it, and the default of that key."""
 
 
 def from_nxdt(document: Document, kernel: Kernel) -> None:
@@ -279,3 +300,125 @@ def _defaults(document: Document) -> None:
         document.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
     if document.value("data.name") == "hf-data":
         document.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")
+
+
+_LLAMA_SHAPED: Mapping[str, tuple[Any, ...]] = {
+    "normalization": ("rmsnorm",),
+    "activation": ("swiglu", "silu"),
+    "position_embedding_type": ("rope",),
+    "rotary_percentage": (1, None),
+    "position_abf_factor": (1, None),
+    "positition_interpolation_factor": (1, None),
+    "transformer_block_type": ("pre_ln", None),
+    "has_bias": (False,),
+    "hidden_dropout": (0,),
+    "attention_dropout": (0, None),
+    "ffn_dropout": (0, None),
+}
+"""Megatron key → values that are what every Llama, Mistral and Mixtral has; None stands for a key that is missing.
+
+A missing one of the others means something else: ``layernorm``, ``gelu``, learned positions, biases, dropout."""
+
+_VOCABULARY = "model.vocab_size"
+_GPT2 = ("GPT2BPETokenizer", "gpt2")
+
+
+def name_model(document: Document) -> None:
+    """Name the model plugin, as NxD Training's script chooses between its models."""
+    if "model.name" in document.settings:
+        return
+    if document.value("model_source", "hf") == "hf":
+        mixtral = "mixtral" in str(document.value("name", "")).lower()
+        reason = "the run's name contains it" if mixtral else "model_source: hf"
+        document.put("model.name", "mixtral" if mixtral else "llama", reason)
+        for key in ("num_layers", "hidden_size", "rope_theta"):
+            if document.value(f"model.{key}") == -1:
+                document.drop(f"model.{key}", "unneeded", "-1 leaves it to model.model_config")
+        return
+    wanted, reason = _megatron(document)
+    document.put("model.name", wanted, reason)
+    if wanted != "gpt":
+        for key in _LLAMA_SHAPED:
+            document.drop(f"model.{key}", "unneeded", f"every {wanted} is so")
+        if wanted == "llama":
+            document.drop("model.sliding_window_size", "off", "null says that it is not set")
+        for old, new in LLAMA_NAMES.items():
+            document.move(old, new)
+        if document.value("model.head_dim", 0) is None:
+            document.drop("model.head_dim", "off", "null says that it is not set")
+    if document.value("data.tokenizer.type") in _GPT2:
+        document.put(_VOCABULARY, 50257, "GPT-2's number of ids")
+    else:
+        multiple = document.value("model.make_vocab_size_divisible_by")
+        filled = f", filled up to a multiple of {multiple}" if multiple and wanted != "gpt" else ""
+        document.put(_VOCABULARY, TO_SET, f"it is taken from the tokenizer there; set its number of ids{filled}")
+    if wanted != "gpt":
+        document.drop("model.make_vocab_size_divisible_by", "unneeded", f"{_VOCABULARY} says it")
+
+
+def _megatron(document: Document) -> tuple[str, str]:
+    """The plugin of the very architecture, else that of all Megatron's: the same weights, but other formats."""
+    if any(document.value(f"model.{key}") not in usual for key, usual in _LLAMA_SHAPED.items()):
+        return "gpt", "model_source: megatron"
+    for section, name in (("model.moe", "mixtral"), ("model.sliding_window_size", "mistral")):
+        if any(document.value(path) is not None for path in document.below(section)):
+            return name, f"{section} is given, and all else is what a {name} has"
+    return "llama", "the architecture is a Llama's"
+
+
+def rename_keys(document: Document) -> None:
+    """Give older spellings, and the parts of ``model_alignment_strategy``, the names that the schema has for them."""
+    for path, key in RENAMED.items():
+        if path in document.settings and document.value(path) is None:
+            document.moved[document.settings[path].source] = key
+            document.drop(path, "off", "null says that it is not set")
+        else:
+            document.move(path, key, _CHECKPOINT if key.startswith("checkpoint.") else "")
+    if document.has("model_alignment_strategy.dpo"):
+        reason = "model_alignment_strategy.dpo is given too, and a run has one loss"
+        document.drop("model_alignment_strategy.orpo", "unsupported", reason)
+    for part, (section, name) in SECTIONS.items():
+        if not document.has(f"model_alignment_strategy.{part}"):
+            continue
+        for path in document.below(f"model_alignment_strategy.{part}"):
+            document.move(path, ALIGNMENT.get(path, section + path.removeprefix(f"model_alignment_strategy.{part}")))
+        if name is not None:
+            document.put(f"{section}.name", name, f"model_alignment_strategy.{part} asks for it")
+    document.drop("model_alignment_strategy", "unneeded", "it is empty")
+    if document.value(_RING):
+        document.drop(_RING, "renamed", f"{_METHOD}: ring")
+        document.put(_METHOD, "ring", f"{_RING}: true")
+
+
+def drop_dead_keys(document: Document, kernel: Kernel) -> None:
+    """Leave out what says nothing here, and what asks for something that is not done; both with the reason."""
+    nxd = document.value("parallel_engine.name") == "nxd"
+    for path in list(document.settings):
+        if _declared(path, document, kernel):
+            continue
+        if path in OF_ENGINE and nxd:
+            document.move(path, OF_ENGINE[path])
+        elif path in OF_ENGINE:
+            document.drop(path, "unneeded", f"only the engine nxd reads it, as {OF_ENGINE[path]}")
+        elif path in GONE:
+            document.drop(path, "unneeded", GONE[path])
+        elif path in NEUTRAL:
+            (neutral, reason), value = NEUTRAL[path], document.value(path)
+            if value is None or any(type(value) is type(each) and value == each for each in neutral):
+                document.drop(path, "off", reason or "it asks for nothing, and no selected component reads it")
+            elif reason:
+                document.drop(path, "unsupported" if document.asks(path) else "off", reason)
+
+
+def _declared(path: str, document: Document, kernel: Kernel) -> bool:
+    """Return whether the component that is selected reads the key; one that cannot be had reads none."""
+    section, _, name = path.rpartition(".")
+    kind, key, default = _CHOSEN.get(section, ("", "", ""))
+    component = document.value(key, default)
+    if not kind or not isinstance(component, str) or not component:
+        return False
+    try:
+        cls: Any = kernel.registry.get(kind, component).load_config()
+    except NxdtError:
+        return False
+    return name in {info.alias or attribute for attribute, info in getattr(cls, "model_fields", {}).items()}

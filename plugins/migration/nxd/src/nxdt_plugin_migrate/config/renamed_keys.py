@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from nxdt_core.protocols.migration import KeyMeaning
 from nxdt_plugin_migrate.config.nxdt_keys import IGNORED, nxdt_keys
 
 _MANAGER = "exp_manager"
@@ -432,3 +433,13 @@ def why_unneeded(key: str) -> tuple[str, str] | None:
     elif reason is None and (section := "model.moe" if key.startswith("model.moe.") else key) in NEUTRAL:
         reason = NEUTRAL[section][1] or "the selected model does not read it"
     return None if reason is None else (reason, "NxD Training")
+
+
+def meaning(key: str, known: Collection[str]) -> KeyMeaning | None:
+    """Return the key among ``known`` that says the same, or why none is needed; None for a key of no program."""
+    if name := current_name(key, known):
+        program = "neuronx-nemo-megatron" if key in NNM_MOVED else "NeMo" if key in MOVED else "NxD Training"
+        return KeyMeaning(name=name, program=program)
+    key = key if why_unneeded(key) else current_name(key, {*OF_ENGINE, *GONE, *NEUTRAL}) or MOVED.get(key, key)
+    found = why_unneeded(key)
+    return None if found is None else KeyMeaning(unneeded=found[0], program=found[1])
