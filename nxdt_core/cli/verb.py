@@ -191,8 +191,7 @@ def _recipes() -> list[str]:
 
 def _classes(section: str) -> Iterator[type]:
     """The dataclasses with the keys of a section: the core's, and those of all components that it may select."""
-    from nxdt_core.config.components import usable_class
-    from nxdt_core.config.schema import SLOTS, core_class
+    from nxdt_core.config.schema import SLOTS, core_class, usable_class
     from nxdt_core.config.tree import Place
     from nxdt_core.errors import NxdtError
     from nxdt_core.kernel import Kernel

@@ -9,7 +9,8 @@ error: a file may run on fewer devices than it was written for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,10 +26,14 @@ from nxdt_core.config.schema import (
     Selected,
     mode_of,
 )
-from nxdt_core.config.section import keys_of
-from nxdt_core.config.tree import Origin, Place, Tree, dotted, join
+from nxdt_core.config.section import ChecksItself, keys_of
+from nxdt_core.config.tree import Origin, Place, Tree, dotted, join, plain
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
+    BadComponentChoice,
+    BadComponentConfig,
     CapabilityMissing,
+    ComponentFinding,
     ConfigError,
     ConfigProblem,
     ImpossibleCombination,
@@ -36,26 +41,12 @@ from nxdt_core.errors.configuration import (
     WrongValue,
 )
 from nxdt_core.errors.launch import WorldDoesNotDivide
+from nxdt_core.errors.plugins import ComponentUnusable
+from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.kernel.hookspecs import ValidateConfigContext
 from nxdt_core.kernel.registry import Registry
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-
-__all__ = [
-    "BATCH",
-    "CP",
-    "EP",
-    "MICRO_BATCH",
-    "PP",
-    "REPLICAS",
-    "TP",
-    "VPP",
-    "WORLD",
-    "Checked",
-    "check_capabilities",
-    "find_impossible",
-    "find_notes",
-    "find_undeclared",
-]
 
 _STRATEGY, _SCHEDULE = "distributed_strategy", "model.optim.sched"
 TP = f"{_STRATEGY}.tensor_model_parallel_size"
@@ -119,6 +110,64 @@ class Checked:
             return None
         count, rest = divmod(batch[0], batch[1] * sizes.dp)
         return None if rest else count
+
+
+def find_problems(
+    checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel, *, asks_plugins: bool
+) -> list[ConfigProblem]:
+    """Return the problems that the rules of the core, of the components and of plugins find in values that are right.
+
+    Args:
+        checked: The values.
+        components: Those that are selected, by kind.
+        kernel: Knows who declares what.
+        asks_plugins: Whether to call the hook ``nxdt_validate_config``, which expects a configuration of right types.
+    """
+    precision = components.get("precision")
+    if precision is not None:
+        with suppress(Exception, SystemExit):  # what fails here fails again, with its traceback, in a run
+            checked = replace(checked, policy=precision.component.load_target()(precision.config))
+    problems = list(find_impossible(checked, components))
+    engine = components.get("engine")
+    if engine is not None:
+        with _guarded(engine.component, checked.place("parallel_engine.name"), "rules", problems):
+            rules = engine.component.load_rules()
+            problems.extend(() if rules is None else rules(checked))
+    problems += find_undeclared(checked, components, kernel.registry)
+    for slot in SLOTS:
+        selected = components.get(slot.kind)
+        if selected is not None and isinstance(selected.config, ChecksItself):
+            with _guarded(selected.component, checked.place(slot.section), "check", problems):
+                for key, message in selected.config.check():
+                    end = "" if message.endswith((".", "!", "?")) else "."
+                    place = checked.place(join(slot.section, key))
+                    problems.append(ComponentFinding(**place, message=f"{message}{end}"))
+    if not asks_plugins:
+        return problems
+    names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
+    context = ValidateConfigContext(config=plain(checked.tree.data), components=names, kernel=kernel)
+    try:
+        for plugin, findings in kernel.call("nxdt_validate_config", context=context):
+            for finding in findings:
+                message = f"{finding.message} (plugin {plugin.name!r})."
+                place = checked.place(finding.key)
+                problems.append(ComponentFinding(**place, message=message, advice=finding.remedy))
+    except NxdtError as error:
+        problems.append(BadComponentChoice(**checked.place("plugins"), error=error))
+    return problems
+
+
+@contextmanager
+def _guarded(component: RegisteredComponent, place: Place, what: str, problems: list[ConfigProblem]) -> Iterator[None]:
+    """Add any exception of a plugin's code in the block to ``problems``, with the plugin's name."""
+    try:
+        yield
+    except ComponentUnusable as error:
+        problems.append(BadComponentChoice(**place, error=error))
+    except Exception as error:
+        reason = f"its {what} raised {type(error).__name__}: {error}"
+        name, dist = component.qualified_name, component.dist
+        problems.append(BadComponentConfig(**place, component=name, dist=dist, reason=reason))
 
 
 def find_impossible(

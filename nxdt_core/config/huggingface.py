@@ -177,7 +177,8 @@ def fill_recipe(tree: Tree, hf: HFConfig) -> list[str]:
         defaults["model.optim.lr"] = _ADAPTER_LR if tree.get("adapter.name") else _LR
     added = list[str]()
     for key, value in defaults.items():
-        if isinstance(tree.get(key.rpartition(".")[0], {}), dict) and key not in tree:
+        sections = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
+        if key not in tree and all(isinstance(tree.get(section, {}), dict) for section in sections):
             tree.set(key, value, replace(DEFAULT, where="for a published model"))
             added.append(f"{key} {value:g}")
     note = f"{_START} gives {', '.join(['weights', 'stop tokens', *gave])}"

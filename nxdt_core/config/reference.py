@@ -9,10 +9,9 @@ import sys
 from functools import cache
 from typing import Any
 
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig
+from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, usable_class
 from nxdt_core.config.secrets import Redaction
-from nxdt_core.config.section import REQUIRED, Key, composed, keys_of
+from nxdt_core.config.section import REQUIRED, Key, keys_of
 from nxdt_core.config.tree import KeyPath, Place, Tree, join
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
@@ -89,8 +88,8 @@ def _section(cls: type, path: str, kernel: Kernel, sections: dict[str, Any]) -> 
             own = usable_class(component, Place(place=component.dist, line=0, key=""))
         except NxdtError:  # its own section cannot be described; choosing it says why
             continue
-        whole: Any = cls if own is None else composed(cls, ((path, own),), path)
-        keys = {name: _property(key, join(path, name), kernel, sections) for name, key in keys_of(whole).items()}
+        whole = {**keys_of(cls), **(keys_of(own) if own is not None else {})}
+        keys = {name: _property(key, join(path, name), kernel, sections) for name, key in whole.items()}
         everything |= keys
         chosen = {"properties": {slot.selector: {"enum": spelled}}, "required": [slot.selector]}
         branches.append({"if": chosen, "then": {**closed, "properties": keys}})

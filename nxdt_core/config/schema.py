@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
+from pydantic.errors import PydanticUserError
 
 from nxdt_core.config.annotations import (
     DefaultsTo,
@@ -25,41 +26,12 @@ from nxdt_core.config.annotations import (
     SourcePath,
 )
 from nxdt_core.config.section import Section, keys_of
-from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
+from nxdt_core.config.tree import Origin, Place, Tree, dotted, join, plain
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.mesh import MeshSizes
-
-__all__ = [
-    "SLOTS",
-    "AdapterSection",
-    "CheckpointConfig",
-    "Composition",
-    "DataConfig",
-    "DistributedStrategyConfig",
-    "EarlyStoppingParams",
-    "EmaConfig",
-    "EngineSection",
-    "ExpManagerConfig",
-    "LocalStorageConfig",
-    "ModelConfig",
-    "MonitoringConfig",
-    "ObjectiveSection",
-    "OptimConfig",
-    "ParamGroupConfig",
-    "PluginsConfig",
-    "PrecisionSection",
-    "ResolvedConfig",
-    "RunConfig",
-    "SchedConfig",
-    "Selected",
-    "SignSection",
-    "Slot",
-    "StorageSection",
-    "TokenizerSection",
-    "TrainerConfig",
-    "core_class",
-]
 
 
 class TrainerConfig(Section):
@@ -658,7 +630,31 @@ SLOTS: tuple[Slot, ...] = (
 """In the order in which they are shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def usable_class(component: RegisteredComponent, place: Place) -> type | None:
+    """Return the class of the component's section; ``place`` is that of the key that selects it.
+
+    Raises:
+        BadComponentChoice: it cannot be imported.
+        BadComponentConfig: a field has a type that no YAML value can have.
+    """
+    try:
+        cls = component.load_config()
+    except NxdtError as error:
+        raise BadComponentChoice(**place, error=error) from error
+    if cls is None:
+        return None
+    try:
+        cls.model_rebuild()  # type: ignore[attr-defined]
+    except PydanticUserError as error:
+        named = re.search(r"<class '(?:.*\.)?(\w+)'>", error.message)
+        kind = f": {named[1]}" if named else ""
+        reason = f"a key of {cls.__name__} has a type that no YAML value can be read into{kind}"
+        name, dist = component.qualified_name, component.dist
+        raise BadComponentConfig(**place, component=name, dist=dist, reason=reason) from error
+    return cls
+
+
+@dataclass(slots=True, kw_only=True)
 class Composition:
     """What the selected components add to the core's schema."""
 
@@ -668,9 +664,9 @@ class Composition:
     """By path of the section: the class that the component declares."""
     open: set[str] = field(default_factory=set)
     """Sections whose component is unknown, so that their keys are unknown too."""
-    unfilled: dict[str, type] = field(default_factory=dict)
-    """Sections whose keys would have come from a file that cannot be read, with the class of these keys: that they are
-    missing is reported at the file."""
+    unfilled: type | None = None
+    """Class of the model where its keys would have come from a file that cannot be read: that they are missing is
+    reported at the file."""
     notes: list[str] = field(default_factory=list)
     """Lines on choices that follow from rules."""
 

@@ -22,7 +22,7 @@ from typing import (
     runtime_checkable,
 )
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict
 
 from nxdt_core.config.annotations import Range, StartsAtFile
 from nxdt_core.config.tree import KeyPath, join, walk
@@ -37,7 +37,6 @@ __all__ = [
     "NamesHFKeys",
     "ReadsHFConfig",
     "Section",
-    "composed",
     "is_model",
     "keys_of",
     "marked",
@@ -164,7 +163,6 @@ def keys_of(cls: type) -> dict[str, Key]:
         inside = () if section is not None else tuple(_parts(annotation))
         # A section's default is not made: pydantic would build a validator for each, and its keys have their own.
         default = None if section is not None else info.get_default(call_default_factory=True)
-        bases = getattr(cls, "composed_of", ())
         keys[info.alias or attribute] = Key(
             name=info.alias or attribute,
             annotation=annotation,
@@ -173,37 +171,10 @@ def keys_of(cls: type) -> dict[str, Key]:
             section=section,
             optional=len(one) < len(members(annotation)) or annotation is Any,
             marks_inside=frozenset(StartsAtFile if part is Path else type(part) for part in inside),
-            owner=next((base for base in bases if attribute in base.__pydantic_fields__), cls),
+            owner=cls,
             attribute=attribute,
         )
     return keys
-
-
-@cache
-def composed(core: type[Section], components: tuple[tuple[str, type], ...], path: str = "") -> type[Section]:
-    """Return the model of a section of the core in which each section has the keys of its component, too.
-
-    A key that both declare has the type and the default that the component gives it.
-
-    Args:
-        core: The section.
-        components: Path of a section, and the class with the keys of the component that it selects.
-        path: Path of the section.
-    """
-    below: dict[str, Any] = {}
-    for key in keys_of(core).values():
-        where = join(path, key.name)
-        if key.section is not None and any(at == where or at.startswith(f"{where}.") for at, _ in components):
-            section: Any = composed(key.section, components, where)
-            info = core.model_fields[key.attribute]
-            below[key.attribute] = (section | None if key.optional else section, info)
-    bases = (*(cls for at, cls in components if at == path), core)
-    if not below and len(bases) == 1:
-        return core
-    found: Any = create_model(core.__name__, __base__=bases, __module__=core.__module__, **below)
-    found.composed_of = bases
-    model: type[Section] = found
-    return model
 
 
 def section_paths(cls: type, path: str = "") -> tuple[str, ...]:

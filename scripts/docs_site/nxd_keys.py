@@ -21,8 +21,7 @@ from nxdt_plugin_migrate.config.renamed_keys import (
 )
 from nxdt_plugin_migrate.config.render import dump
 
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.schema import SLOTS, usable_class
 from nxdt_core.config.section import Key, keys_of
 from nxdt_core.config.tree import join
 from nxdt_core.errors import NxdtError
