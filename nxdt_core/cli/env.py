@@ -7,7 +7,7 @@ import click
 from nxdt_core.cli.terminal import human_size, print_facts, print_table
 from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.config import load
-from nxdt_core.config.secrets import hide_secrets
+from nxdt_core.config.show import hide_secrets
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.lock import digest_plugin
 from nxdt_core.run.environment import environment, problems_of_run

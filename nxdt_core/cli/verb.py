@@ -139,7 +139,7 @@ def print_note(text: str) -> None:
 
 def without_secrets(text: str) -> str:
     """Return a message without the secrets of the configurations that this process has read."""
-    from nxdt_core.config.secrets import hide_secrets  # not for `nxdt --help`
+    from nxdt_core.config.show import hide_secrets  # not for `nxdt --help`
 
     return hide_secrets(text)
 

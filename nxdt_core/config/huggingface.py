@@ -22,17 +22,6 @@ from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding,
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.regular_files import open_regular, read_text, require_inside
 
-__all__ = [
-    "HFConfig",
-    "architectures_of",
-    "fill_recipe",
-    "merge_hf_values",
-    "read_hf_config",
-    "unusable",
-    "weights_in",
-    "with_published_model",
-]
-
 
 def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names in ``architectures``; empty where the file has none.

@@ -33,8 +33,15 @@ from nxdt_core.config.schema import (
     core_class,
     usable_class,
 )
-from nxdt_core.config.secrets import hide_credentials, hide_secrets, mask_secrets, notes_on_secrets
 from nxdt_core.config.section import Key, Section, keys_of, section_paths
+from nxdt_core.config.show import (
+    hide_credentials,
+    hide_secrets,
+    hide_secrets_in,
+    learn_secrets,
+    mask_secrets,
+    notes_on_secrets,
+)
 from nxdt_core.config.sources import (
     BASE,
     COMMAND_LINE,
@@ -64,8 +71,6 @@ from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
 from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 from nxdt_core.kernel.plugin import LOCAL, plugin_notes
 from nxdt_core.kernel.registry import reading_model
-
-__all__ = ["check", "load", "start_kernel_of"]
 
 _NO_END = 2**31 - 1
 """Steps that no run takes."""
@@ -139,7 +144,7 @@ def load(
     for path, key in keys.leaves.items():
         mask_secrets(tree, key, path)
     problems += hide_credentials(tree)
-    hide_secrets.learn(tree, references=False)
+    learn_secrets(tree)
 
     # One reading by the models of the sections, then the rules over values that are each right.
     reading = read(tree, keys, open_sections=composition.open, unfilled=composition.unfilled)
@@ -360,7 +365,7 @@ def _refused(label: str, problems: Iterable[ConfigProblem], followers: Mapping[s
     """
     misfits: dict[str, list[Misfit]] = {}
     for problem in problems:
-        hide_secrets.redact_error(problem)
+        hide_secrets_in(problem)
         if isinstance(problem, ImpossibleCombination) and problem.cause:
             misfits.setdefault(problem.cause.of, []).append(problem.cause)
     keys = {problem.key for problem in problems}

@@ -23,8 +23,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from nxdt_core.config.annotations import DefaultsTo, StartsAtFile
-from nxdt_core.config.secrets import hide_secrets, mask_secrets
 from nxdt_core.config.section import REQUIRED, Key, keys_of, marked, members, nearest_keys
+from nxdt_core.config.show import learn_secrets, learn_variables, mask_secrets
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.config.tree import (
     DEFAULT,
@@ -48,18 +48,6 @@ from nxdt_core.errors.configuration import (
     WrongValue,
 )
 from nxdt_core.protocols.batch import LARGEST
-
-__all__ = [
-    "MANDATORY",
-    "UNRESOLVED",
-    "Keys",
-    "fill",
-    "has_interpolation",
-    "interpolate",
-    "interpolations",
-    "read",
-    "read_part",
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +219,7 @@ def interpolate(tree: Tree, known: Sequence[str] = (), *, wanted: Sequence[str] 
             value = OmegaConf.select(config, "".join(f"[{part}]" for part in path), throw_on_resolution_failure=True)
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except (OmegaConfBaseException, RecursionError) as error:
-            hide_secrets.learn_variables(variables)  # the reason may quote what was read
+            learn_variables(variables)  # the reason may quote what was read
             problems.append(_unresolved(path, text, tree, error, known))
             tree.set(path, UNRESOLVED, origin)
             continue
@@ -242,8 +230,8 @@ def interpolate(tree: Tree, known: Sequence[str] = (), *, wanted: Sequence[str] 
             steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in below[len(path) :])
             named = target and re.fullmatch(r"[.\[\]\w]*", steps)
             tree.shown[below] = text if not steps else f"${{{target}{steps}}}" if named else MASK
-        if hide_secrets.learn_variables(variables):
-            hide_secrets.learn(tree, path)
+        if learn_variables(variables):
+            learn_secrets(tree, path, references=True)
     return problems
 
 

@@ -50,30 +50,6 @@ from nxdt_core.kernel.plugin import advise, diagnose
 from nxdt_core.kernel.registry import missing_dist, showing_migrations
 from nxdt_core.protocols.migration import MigratedConfig, Migration, Verdict
 
-__all__ = [
-    "BASE",
-    "COMMAND_LINE",
-    "PACKAGE_SCHEME",
-    "RECIPE_SCHEME",
-    "PackageNotFound",
-    "Recipe",
-    "Source",
-    "converted",
-    "environment_notes",
-    "expand_home",
-    "explained",
-    "file_problem",
-    "find_base",
-    "find_recipe",
-    "list_recipes",
-    "migrate",
-    "program_of",
-    "read_overrides",
-    "read_source",
-    "resolve_path",
-    "summary",
-]
-
 _log = logging.getLogger(__name__)
 
 PACKAGE_SCHEME = "package://"

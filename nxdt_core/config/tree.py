@@ -16,23 +16,6 @@ import yaml
 
 from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax, YamlTooLarge
 
-__all__ = [
-    "DEFAULT",
-    "LARGEST_INTEGER",
-    "MASK",
-    "KeyPath",
-    "Origin",
-    "Place",
-    "Tree",
-    "describe_value",
-    "dotted",
-    "join",
-    "parse_yaml",
-    "parts_of",
-    "plain",
-    "walk",
-]
-
 MASK = "********"
 """Shown in place of a value that has no reference to show."""
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from nxdt_core import checkpoint
 from nxdt_core.config import ResolvedConfig, render_show
-from nxdt_core.config.secrets import shown_words
+from nxdt_core.config.show import shown_words
 from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
 from nxdt_core.errors.checkpoints import StorageError, StoreInUse
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory

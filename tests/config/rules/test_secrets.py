@@ -10,7 +10,7 @@ import yaml
 from nxdt_testing.errors import raises
 
 from nxdt_core import config
-from nxdt_core.config.secrets import Redaction, drop_replaced, hide_secrets, shown_words, without_credentials
+from nxdt_core.config.show import drop_replaced, hide_secrets, shown_words, without_credentials
 from nxdt_core.config.tree import MASK
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.ranks import RanksDisagree
@@ -175,17 +175,17 @@ def test_a_reference_in_an_address_stays_as_it_was_typed(user, kept):
 
 
 def test_a_redaction_replaces_values_within_text(load, good):
-    redact = Redaction(load(good, REFERENCE, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
-    assert redact(f"401 for {CANARY}") == "401 for ${oc.env:NXDT_CANARY}"
-    assert redact("postgres://a:b@c in a traceback") == f"postgres://{MASK}@c in a traceback"
+    load(good, REFERENCE, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}")
+    assert hide_secrets(f"401 for {CANARY}") == "401 for ${oc.env:NXDT_CANARY}"
+    assert hide_secrets("postgres://a:b@c in a traceback") == f"postgres://{MASK}@c in a traceback"
 
 
 def test_a_redaction_replaces_values_as_python_json_and_paths_spell_them(load, good, monkeypatch):
     value = 'a "quoted" \\ value/'
     monkeypatch.setenv("NXDT_CANARY", value)
-    redact = Redaction(load(good, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
+    load(good, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}")
     for text in (value, repr(value), json.dumps(value), str(Path("/data") / value)):
-        assert "quoted" not in redact(text), text
+        assert "quoted" not in hide_secrets(text), text
 
 
 def test_a_configuration_that_is_read_is_hidden_from_then_on_and_a_default_is_not(load, good):
