@@ -30,10 +30,9 @@ from nxdt_core.config.schema import (
     RunConfig,
     Selected,
     Slot,
-    core_class,
     usable_class,
 )
-from nxdt_core.config.section import Key, Section, keys_of, section_paths
+from nxdt_core.config.section import Key, keys_of, sections_of
 from nxdt_core.config.show import (
     hide_credentials,
     hide_secrets,
@@ -139,7 +138,7 @@ def load(
             path = path[:-1]
 
     # References are replaced, and what must not be shown is known before a message is made.
-    problems += interpolate(tree, keys.known)
+    problems += interpolate(tree, keys.names.values())
     _mask_options(tree, kernel)
     for path, key in keys.leaves.items():
         mask_secrets(tree, key, path)
@@ -148,15 +147,15 @@ def load(
 
     # One reading by the models of the sections, then the rules over values that are each right.
     reading = read(tree, keys, open_sections=composition.open, unfilled=composition.unfilled)
-    problems += explained(reading.problems, tree, keys.known, kernel)
+    problems += explained(reading.problems, tree, keys.names.values(), kernel)
     for path, origin in written.mandatory.items():
         if path in tree and tree.origin(path).kind == "default":
             problems.append(MissingKey(**origin.at(dotted(path)), allowed=f"a value in place of {MANDATORY}"))
     extensions, extension_notes = _select_extensions(tree, kernel, problems)
+    sections = {slot.kind: slot.section for slot in SLOTS}
     components = {
-        slot.kind: component and Selected(component=component, config=reading.components.get(slot.section))
-        for slot in SLOTS
-        for component in ([composition.components[slot.kind]] if slot.kind in composition.components else [])
+        kind: component and Selected(component=component, config=reading.components.get(sections[kind]))
+        for kind, component in composition.components.items()
     }
     checked = Checked(reading.values, tree)
     problems += find_problems(checked, components, kernel, asks_plugins=not problems)
@@ -332,7 +331,7 @@ def _collect(
     written.mandatory = {path: tree.origins[path] for path, value in tree.leaves() if value == MANDATORY}
     for path in written.mandatory:
         tree.remove(path)
-    references = [path for path in section_paths(RunConfig) if has_interpolation(tree.get(path))]
+    references = [path for path in sections_of(RunConfig) if has_interpolation(tree.get(path))]
     written.problems += interpolate(tree, wanted=references) if references else ()
     for slot in SLOTS:  # `section: name` is short for `section: {name: …}`
         name = tree.get(slot.section)
@@ -430,17 +429,25 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
                 uri = view.get("checkpoint.uri")
                 scheme = uri.partition("://")[0] if isinstance(uri, str) and "://" in uri else "file"
                 kernel.registry.check_scheme(scheme)
-            if name is None:
-                name, why = _implied_name(slot, view, kernel, hf.values)
+            if name is None and slot.kind == "dataset":
+                name, why = "hf-data", _BY_DEFAULT
+            elif name is None and slot.kind == "tokenizer":
+                if any(view.get(f"data.tokenizer.{key}") is not None for key in ("type", "model")):
+                    name, why = "huggingface", "data.tokenizer.type"
+            elif name is None and slot.kind == "model":
+                name, why = _model_of(architectures_of(hf.values), kernel)
             component = None
             if name is not None:
                 component = kernel.registry.get(slot.kind, name)
             elif slot.kind == "store":
                 component = kernel.registry.storage_for_scheme(scheme)
             composition.components[slot.kind] = component
-            cls = component.load_config() if component is not None else None
-            if cls is not None and component is not None:
+            if component is not None and (cls := component.load_config()) is not None:
+                usable_class(component, tree.origin(slot.key).at(slot.key))
                 composition.classes[slot.section] = cls
+        except BadComponentConfig as problem:
+            problems.append(problem)
+            composition.open.add(slot.section)
         except NxdtError as error:
             note = f" The name follows from {why}." if why else ""
             problems.append(BadComponentChoice(**origin.at(key), error=error, note=note))
@@ -455,27 +462,11 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
         composition.unfilled = composition.classes["model"]
     if published:
         composition.notes.extend(fill_recipe(tree, hf))
-    for slot in SLOTS:
-        if slot.section in composition.classes and (component := composition.components[slot.kind]) is not None:
-            try:
-                usable_class(component, tree.origin(slot.key).at(slot.key))
-            except BadComponentConfig as problem:
-                problems.append(problem)
-                composition.open.add(slot.section)
-                del composition.classes[slot.section]
     return composition
 
 
-def _implied_name(slot: Slot, view: Tree, kernel: Kernel, hf: Mapping[str, Any]) -> tuple[str | None, str]:
-    """Return the name that a rule gives where the configuration gives none, and why; None and nothing: no rule does."""
-    if slot.kind == "dataset":
-        return "hf-data", _BY_DEFAULT
-    if slot.kind == "tokenizer":
-        named = any(view.get(f"data.tokenizer.{key}") is not None for key in ("type", "model"))
-        return ("huggingface", "data.tokenizer.type") if named else (None, "")
-    if slot.kind != "model":
-        return None, ""
-    architectures = architectures_of(hf)
+def _model_of(architectures: Sequence[str], kernel: Kernel) -> tuple[str, str]:
+    """Return the model that reads the architectures of a ``config.json``, and why it is taken."""
     if not architectures:
         return "llama", _BY_DEFAULT
     readers = kernel.registry.readers(architectures)
@@ -524,7 +515,7 @@ def _drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> 
         old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
         if old is None or new is None:
             continue
-        staying = {**new, **keys_of(core_class(slot.section) or Section)}
+        staying = {**new, **keys_of(sections_of(RunConfig)[slot.section])}
         dropped = [key for key in keys if key in old and key not in staying]
         for key in dropped:
             tree.remove(join(slot.section, key))
@@ -545,8 +536,8 @@ def _name(tree: Tree, slot: Slot) -> str | None:
 
 def _default(slot: Slot) -> str | None:
     """Return the name that the core's section has by default."""
-    key = keys_of(core_class(slot.section) or Section).get(slot.selector)
-    return key.default if key is not None and isinstance(key.default, str) else None
+    default = keys_of(sections_of(RunConfig)[slot.section])[slot.selector].default
+    return default if isinstance(default, str) else None
 
 
 def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None:

@@ -36,6 +36,7 @@ from nxdt_core.config.tree import (
     describe_value,
     dotted,
     join,
+    parts_of,
     plain,
     walk,
 )
@@ -54,7 +55,7 @@ from nxdt_core.protocols.batch import LARGEST
 class Keys:
     """The keys that a tree may have: those of the core's section and of the components that it selects."""
 
-    models: dict[tuple[KeyPath, type], None] = field(default_factory=dict)
+    models: list[tuple[KeyPath, type]] = field(default_factory=list)
     """Path and class of each model that reads some of them: the components' first, so that their types count."""
     leaves: dict[KeyPath, Key] = field(default_factory=dict)
     followers: dict[str, str] = field(default_factory=dict)
@@ -63,11 +64,6 @@ class Keys:
     """Dotted path of every key and section, in the order of the schema."""
     unknown: dict[KeyPath, tuple[str, ...]] = field(default_factory=dict)
     """Keys of the tree that no model has → the names of those that are known in their section."""
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """Return the paths that a wrong one may be meant to be."""
-        return tuple(self.names.values())
 
 
 def fill(tree: Tree, cls: type, components: Mapping[str, type] | None = None) -> Keys:
@@ -81,7 +77,7 @@ def fill(tree: Tree, cls: type, components: Mapping[str, type] | None = None) ->
     """
     keys = Keys()
     _fill(tree, cls, (), keys, components or {})
-    keys.models[(), cls] = None
+    keys.models.append(((), cls))
     for at, key in keys.leaves.items():
         link = key.mark(DefaultsTo)
         if link is None or tree.get(at) is not None or link.key not in tree:
@@ -90,7 +86,7 @@ def fill(tree: Tree, cls: type, components: Mapping[str, type] | None = None) ->
         value = f"${{{link.key}}}" if has_interpolation(value) else value
         place = origin.at(link.key)["place"]
         follows = replace(DEFAULT, where=link.key, line=origin.line, written=place, directory=origin.directory)
-        tree.set(at, value, follows, tree.shown_at(link.key))
+        tree.set(at, value, follows, tree.shown.get(parts_of(link.key)))
         keys.followers[keys.names[at]] = link.key
     return keys
 
@@ -102,7 +98,7 @@ def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys, components: Mapping[
     own = components.get(section)
     declared = {**keys_of(cls), **(keys_of(own) if own is not None else {})}
     if own is not None:
-        keys.models[path, own] = None
+        keys.models.append((path, own))
     ordered: dict[str, Any] = {}
     for name, key in declared.items():
         at = (*path, name)
@@ -155,7 +151,7 @@ def interpolations(data: Any) -> Iterator[tuple[KeyPath, str]]:
             yield path, value
 
 
-def interpolate(tree: Tree, known: Sequence[str] = (), *, wanted: Sequence[str] = ("",)) -> list[ConfigProblem]:
+def interpolate(tree: Tree, known: Iterable[str] = (), *, wanted: Sequence[str] = ("",)) -> list[ConfigProblem]:
     """Replace interpolations in the tree, and return the problems of those that cannot be replaced.
 
     Args:
@@ -260,7 +256,7 @@ def _from_there(tree: Tree, path: KeyPath, text: str) -> Origin:
     return replace(tree.origins[path], directory=directory)
 
 
-def _unresolved(path: KeyPath, text: str, tree: Tree, error: Exception, known: Sequence[str]) -> ConfigProblem:
+def _unresolved(path: KeyPath, text: str, tree: Tree, error: Exception, known: Iterable[str]) -> ConfigProblem:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     missing = _MISSING.search(lines[0])
     reason = _RAISED.sub("", lines[0]).strip("\"'.")
@@ -322,7 +318,7 @@ def read(
     values = Tree(plain(tree.data), {})
     located: dict[KeyPath, tuple[str, str | None]] = {}
     for at, key in keys.leaves.items():
-        for below in marked(StartsAtFile, key.annotation, tree.get(at), at) if StartsAtFile in key.marks_inside else ():
+        for below in marked(StartsAtFile, key.annotation, tree.get(at), at):
             if not isinstance(text := tree.get(below), str):
                 continue
             shown, directory, unusable = tree.shown.get(below), tree.origins[below].directory, ""
@@ -468,7 +464,7 @@ def _problems_of(
 
 def _unknown_key(tree: Tree, at: KeyPath, known: Iterable[str], keys: Keys, prefix: str) -> UnknownKey:
     where = join(prefix, dotted(at))
-    near = nearest_keys(where, [join(prefix, name) for name in keys.known])
+    near = nearest_keys(where, [join(prefix, name) for name in keys.names.values()])
     return UnknownKey(**tree.origin(at).at(where), candidates=near, known=tuple(known))
 
 
@@ -509,7 +505,7 @@ def _hint(tree: Tree, at: KeyPath, key: Key, types: set[str], where: str) -> str
             return "Write it without quotes." if number is not None or value.lower() in ("true", "false") else ""
         if types & {"int_type", "int_from_float"} and value.is_integer():
             return f"Write {int(value)}."
-    takes_text = "string_type" in types and StartsAtFile not in key.marks_inside
+    takes_text = "string_type" in types and "a path" not in key.describe()
     takes_numbers = types & {"int_type", "float_type", "greater_than_equal", "less_than_equal"}
     if takes_text and not takes_numbers and type(value) in (int, float):
         text = f"'{origin.text or value}'"  # a shell removes the outer quotes

@@ -4,13 +4,11 @@ The docstrings of sections are the YAML reference. A bare name may stand for a s
 ``parallel_engine: torch``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 from pydantic.errors import PydanticUserError
@@ -25,8 +23,8 @@ from nxdt_core.config.annotations import (
     Range,
     SourcePath,
 )
-from nxdt_core.config.section import Section, keys_of
-from nxdt_core.config.tree import Origin, Place, Tree, dotted, join, plain
+from nxdt_core.config.section import Section
+from nxdt_core.config.tree import Origin, Place, Tree, dotted, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig
 from nxdt_core.errors.launch import WorldDoesNotDivide
@@ -592,40 +590,31 @@ class RunConfig(Section):
     default that of the compiler."""
 
 
-def core_class(section: str) -> type | None:
-    """Return the class with the keys that the core declares in a section; None where it declares no such section."""
-    cls: type | None = RunConfig
-    for name in section.split(".") if section else ():
-        key = keys_of(cls).get(name) if cls is not None else None
-        cls = key.section if key is not None else None
-    return cls
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for one component. Its keys are in ``section``, next to the key that names it."""
 
     kind: str
     section: str
-    selector: str = "name"
+    key: str
+    """Path of the key that names the component."""
 
     @property
-    def key(self) -> str:
-        """Path of the key that names the component."""
-        return join(self.section, self.selector)
+    def selector(self) -> str:
+        """Name of that key."""
+        return self.key.rpartition(".")[2]
 
 
 SLOTS: tuple[Slot, ...] = (
-    Slot("model", "model"),
-    Slot("dataset", "data"),
-    Slot("tokenizer", "data.tokenizer", "library"),
-    Slot("optimizer", "model.optim"),
-    Slot("schedule", "model.optim.sched"),
-    Slot("precision", "precision", "type"),
-    Slot("store", "checkpoint.storage"),
-    Slot("objective", "objective"),
-    Slot("adapter", "adapter"),
-    Slot("engine", "parallel_engine"),
+    Slot("model", "model", "model.name"),
+    Slot("dataset", "data", "data.name"),
+    Slot("tokenizer", "data.tokenizer", "data.tokenizer.library"),
+    Slot("optimizer", "model.optim", "model.optim.name"),
+    Slot("schedule", "model.optim.sched", "model.optim.sched.name"),
+    Slot("precision", "precision", "precision.type"),
+    Slot("store", "checkpoint.storage", "checkpoint.storage.name"),
+    Slot("objective", "objective", "objective.name"),
+    Slot("adapter", "adapter", "adapter.name"),
+    Slot("engine", "parallel_engine", "parallel_engine.name"),
 )
 """In the order in which they are shown."""
 

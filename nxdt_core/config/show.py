@@ -164,7 +164,7 @@ def _scalar(value: object) -> str:
 
 def mask_secrets(tree: Tree, key: Key, path: KeyPath) -> None:
     """Show a mask in place of each literal value in a key's value that its annotation says is secret."""
-    for below in marked(Secret, key.annotation, tree.get(path), path) if Secret in key.marks_inside else ():
+    for below in marked(Secret, key.annotation, tree.get(path), path):
         written = tree.get(below) not in (None, "") and tree.origins[below].kind != "default"
         if written and below not in tree.shown:
             tree.shown[below] = MASK

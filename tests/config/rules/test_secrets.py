@@ -38,7 +38,9 @@ def board_of(resolved):
 def test_a_literal_secret_is_used_and_masked(load, good):
     resolved = load(good, LITERAL)
     board = board_of(resolved)
-    assert (board.token, board.headers, board.accounts[0].password) == (CANARY, {"X-Key": CANARY}, CANARY)
+    for secret in (board.token, board.headers["X-Key"], board.accounts[0].password):
+        assert secret.get_secret_value() == CANARY
+    assert CANARY not in repr(resolved.loggers)
     (shown,) = resolved.to_dict()["exp_manager"]["loggers"]
     assert shown["token"] == shown["headers"]["X-Key"] == shown["accounts"][0]["password"] == MASK
     assert shown["accounts"][0]["user"] == "me"
@@ -59,7 +61,7 @@ def test_a_written_mask_says_which_key_to_give_again(kernel, load, good):
 
 def test_a_secret_from_the_environment_is_its_reference(kernel, load, good):
     resolved = load(good, REFERENCE)
-    assert board_of(resolved).token == CANARY
+    assert board_of(resolved).token.get_secret_value() == CANARY
     assert resolved.to_dict()["exp_manager"]["loggers"][0]["token"] == "${oc.env:NXDT_CANARY}"
     assert not [note for note in resolved.notes if "secret" in note]
     assert config.load(yaml.safe_load(config.render_show(resolved)), kernel=kernel) == resolved

@@ -11,7 +11,7 @@ from typing import Any
 
 from nxdt_core.config.load import check
 from nxdt_core.config.schema import RunConfig
-from nxdt_core.config.section import section_paths
+from nxdt_core.config.section import sections_of
 from nxdt_core.config.sources import COMMAND_LINE, read_source
 from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey, WrongValue
@@ -91,7 +91,13 @@ RETRO, Mamba and Griffin have keys of BERT, too."""
 _READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
 
 
-_SECTIONS = (*section_paths(RunConfig), "model.moe", "model.data", "model.tokenizer", "model.data.tokenizer")
+_SECTIONS = (
+    *filter(None, sections_of(RunConfig)),
+    "model.moe",
+    "model.data",
+    "model.tokenizer",
+    "model.data.tokenizer",
+)
 """Sections that can be migrated only if they are a mapping or empty."""
 
 
