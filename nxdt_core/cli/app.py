@@ -148,6 +148,6 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def _hide_secrets_in(error: Exception) -> None:
-    from nxdt_core.config.secrets import hide_secrets
+    from nxdt_core.config.show import hide_secrets_in
 
-    hide_secrets.redact_error(error)
+    hide_secrets_in(error)

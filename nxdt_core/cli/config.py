@@ -357,14 +357,13 @@ def show(source: str, overrides: tuple[str, ...], only_set: bool, json_output: b
 
     resolved = load(source, overrides)
     if json_output:
-        from nxdt_core.config.secrets import Redaction
+        from nxdt_core.config.show import hide_secrets
 
-        redact = Redaction(resolved.tree)
         print_json(
             {
                 "config": resolved.to_dict(),
                 "origins": {
-                    path: {"kind": origin.kind, "where": redact(origin.where), "line": origin.line or None}
+                    path: {"kind": origin.kind, "where": hide_secrets(origin.where), "line": origin.line or None}
                     for path, origin in resolved.origins.items()
                 },
             }

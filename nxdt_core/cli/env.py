@@ -19,7 +19,7 @@ import torch.distributed as dist
 from nxdt_core.cli.terminal import human_size, print_facts, print_table
 from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.config.secrets import hide_secrets
+from nxdt_core.config.show import hide_secrets
 from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.devices import PROFILES, DeviceProfile, available_type, current_device
 from nxdt_core.distributed.process_group import check_devices

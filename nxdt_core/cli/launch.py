@@ -111,8 +111,8 @@ def _command(name: str, component: RegisteredComponent) -> click.Command:
     summary = _summary(component)
     examples = [f"nxdt launch {name} {words}" for words in _EXAMPLES.get(name, ("my_run.yaml --nodes 2",))]
 
-    from nxdt_core.config.reference import field_docs
     from nxdt_core.config.section import keys_of
+    from nxdt_core.config.show import field_docs
 
     path = click.Path(path_type=Path)
     parameters: list[click.Parameter] = [
@@ -189,7 +189,7 @@ class _Pair(click.ParamType[tuple[str, str | float]]):
 
 def _run(name: str, component: RegisteredComponent, **values: Any) -> None:
     from nxdt_core.cli.config import require_set, values_to_set
-    from nxdt_core.config.secrets import drop_replaced
+    from nxdt_core.config.show import drop_replaced
     from nxdt_core.launch.jobs import prepare, submit, write
 
     words = ["nxdt", "launch", name, values["source"], *drop_replaced(values["overrides"])]

@@ -30,7 +30,7 @@ from nxdt_core.cli.verb import (
     print_note,
     say,
 )
-from nxdt_core.config.secrets import hide_secrets
+from nxdt_core.config.show import hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import KitsMissing, PipMissing, UnknownPlugin
 from nxdt_core.kernel import Kernel, PluginPolicy

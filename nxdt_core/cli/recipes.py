@@ -84,7 +84,7 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
     That is the objective and its plugin, such as ``dpo`` and ``preference``. Without one, it is ``sft`` where the
     dataset takes a chat template, and else ``pretraining``. An adapter is another task.
     """
-    from nxdt_core.config.components import usable_class
+    from nxdt_core.config.schema import usable_class
     from nxdt_core.config.section import keys_of
     from nxdt_core.config.tree import Place, parse_yaml
     from nxdt_core.errors import NxdtError

@@ -238,7 +238,7 @@ def error_text(error: NxdtError) -> str:
             text = f"{key}{problem.what()} {problem.do()}".strip()
             lines += ["", *_indented_lines(problem.shown_code, problem.place, text, _GAP)]
         return "\n".join([*lines, *([""] if problems else []), click.style(last, dim=True)])
-    from nxdt_core.config.secrets import hide_secrets
+    from nxdt_core.config.show import hide_secrets
 
     code, _, rest = hide_secrets(str(error)).partition(" ")
     return f"{click.style(code, fg='red', bold=True)} {rest}\n  {last}"
@@ -246,7 +246,7 @@ def error_text(error: NxdtError) -> str:
 
 def _indented_lines(code: str, place: str, text: str, indent: str) -> Iterator[str]:
     """Lines of one problem; those after the first are indented further."""
-    from nxdt_core.config.secrets import hide_secrets
+    from nxdt_core.config.show import hide_secrets
 
     text = visible(hide_secrets(text))
     place = visible(hide_secrets(place))

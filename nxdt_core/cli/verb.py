@@ -126,7 +126,7 @@ def print_note(text: str) -> None:
 
 def without_secrets(text: str) -> str:
     """Return a message without the secrets of the configurations that this process has read."""
-    from nxdt_core.config.secrets import hide_secrets  # not for `nxdt --help`
+    from nxdt_core.config.show import hide_secrets  # not for `nxdt --help`
 
     return hide_secrets(text)
 
@@ -186,13 +186,13 @@ def _recipes() -> list[str]:
 
 def _classes(section: str) -> Iterator[type]:
     """The dataclasses with the keys of a section: the core's, and those of all components that it may select."""
-    from nxdt_core.config.components import usable_class
-    from nxdt_core.config.schema import SLOTS, core_class
+    from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
+    from nxdt_core.config.section import sections_of
     from nxdt_core.config.tree import Place
     from nxdt_core.errors import NxdtError
     from nxdt_core.kernel import Kernel
 
-    core = core_class(section)
+    core = sections_of(RunConfig).get(section)
     if core is not None:
         yield core
     for slot in SLOTS:

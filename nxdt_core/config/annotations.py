@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Annotated, Any
 
+from pydantic import SecretStr
+
 __all__ = [
     "FORMS",
     "DefaultsTo",
@@ -73,9 +75,9 @@ class PartOf:
 
 @dataclass(frozen=True, slots=True)
 class Secret:
-    """The key holds a token or a password: a value that is not a reference such as ``${oc.env:NAME}`` is masked
-    wherever a configuration is shown or written. Give the field ``field(repr=False)``, too, so that the section does
-    not print it."""
+    """The key holds a token or a password of another type than :data:`SecretText`: a value that is not a reference such
+    as ``${oc.env:NAME}`` is masked wherever a configuration is shown or written. Give the field ``repr=False``, too, so
+    that the section does not print it."""
 
     def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> Any:
         """Return the JSON Schema of a value that is written and never read back."""
@@ -97,7 +99,10 @@ class Written:
     """The key is a path that a run writes to, so that it need not exist before."""
 
 
-SecretText = Annotated[str, Secret()]
+SecretText = SecretStr
+"""The type of a token or a password. Its value does not print itself; ``get_secret_value()`` gives it where it is used.
+A configuration shows and writes the reference that gives it, or a mask."""
+
 SourcePath = Annotated[str, StartsAtFile()]
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]

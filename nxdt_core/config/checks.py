@@ -9,7 +9,8 @@ error: a file may run on fewer devices than it was written for.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -25,10 +26,14 @@ from nxdt_core.config.schema import (
     Selected,
     mode_of,
 )
-from nxdt_core.config.section import keys_of
-from nxdt_core.config.tree import Origin, Place, Tree, dotted, join
+from nxdt_core.config.section import ChecksItself, keys_of
+from nxdt_core.config.tree import Origin, Place, Tree, dotted, join, plain
+from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
+    BadComponentChoice,
+    BadComponentConfig,
     CapabilityMissing,
+    ComponentFinding,
     ConfigError,
     ConfigProblem,
     ImpossibleCombination,
@@ -36,26 +41,12 @@ from nxdt_core.errors.configuration import (
     WrongValue,
 )
 from nxdt_core.errors.launch import WorldDoesNotDivide
+from nxdt_core.errors.plugins import ComponentUnusable
+from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.kernel.hookspecs import ValidateConfigContext
 from nxdt_core.kernel.registry import Registry
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
-
-__all__ = [
-    "BATCH",
-    "CP",
-    "EP",
-    "MICRO_BATCH",
-    "PP",
-    "REPLICAS",
-    "TP",
-    "VPP",
-    "WORLD",
-    "Checked",
-    "check_capabilities",
-    "find_impossible",
-    "find_notes",
-    "find_undeclared",
-]
 
 _STRATEGY, _SCHEDULE = "distributed_strategy", "model.optim.sched"
 TP = f"{_STRATEGY}.tensor_model_parallel_size"
@@ -121,6 +112,64 @@ class Checked:
         return None if rest else count
 
 
+def find_problems(
+    checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel, *, asks_plugins: bool
+) -> list[ConfigProblem]:
+    """Return the problems that the rules of the core, of the components and of plugins find in values that are right.
+
+    Args:
+        checked: The values.
+        components: Those that are selected, by kind.
+        kernel: Knows who declares what.
+        asks_plugins: Whether to call the hook ``nxdt_validate_config``, which expects a configuration of right types.
+    """
+    precision = components.get("precision")
+    if precision is not None:
+        with suppress(Exception, SystemExit):  # what fails here fails again, with its traceback, in a run
+            checked = replace(checked, policy=precision.component.load_target()(precision.config))
+    problems = list(find_impossible(checked, components))
+    engine = components.get("engine")
+    if engine is not None:
+        with _guarded(engine.component, checked.place("parallel_engine.name"), "rules", problems):
+            rules = engine.component.load_rules()
+            problems.extend(() if rules is None else rules(checked))
+    problems += find_undeclared(checked, components, kernel.registry)
+    for slot in SLOTS:
+        selected = components.get(slot.kind)
+        if selected is not None and isinstance(selected.config, ChecksItself):
+            with _guarded(selected.component, checked.place(slot.section), "check", problems):
+                for key, message in selected.config.check():
+                    end = "" if message.endswith((".", "!", "?")) else "."
+                    place = checked.place(join(slot.section, key))
+                    problems.append(ComponentFinding(**place, message=f"{message}{end}"))
+    if not asks_plugins:
+        return problems
+    names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
+    context = ValidateConfigContext(config=plain(checked.tree.data), components=names, kernel=kernel)
+    try:
+        for plugin, findings in kernel.call("nxdt_validate_config", context=context):
+            for finding in findings:
+                message = f"{finding.message} (plugin {plugin.name!r})."
+                place = checked.place(finding.key)
+                problems.append(ComponentFinding(**place, message=message, advice=finding.remedy))
+    except NxdtError as error:
+        problems.append(BadComponentChoice(**checked.place("plugins"), error=error))
+    return problems
+
+
+@contextmanager
+def _guarded(component: RegisteredComponent, place: Place, what: str, problems: list[ConfigProblem]) -> Iterator[None]:
+    """Add any exception of a plugin's code in the block to ``problems``, with the plugin's name."""
+    try:
+        yield
+    except ComponentUnusable as error:
+        problems.append(BadComponentChoice(**place, error=error))
+    except Exception as error:
+        reason = f"its {what} raised {type(error).__name__}: {error}"
+        name, dist = component.qualified_name, component.dist
+        problems.append(BadComponentConfig(**place, component=name, dist=dist, reason=reason))
+
+
 def find_impossible(
     checked: Checked, components: Mapping[str, Selected | None] | None = None
 ) -> Iterator[ConfigProblem]:
@@ -130,163 +179,143 @@ def find_impossible(
         checked: the values.
         components: those that are selected, by kind; their names of modules and marks of keys count.
     """
-    schedule, model = ((components or {}).get(kind) for kind in ("schedule", "model"))
-    yield from _of_the_run(checked)
-    yield from _of_the_layout(checked)
-    yield from _of_the_step(checked)
-    horizon = checked.numbers(_HORIZON)
-    if schedule is not None and schedule.config is not None and horizon is not None:
-        # A rate would jump, or fall from less than its peak, where steps at a constant rate or of decay begin before
-        # the warm-up is done. A warm-up alone may be longer: such a run is the beginning of a longer one.
-        cls: Any = type(schedule.config)
-        parts: dict[str, int] = {}
-        for name, key in keys_of(cls).items():
-            mark, count = key.mark(PartOf), checked.values.get(join(_SCHEDULE, name))
-            if mark is not None and mark.key == _HORIZON and count:
-                parts[join(_SCHEDULE, name)] = count
-        if parts and (warmup := checked.values.get(_WARMUP)):
-            parts = {_WARMUP: warmup, **parts}
-        if (total := sum(parts.values())) > horizon[0]:
-            counts = " and ".join(f"{path.rpartition('.')[2]} {count}" for path, count in parts.items())
-            reason = f"{counts} {'are' if len(parts) > 1 else 'is'} more than the {horizon[0]} steps of the schedule"
-            advice = f"Shorten them, or set {_HORIZON} to at least {total}: a run may end before its schedule does."
-            yield checked.impossible(*reversed(parts), _HORIZON, reason=reason, advice=advice)
-    record = model.component.record if model is not None else None
-    modules = record.recompute_names if isinstance(record, ModelComponent) else None
-    if record is not None and modules is not None and checked.values.get(_GRANULARITY) == "selective":
-        for name in checked.values.get(_RECOMPUTE) or ():
-            if name not in modules:
-                near = get_close_matches(name, modules, n=1)
-                yield WrongValue(
-                    **checked.place(_RECOMPUTE),
-                    found=f"{name!r}, which model {record.name!r} does not have",
-                    allowed=", ".join(modules),
-                    hint=f"Did you mean {near[0]!r}?" if near else "",
-                )
-    for time in ("checkpoint.train_time_interval", "trainer.max_time"):
-        try:
-            if (value := checked.values.get(time)) is not None:
-                seconds_of(value)
-        except ValueError:
-            yield WrongValue(**checked.place(time), found=checked.tree.describe(time), allowed=FORMS)
+    given, numbers, excluded = checked.values.get, checked.numbers, checked.impossible
 
-
-def _of_the_run(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Yield problems of the run's length, its validations, and what it writes on the way."""
-    given = checked.values.get
+    # The run's length, its validations, and what it writes on the way.
     stopping = "exp_manager.create_early_stopping_callback"
     by_steps, by_passes = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
     if given(stopping) and given(by_steps, "") is None and given(by_passes, "") is None:
         reason = "early stopping judges after each validation, and the run has none"
-        yield checked.impossible(stopping, by_steps, reason=reason, advice=f"Set {by_steps}.")
-    judging = {"checkpoint": "checkpoint.enabled", "exp_manager.early_stopping_callback_params": stopping}
-    for section, switch in judging.items():
+        yield excluded(stopping, by_steps, reason=reason, advice=f"Set {by_steps}.")
+    for section, switch in (
+        ("checkpoint", "checkpoint.enabled"),
+        ("exp_manager.early_stopping_callback_params", stopping),
+    ):
         monitor, mode = f"{section}.monitor", f"{section}.mode"
         if given(switch) and given(mode, "") is None and mode_of(metric := given(monitor, "step")) is None:
             reason = f"the name {metric!r} does not say whether a small or a large value is good"
-            yield checked.impossible(monitor, mode, reason=reason, advice=f"Set {mode} to min or max.")
-    saving = ("checkpoint.every_n_train_steps", "checkpoint.every_n_epochs")
-    for steps, passes in ((by_steps, by_passes), saving):
+            yield excluded(monitor, mode, reason=reason, advice=f"Set {mode} to min or max.")
+    for steps, passes in (
+        (by_steps, by_passes),
+        ("checkpoint.every_n_train_steps", "checkpoint.every_n_epochs"),
+    ):
         if given(passes) and given(steps):
             reason = f"it counts passes over the data, and {steps} counts steps"
-            yield checked.impossible(passes, steps, reason=reason, advice="Set one of them to null.")
+            yield excluded(passes, steps, reason=reason, advice="Set one of them to null.")
     for key, advice in (
         ("trainer.max_epochs", "-1 leaves the end to trainer.max_steps."),
         ("trainer.limit_train_batches", "null takes all."),
     ):
         if given(key) == 0:
-            yield checked.impossible(key, reason="0 trains nothing", advice=advice)
+            yield excluded(key, reason="0 trains nothing", advice=advice)
     local, whole = "exp_manager.log_local_rank_0_only", "exp_manager.log_global_rank_0_only"
     if given(local) and given(whole):
         reason = f"it wants a log of each node, and {whole} one of the run"
-        yield checked.impossible(local, whole, reason=reason, advice="Keep one of them.")
+        yield excluded(local, whole, reason=reason, advice="Keep one of them.")
 
+    # Processes fill copies of the model, in equal groups, and the batch fills processes.
+    if (layout := numbers(*WORLD, TP, PP, CP)) is not None:
+        devices, nodes, tp, pp, cp = layout
+        dp, rest = divmod(devices * nodes, tp * pp * cp)
+        copies = numbers(REPLICAS, EP)
+        if rest:
+            groups, uneven = divmod(devices * nodes, pp * cp)
+            name = "trainer.devices x trainer.num_nodes" + (" / (PP x CP)" if pp * cp > 1 else "")
+            cause = None if uneven else Misfit(of=TP, divisor=tp, place=checked.place(TP), name=name, number=groups)
+            reason = f"{nodes} x {devices} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}"
+            advice = f"Make trainer.devices x trainer.num_nodes a multiple of {tp * pp * cp}."
+            yield excluded(*WORLD, TP, PP, CP, reason=reason, advice=advice, cause=cause)
+        elif copies is not None and dp % copies[0]:
+            reason = f"{dp} data parallel ranks do not divide into {copies[0]} groups"
+            yield excluded(REPLICAS, *WORLD, reason=reason, advice=f"Choose a divisor of {dp}.")
+        elif copies is not None and (shards := dp // copies[0] * cp) % copies[1]:
+            ranks = f"{shards} data and context parallel ranks"
+            reason = f"expert parallelism borrows from {ranks}, which EP {copies[1]} does not divide"
+            yield excluded(EP, REPLICAS, CP, *WORLD, reason=reason, advice=f"Choose a divisor of {shards}.")
+    batch, mesh = numbers(BATCH, MICRO_BATCH), checked.mesh_sizes()
+    if batch is not None and mesh is not None and batch[0] % (batch[1] * mesh.dp):
+        reason = f"{batch[0]} does not divide by {MICRO_BATCH} {batch[1]} x {mesh.dp} data parallel ranks"
+        yield excluded(BATCH, MICRO_BATCH, reason=reason, advice=f"Write a multiple of {batch[1] * mesh.dp}.")
 
-def _of_the_layout(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Processes fill copies of the model, in equal groups, and the batch fills processes."""
-    numbers = checked.numbers(*WORLD, TP, PP, CP)
-    if numbers is None:
-        return
-    devices, nodes, tp, pp, cp = numbers
-    dp, rest = divmod(devices * nodes, tp * pp * cp)
-    if rest:
-        groups, uneven = divmod(devices * nodes, pp * cp)
-        name = "trainer.devices x trainer.num_nodes" + (" / (PP x CP)" if pp * cp > 1 else "")
-        cause = None if uneven else Misfit(of=TP, divisor=tp, place=checked.place(TP), name=name, number=groups)
-        reason = f"{nodes} x {devices} processes do not divide into groups of TP {tp} x PP {pp} x CP {cp}"
-        advice = f"Make trainer.devices x trainer.num_nodes a multiple of {tp * pp * cp}."
-        yield checked.impossible(*WORLD, TP, PP, CP, reason=reason, advice=advice, cause=cause)
-        return
-    copies = checked.numbers(REPLICAS, EP)
-    if copies is not None and dp % copies[0]:
-        reason = f"{dp} data parallel ranks do not divide into {copies[0]} groups"
-        yield checked.impossible(REPLICAS, *WORLD, reason=reason, advice=f"Choose a divisor of {dp}.")
-    elif copies is not None and (shards := dp // copies[0] * cp) % copies[1]:
-        ranks = f"{shards} data and context parallel ranks"
-        reason = f"expert parallelism borrows from {ranks}, which EP {copies[1]} does not divide"
-        yield checked.impossible(EP, REPLICAS, CP, *WORLD, reason=reason, advice=f"Choose a divisor of {shards}.")
-    batch, sizes = checked.numbers(BATCH, MICRO_BATCH), checked.mesh_sizes()
-    if batch is not None and sizes is not None and batch[0] % (batch[1] * sizes.dp):
-        reason = f"{batch[0]} does not divide by {MICRO_BATCH} {batch[1]} x {sizes.dp} data parallel ranks"
-        yield checked.impossible(
-            BATCH, MICRO_BATCH, reason=reason, advice=f"Write a multiple of {batch[1] * sizes.dp}."
-        )
-
-
-def _of_the_step(checked: Checked) -> Iterator[ImpossibleCombination]:
-    """Sharding, weights, dtypes, what is recomputed, learning rates, sequences and files of metrics."""
-    given = checked.values.get
-    zero, stage = _ZERO, _ZERO_STAGE
-    if given(stage) is not None and given(zero) is False:
-        reason = f"zero_stage {given(stage)} shards, and zero1: false says not to"
-        yield checked.impossible(stage, zero, reason=reason, advice="Leave zero1 out, or set zero_stage to null.")
+    # Sharding, weights, dtypes, what is recomputed, learning rates, sequences and files of metrics.
+    if given(_ZERO_STAGE) is not None and given(_ZERO) is False:
+        reason = f"zero_stage {given(_ZERO_STAGE)} shards, and zero1: false says not to"
+        yield excluded(_ZERO_STAGE, _ZERO, reason=reason, advice="Leave zero1 out, or set zero_stage to null.")
     weights, source = "checkpoint.weight_init_only", "checkpoint.resume_from"
     if given(weights) and given(source, "") is None:
         reason = f"weight_init_only takes the weights of a checkpoint, and {source} names none"
-        yield checked.impossible(weights, reason=reason, advice=f"Set {source}.")
+        yield excluded(weights, reason=reason, advice=f"Set {source}.")
     masters, rounded = "checkpoint.use_master_weights_in_ckpt", "checkpoint.save_bf16"
     if given(masters) and given(rounded):
         reason = f"it wants float32 as the model's weights, and {rounded}: true wants bfloat16"
-        advice = "Keep one of them; a resume is exact with either."
-        yield checked.impossible(masters, rounded, reason=reason, advice=advice)
+        yield excluded(masters, rounded, reason=reason, advice="Keep one of them; a resume is exact with either.")
     narrow, optimizer = "precision.optimizer_state", "model.optim.name"
     if given(narrow) == "bfloat16" and given(optimizer) == "adamw_fp32OptState":
         reason = f"it says bfloat16, and {optimizer}: adamw_fp32OptState says float32"
         advice = f"Set {optimizer} to adamw, or {narrow} to float32."
-        yield checked.impossible(narrow, optimizer, reason=reason, advice=advice)
+        yield excluded(narrow, optimizer, reason=reason, advice=advice)
     if given(_RECOMPUTE) and given(_GRANULARITY) == "full":
         reason = "whole layers are recomputed under granularity 'full', so naming modules means nothing"
         advice = f"Set {_GRANULARITY} to selective, or leave the names out."
-        yield checked.impossible(_RECOMPUTE, reason=reason, advice=advice)
+        yield excluded(_RECOMPUTE, reason=reason, advice=advice)
     if not given(_RECOMPUTE) and given(_GRANULARITY) == "selective":
         reason = f"selective recomputes what {_RECOMPUTE} names, and that names nothing"
         advice = f"Name modules there, such as CoreAttention, or set {_GRANULARITY} to full."
-        yield checked.impossible(_GRANULARITY, _RECOMPUTE, reason=reason, advice=advice)
+        yield excluded(_GRANULARITY, _RECOMPUTE, reason=reason, advice=advice)
     base, adapter = "adapter.base_dtype", "adapter.name"
     if given(base) is not None and given(adapter, "") is None:
         reason = f"it quantises what an adapter freezes, and {adapter} names none"
-        yield checked.impossible(base, reason=reason, advice=f"Set {adapter}, such as lora, or leave {base} out.")
+        yield excluded(base, reason=reason, advice=f"Set {adapter}, such as lora, or leave {base} out.")
     trainable = "model.trainable"
     if given(trainable) is not None and (named := given(adapter, "")) is not None:
         reason = f"{adapter}: {named} decides what is frozen"
         advice = "Leave one of them out; adapter.modules_to_save of lora names modules that train whole."
-        yield checked.impossible(trainable, adapter, reason=reason, advice=advice)
-    mesh = checked.mesh_sizes()
+        yield excluded(trainable, adapter, reason=reason, advice=advice)
     if given(base) is not None and mesh is not None and mesh.zero_stage == 3 and mesh.fsdp > 1:
-        reason = f"each rank has all codes of its layers, and {stage}: 3 would shard them"
-        yield checked.impossible(base, stage, reason=reason, advice=f"Set {stage} to 1 or 2.")
+        reason = f"each rank has all codes of its layers, and {_ZERO_STAGE}: 3 would shard them"
+        yield excluded(base, _ZERO_STAGE, reason=reason, advice=f"Set {_ZERO_STAGE} to 1 or 2.")
     floor, rate = f"{_SCHEDULE}.min_lr", "model.optim.lr"
-    if (rates := checked.numbers(floor, rate)) is not None and rates[0] > rates[1]:
+    if (rates := numbers(floor, rate)) is not None and rates[0] > rates[1]:
         reason = f"min_lr {rates[0]} is above the learning rate {rates[1]} ({rate}) that falls to it"
-        yield checked.impossible(floor, rate, reason=reason, advice=f"Lower {floor} or raise {rate}.")
+        yield excluded(floor, rate, reason=reason, advice=f"Lower {floor} or raise {rate}.")
     length, longest = "data.seq_length", "model.max_position_embeddings"
-    if (sizes := checked.numbers(length, longest)) is not None and sizes[0] > sizes[1]:
+    if (sizes := numbers(length, longest)) is not None and sizes[0] > sizes[1]:
         reason = f"sequences have {sizes[0]} tokens, the model has positions for {sizes[1]} ({longest})"
-        yield checked.impossible(length, longest, reason=reason, advice=f"Shorten {length} or raise {longest}.")
+        yield excluded(length, longest, reason=reason, advice=f"Shorten {length} or raise {longest}.")
     metrics = "exp_manager.monitoring.metrics_file"
     if isinstance(name := given(metrics), str) and not name.endswith(".prom"):
         reason = "node_exporter reads files whose name ends with .prom"
-        yield checked.impossible(metrics, reason=reason, advice="Name it so, such as nxdt.prom.")
+        yield excluded(metrics, reason=reason, advice="Name it so, such as nxdt.prom.")
+
+    # A rate would jump, or fall from less than its peak, where steps at a constant rate or of decay begin before the
+    # warm-up is done. A warm-up alone may be longer: such a run is the beginning of a longer one.
+    schedule, model = ((components or {}).get(kind) for kind in ("schedule", "model"))
+    horizon = numbers(_HORIZON)
+    if schedule is not None and schedule.config is not None and horizon is not None:
+        marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(type(schedule.config)).items()}
+        parts = {key: given(key) for key, mark in marks.items() if mark and mark.key == _HORIZON and given(key)}
+        if parts and (warmup := given(_WARMUP)):
+            parts = {_WARMUP: warmup, **parts}
+        if (total := sum(parts.values())) > horizon[0]:
+            counts = " and ".join(f"{path.rpartition('.')[2]} {count}" for path, count in parts.items())
+            reason = f"{counts} {'are' if len(parts) > 1 else 'is'} more than the {horizon[0]} steps of the schedule"
+            advice = f"Shorten them, or set {_HORIZON} to at least {total}: a run may end before its schedule does."
+            yield excluded(*reversed(parts), _HORIZON, reason=reason, advice=advice)
+    record = model.component.record if model is not None else None
+    modules = record.recompute_names if isinstance(record, ModelComponent) else None
+    if record is not None and modules is not None and given(_GRANULARITY) == "selective":
+        for name in given(_RECOMPUTE) or ():
+            if name not in modules:
+                near = get_close_matches(name, modules, n=1)
+                found = f"{name!r}, which model {record.name!r} does not have"
+                hint = f"Did you mean {near[0]!r}?" if near else ""
+                yield WrongValue(**checked.place(_RECOMPUTE), found=found, allowed=", ".join(modules), hint=hint)
+    for time in ("checkpoint.train_time_interval", "trainer.max_time"):
+        try:
+            if (value := given(time)) is not None:
+                seconds_of(value)
+        except ValueError:
+            yield WrongValue(**checked.place(time), found=checked.tree.describe(time), allowed=FORMS)
 
 
 _SETTINGS = {

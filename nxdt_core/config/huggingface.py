@@ -22,17 +22,6 @@ from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding,
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.regular_files import open_regular, read_text, require_inside
 
-__all__ = [
-    "HFConfig",
-    "architectures_of",
-    "fill_recipe",
-    "merge_hf_values",
-    "read_hf_config",
-    "unusable",
-    "weights_in",
-    "with_published_model",
-]
-
 
 def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names in ``architectures``; empty where the file has none.
@@ -177,7 +166,8 @@ def fill_recipe(tree: Tree, hf: HFConfig) -> list[str]:
         defaults["model.optim.lr"] = _ADAPTER_LR if tree.get("adapter.name") else _LR
     added = list[str]()
     for key, value in defaults.items():
-        if isinstance(tree.get(key.rpartition(".")[0], {}), dict) and key not in tree:
+        sections = [key.rsplit(".", depth)[0] for depth in range(1, key.count(".") + 1)]
+        if key not in tree and all(isinstance(tree.get(section, {}), dict) for section in sections):
             tree.set(key, value, replace(DEFAULT, where="for a published model"))
             added.append(f"{key} {value:g}")
     note = f"{_START} gives {', '.join(['weights', 'stop tokens', *gave])}"
@@ -212,32 +202,29 @@ def read_hf_config(view: Tree) -> HFConfig:
         path = resolve_path(named, origin.directory)
     except PackageNotFound:  # reported as a wrong value when it is read
         return HFConfig()
+    problem: ConfigProblem
     try:
         if path.is_dir():
             path = path / "config.json"
             require_inside(path, path.parent)
         parsed = json.loads(read_text(path, follow=True))
-    except FileNotFoundError as error:
-        if _is_published(view, _KEY) and path.name == "config.json":
+        if not isinstance(parsed, dict):
+            raise HFFileDamaged(path=str(path), reason="not a JSON object")
+        architectures_of(parsed)
+        if (reason := unusable(parsed, weights=weights_in(path.parent))) is None:
+            return HFConfig(values=parsed, path=path)
+        problem = BadComponentChoice(**place, error=HFFileDamaged(path=str(path), reason=reason))
+    except (OSError, UnicodeDecodeError) as error:
+        problem = file_problem(path, error, place)
+        if isinstance(error, FileNotFoundError) and _is_published(view, _KEY) and path.name == "config.json":
             message = f"'{path.parent}' has no config.json, and the section model describes no model."
             advice = "Name a Hugging Face directory, or write the keys of the model."
-            return HFConfig(path=path, problem=ComponentFinding(**place, message=message, advice=advice))
-        return HFConfig(path=path, problem=file_problem(path, error, place))
-    except (OSError, UnicodeDecodeError) as error:
-        return HFConfig(path=path, problem=file_problem(path, error, place))
-    except (ValueError, RecursionError) as error:
-        return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=f"not valid JSON: {error}"))
-    if not isinstance(parsed, dict):
-        return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason="not a JSON object"))
-    try:
-        architectures_of(parsed)
+            problem = ComponentFinding(**place, message=message, advice=advice)
     except HFFileDamaged as error:
-        return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=error.reason))
-    reason = unusable(parsed, weights=weights_in(path.parent))
-    if reason is not None:
-        damaged = HFFileDamaged(path=str(path), reason=reason)
-        return HFConfig(path=path, problem=BadComponentChoice(**place, error=damaged))
-    return HFConfig(values=parsed, path=path)
+        problem = ConfigUnreadable(**place, path=str(path), reason=error.reason)
+    except (ValueError, RecursionError) as error:
+        problem = ConfigUnreadable(**place, path=str(path), reason=f"not valid JSON: {error}")
+    return HFConfig(path=path, problem=problem)
 
 
 def merge_hf_values(tree: Tree, composition: Composition, hf: HFConfig) -> list[ConfigProblem]:

@@ -1,45 +1,65 @@
-"""From a source and overrides to a checked configuration, every problem on the way gathered into one report."""
+"""From a source and overrides to a checked configuration, every problem on the way gathered into one report.
+
+Components, loggers and callbacks are selected by name, or by the rules that apply where a file names none.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config.checks import Checked, find_impossible, find_notes, find_undeclared
-from nxdt_core.config.components import (
-    CALLBACKS,
-    LOGGERS,
-    Replaced,
-    drop_replaced,
-    find_replaced,
-    mask_options,
-    part_of,
-    run_model,
-    select,
-    select_extensions,
-    selected,
+from nxdt_core.config.checks import Checked, find_notes, find_problems
+from nxdt_core.config.huggingface import (
+    architectures_of,
+    fill_recipe,
+    merge_hf_values,
+    read_hf_config,
+    with_published_model,
 )
-from nxdt_core.config.huggingface import with_published_model
-from nxdt_core.config.read import MANDATORY, UNRESOLVED, fill, has_interpolation, interpolate, read, read_part
-from nxdt_core.config.schema import SLOTS, PluginsConfig, ResolvedConfig, RunConfig, Selected
-from nxdt_core.config.secrets import hide_credentials, hide_secrets, mask_secrets, notes_on_secrets
-from nxdt_core.config.section import ChecksItself, section_paths
+from nxdt_core.config.read import (
+    MANDATORY,
+    UNRESOLVED,
+    fill,
+    has_interpolation,
+    interpolate,
+    interpolations,
+    read,
+    read_part,
+)
+from nxdt_core.config.schema import (
+    SLOTS,
+    Composition,
+    PluginsConfig,
+    ResolvedConfig,
+    RunConfig,
+    Selected,
+    Slot,
+    usable_class,
+)
+from nxdt_core.config.section import Key, keys_of, sections_of
+from nxdt_core.config.show import (
+    hide_credentials,
+    hide_secrets,
+    hide_secrets_in,
+    learn_secrets,
+    mask_secrets,
+    notes_on_secrets,
+)
 from nxdt_core.config.sources import (
     BASE,
     COMMAND_LINE,
-    Source,
     converted,
     explained,
     find_base,
     read_overrides,
     read_source,
 )
-from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Place, Tree, dotted, join, plain, walk
+from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Tree, dotted, join, parts_of, plain, walk
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
     BadComponentChoice,
@@ -51,12 +71,14 @@ from nxdt_core.errors.configuration import (
     Misfit,
     MissingKey,
     NotSupported,
+    UnknownKey,
     WrongValue,
 )
-from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
+from nxdt_core.errors.plugins import AmbiguousComponent, LocalPluginMissing
 from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
-from nxdt_core.kernel.hookspecs import ConfigDefaultsContext, ValidateConfigContext
+from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
 from nxdt_core.kernel.plugin import LOCAL, plugin_notes
+from nxdt_core.kernel.registry import reading_model
 
 __all__ = ["PlainFile", "check", "load", "read_file"]
 
@@ -88,7 +110,93 @@ def load(
     Raises:
         ConfigError: something is wrong; carries every problem.
     """
-    return _Load(source, tuple(overrides), kernel, label).run()
+    # What was written: the source, what it is based on, and overrides.
+    written = _collect(source, overrides, kernel, label, converts=True)
+    tree, problems, notes = written.tree, written.problems, written.notes
+    passed, kernel = kernel, written.start_kernel(tree)
+    for plugin in kernel.plugins if passed is None else ():  # a file was asked for by name
+        if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):
+            message = f"the plugin file {plugin.location} is {plugin.state}: {plugin.reason}."
+            correct = "Correct it, or take it out of plugins.local."
+            advice = "Name one of the two." if plugin.state == "shadowed" else correct
+            place = tree.origin("plugins.local").at("plugins.local")
+            problems.append(ComponentFinding(**place, message=message, advice=advice))
+    notes += _drop_replaced(tree, written.replaced, kernel)
+
+    # Below that: what a published model and plugins give, the components' names, and defaults.
+    tree, published = with_published_model(tree)
+    try:  # of several plugins the first wins
+        context = ConfigDefaultsContext(config=plain(tree.data), source=written.label)
+        for plugin, defaults in list(kernel.call("nxdt_config_defaults", context=context)):
+            origin = Origin(kind="plugin", where=plugin.name)
+            if isinstance(defaults, Mapping):
+                tree = _merged(Tree.of(defaults, origin), [tree])
+                continue
+            reason = f"nxdt_config_defaults gave a {type(defaults).__name__}, not a mapping"
+            fault = BadComponentConfig(**origin.at(""), component=plugin.name, dist=plugin.dist, reason=reason)
+            problems.append(fault)
+    except NxdtError as error:
+        problems.append(BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error))
+    composition = _select(tree, kernel, written.label, problems, published=published)
+    passes = tree.get("trainer.max_epochs")
+    if tree.get("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
+        tree.set("trainer.max_steps", _NO_END, DEFAULT)
+    keys = fill(tree, RunConfig, composition.classes)
+    for path, note in written.unread.items():
+        notes += () if path in keys.names else (note,)
+        while path not in keys.names and not (isinstance(value := tree.get(path), dict) and value):
+            tree.remove(path)
+            keys.unknown.pop(path, None)
+            path = path[:-1]
+
+    # References are replaced, and what must not be shown is known before a message is made.
+    problems += interpolate(tree, keys.names.values())
+    _mask_options(tree, kernel)
+    for path, key in keys.leaves.items():
+        mask_secrets(tree, key, path)
+    problems += hide_credentials(tree)
+    learn_secrets(tree)
+
+    # One reading by the models of the sections, then the rules over values that are each right.
+    reading = read(tree, keys, open_sections=composition.open, unfilled=composition.unfilled)
+    problems += explained(reading.problems, tree, keys.names.values(), kernel)
+    for path, origin in written.mandatory.items():
+        if path in tree and tree.origin(path).kind == "default":
+            problems.append(MissingKey(**origin.at(dotted(path)), allowed=f"a value in place of {MANDATORY}"))
+    extensions, extension_notes = _select_extensions(tree, kernel, problems)
+    sections = {slot.kind: slot.section for slot in SLOTS}
+    components = {
+        kind: component and Selected(component=component, config=reading.components.get(sections[kind]))
+        for kind, component in composition.components.items()
+    }
+    checked = Checked(reading.values, tree)
+    problems += find_problems(checked, components, kernel, asks_plugins=not problems)
+    run = reading.instance
+    if problems or run is None:
+        raise _refused(written.label, problems, keys.followers)
+    notes = [
+        *notes,
+        *composition.notes,
+        *notes_on_secrets(tree),
+        *find_notes(checked, composition),
+        *extension_notes,
+        *plugin_notes(kernel.plugins),
+        *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
+    ]
+    run_dir = run.exp_manager.run_dir
+    return ResolvedConfig(
+        run=run,
+        kernel=kernel,
+        components=components,
+        loggers=extensions[_LOGGERS],
+        callbacks=extensions[_CALLBACKS],
+        source=written.label,
+        overrides=tuple(overrides),
+        run_dir=run_dir,
+        checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
+        notes=tuple(map(hide_secrets, notes)),
+        tree=tree,
+    )
 
 
 def check(
@@ -152,191 +260,41 @@ def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel
     Raises:
         ConfigError: the source cannot be read, or the section is wrong.
     """
-    return _Load(source, tuple(overrides), None, None).kernel()
+    written = _collect(source, overrides, None, None, converts=False)
+    return written.start_kernel(written.tree)
 
 
-class _Load:
-    """One load: what is known so far, and the problems so far."""
+Replaced = tuple[Slot, str, str, tuple[str, ...]]
+"""A choice of a component over one of a lower source: both names, and the keys that only lower sources give a value."""
 
-    def __init__(
-        self,
-        source: str | Path | Mapping[str, Any],
-        overrides: tuple[str, ...],
-        kernel: Kernel | None,
-        label: str | None,
-    ) -> None:
-        self.wanted = source
-        self.label = label
-        self.overrides = overrides
-        trees, self.unreadable = read_overrides(overrides)
-        self.set: Sequence[Tree] = trees
-        """The trees that overrides set, later ones over earlier ones."""
-        self.unread: Mapping[KeyPath, str] = {}
-        """Keys of another program that overrides set and that say nothing here, unless nxdt has them, too → why."""
-        self.passed = kernel
-        self.started: Kernel | None = None
-        """The kernel in use; before it is known, one that was started to find a recipe."""
-        self.problems: list[ConfigProblem] = []
-        self.notes: list[str] = []
-        self.replaced: list[Replaced] = []
-        """Components that something above the source that names them replaces."""
 
-    def run(self) -> ResolvedConfig:
-        source = self._read(converts=True)
-        tree, mandatory = self._collect(source)
-        kernel = self._start_kernel(tree, source.label)
-        for plugin in kernel.plugins if self.passed is None else ():  # a file was asked for by name
-            if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):
-                message = f"the plugin file {plugin.location} is {plugin.state}: {plugin.reason}."
-                correct = "Correct it, or take it out of plugins.local."
-                advice = "Name one of the two." if plugin.state == "shadowed" else correct
-                place = tree.origin("plugins.local").at("plugins.local")
-                self.problems.append(ComponentFinding(**place, message=message, advice=advice))
-        self.notes += drop_replaced(tree, self.replaced, kernel)
-        tree, published = with_published_model(tree)
-        try:  # what the hook gives is below the rest; of several plugins the first wins
-            defaults_context = ConfigDefaultsContext(config=plain(tree.data), source=source.label)
-            for plugin, defaults in list(kernel.call("nxdt_config_defaults", context=defaults_context)):
-                origin = Origin(kind="plugin", where=plugin.name)
-                if isinstance(defaults, Mapping):
-                    tree = _overridden(Tree.of(defaults, origin), [tree])
-                    continue
-                reason = f"nxdt_config_defaults gave a {type(defaults).__name__}, not a mapping"
-                fault = BadComponentConfig(**origin.at(""), component=plugin.name, dist=plugin.dist, reason=reason)
-                self.problems.append(fault)
-        except NxdtError as error:
-            self.problems.append(BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error))
-        composition, problems = select(tree, kernel, source.label, published=published)
-        model, faults = run_model(tree, composition)
-        self.problems += [*problems, *faults]
-        passes = tree.get("trainer.max_epochs")
-        if tree.get("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
-            tree.set("trainer.max_steps", _NO_END, DEFAULT)
+@dataclass(slots=True, kw_only=True)
+class _Written:
+    """What was written, and what is known of it so far."""
 
-        keys = fill(tree, model)
-        for path, note in self.unread.items():
-            self.notes += () if path in keys.names else (note,)
-            while path not in keys.names and not (isinstance(value := tree.get(path), dict) and value):
-                tree.remove(path)
-                path = path[:-1]
-        self.problems += interpolate(tree, keys.known)
-        mask_options(tree, kernel)
-        for path, key in keys.leaves.items():
-            mask_secrets(tree, key, path)
-        self.problems += hide_credentials(tree)
-        hide_secrets.learn(tree, references=False)
-        reading = read(tree, model, keys, open_sections=composition.open, unfilled=composition.unfilled)
-        self.problems += explained(reading.problems, tree, keys.known, kernel)
-        for path, origin in mandatory.items():
-            if path in tree and tree.origin(path).kind == "default":
-                self.problems.append(MissingKey(**origin.at(dotted(path)), allowed=f"a value in place of {MANDATORY}"))
-        extensions, problems, extension_notes = select_extensions(tree, kernel)
-        self.problems += problems
-        components = selected(composition, reading)
-        checked = Checked(reading.values, tree)
-        self.problems += find_problems(checked, components, kernel, asks_plugins=not self.problems)
-        if self.problems or reading.instance is None:
-            raise self._error(source.label, keys.followers)
-        run = part_of(reading.instance, RunConfig)
-        notes = (
-            *self.notes,
-            *composition.notes,
-            *notes_on_secrets(tree),
-            *find_notes(checked, composition),
-            *extension_notes,
-            *plugin_notes(kernel.plugins),
-            *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
-        )
-        run_dir = run.exp_manager.run_dir
-        return ResolvedConfig(
-            run=run,
-            kernel=kernel,
-            components=components,
-            loggers=extensions[LOGGERS],
-            callbacks=extensions[CALLBACKS],
-            source=source.label,
-            overrides=self.overrides,
-            run_dir=run_dir,
-            checkpoint_uri=run.checkpoint.uri or str(run_dir / "checkpoints"),
-            notes=tuple(map(hide_secrets, notes)),
-            tree=tree,
-        )
+    tree: Tree
+    label: str
+    """Name that the user gave the source."""
+    kernel: Kernel | None
+    """The kernel that was passed in, or the last one that was started."""
+    passed: bool
+    problems: list[ConfigProblem] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    replaced: list[Replaced] = field(default_factory=list)
+    """Components that something above the source that names them replaces."""
+    unread: dict[KeyPath, str] = field(default_factory=dict)
+    """Keys of another program that overrides set and that say nothing here, unless nxdt has them, too → why."""
+    mandatory: dict[KeyPath, Origin] = field(default_factory=dict)
+    """Where the keys are that said ``???``."""
 
-    def kernel(self) -> Kernel:
-        source = self._read(converts=False)
-        return self._start_kernel(self._collect(source)[0], source.label)
+    def start_kernel(self, tree: Tree) -> Kernel:
+        """Return the kernel that was passed in, else one under the policy of ``tree``.
 
-    def _kernel_for_recipes(self, above: Tree) -> Kernel:
-        """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
-        return self._start_kernel(_overridden(above, self.set), str(self.wanted))
-
-    def _read(self, *, converts: bool) -> Source:
-        """The source and, below it, what it is based on. ``converts`` reads files of other programs in keys of nxdt."""
-        top = below = self._read_one(self.wanted, Tree({}, {(): COMMAND_LINE}), None, converts)
-        tree, problems, seen, stem = top.tree.copy(), [*top.problems], [top.label], top.stem
-        tree.remove(BASE)
-        while below.readable and below.tree.get(BASE) is not None:
-            named = find_base(below.tree, seen)
-            if isinstance(named, ConfigProblem):
-                return replace(top, problems=(*problems, named), readable=False)
-            seen.append(named)
-            below = self._read_one(named, tree, below.tree.origin(BASE).at(BASE), converts)
-            stem = stem or below.stem
-            problems += below.problems
-            self.replaced += find_replaced(below.tree, tree)
-            tree = _overridden(below.tree, [tree])
-            tree.remove(BASE)
-        return replace(top, tree=tree, problems=tuple(problems), readable=below.readable, stem=stem)
-
-    def _read_one(
-        self, wanted: str | Path | Mapping[str, Any], above: Tree, named: Place | None, converts: bool
-    ) -> Source:
-        source = read_source(wanted, partial(self._kernel_for_recipes, above), named, self.label)
-        if not converts or source.path is None or source.problems:
-            return source
-        found = len(self.problems)
-        try:
-            kernel = self._kernel_for_recipes(_overridden(source.tree, [above]))
-        except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
-            del self.problems[found:]
-            return source
-        source, self.set, unread, notes = converted(source, self.set, kernel)
-        self.unread = {**self.unread, **unread}
-        self.notes += notes
-        return source
-
-    def _collect(self, source: Source) -> tuple[Tree, dict[KeyPath, Origin]]:
-        """Return what was written, overrides included, and where the keys are that said ``???``."""
-        self.problems += source.problems
-        above = _overridden(Tree({}, {(): COMMAND_LINE}), self.set)
-        self.replaced += find_replaced(source.tree, above)
-        tree = _overridden(source.tree, self.set)
-        self.problems += self.unreadable
-        if above.get(BASE) is not None:
-            reason = "a base is read with the file that names it, and overrides come later"
-            place = above.origin(BASE).at(BASE)
-            self.problems.append(NotSupported(**place, found=above.describe(BASE), reason=reason, allowed="null"))
-        mandatory = {path: tree.origins[path] for path, value in tree.leaves() if value == MANDATORY}
-        for path in mandatory:
-            tree.remove(path)
-        references = [path for path in section_paths(RunConfig) if has_interpolation(tree.get(path))]
-        self.problems += interpolate(tree, wanted=references) if references else ()
-        for slot in SLOTS:  # `section: name` is short for `section: {name: …}`
-            name = tree.get(slot.section)
-            if isinstance(name, str):
-                origin, shown = tree.origin(slot.section), tree.shown_at(slot.section)
-                tree.set(slot.section, {}, origin)
-                tree.set(slot.key, name, origin, shown)
-        if source.stem and "name" not in tree:
-            tree.set("name", source.stem, replace(DEFAULT, where="of the file's name"))
-        if not source.readable:
-            raise self._error(source.label)
-        return tree, mandatory
-
-    def _start_kernel(self, tree: Tree, label: str) -> Kernel:
-        """The kernel that was passed in, else one under the policy of ``tree``."""
-        if self.passed is not None:
-            return self.passed
+        Raises:
+            ConfigError: the section ``plugins`` is wrong; carries the problems so far.
+        """
+        if self.passed and self.kernel is not None:
+            return self.kernel
         resolved = tree.copy()
         faults = interpolate(resolved, wanted=("plugins",))
         policy = PluginPolicy()
@@ -346,49 +304,105 @@ class _Load:
             policy = PluginPolicy(**section.model_dump(exclude={"on_resume"})) if section is not None else policy
         if faults:  # no plugin is imported under a policy that was not understood
             self.problems += faults
-            raise self._error(label)
-        if self.started is not None and self.started.policy == policy:
-            return self.started
-        try:
-            self.started = Kernel.start(policy)
-        except NxdtError as error:
-            key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
-            place = (tree.origin(key) if "plugins" in tree else DEFAULT).at(key)
-            self.problems.append(BadComponentChoice(**place, error=error))
-            raise self._error(label) from None
-        return self.started
-
-    def _error(self, label: str, followers: Mapping[str, str] | None = None) -> ConfigError:
-        """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
-
-        Args:
-            label: What the user named.
-            followers: Key → key that it takes its value from; where both have a problem, the latter is reported.
-        """
-        misfits: dict[str, list[Misfit]] = {}
-        for problem in self.problems:
-            hide_secrets.redact_error(problem)
-            if isinstance(problem, ImpossibleCombination) and problem.cause:
-                misfits.setdefault(problem.cause.of, []).append(problem.cause)
-        keys = {problem.key for problem in self.problems}
-        distinct: dict[tuple[str, str, str], ConfigProblem] = {}
-        for problem in self.problems:
-            if isinstance(problem, ImpossibleCombination) and problem.cause and len(misfits[problem.cause.of]) > 1:
-                group = misfits[problem.cause.of]  # one problem of values that one other value does not divide
-                fitting = math.gcd(*(misfit.number for misfit in group))
-                values = ", ".join(f"{name} {number}" for name, number in {m.name: m.number for m in group}.items())
-                own = f"Set it to {fitting} or a divisor of it" if fitting > 1 else "Set it to 1"
-                reason, advice = f"{group[0].divisor} fits none of {values}", f"{own}, or change those values."
-                problem = ImpossibleCombination(**group[0].place, reason=reason, advice=advice)
-            if (followers or {}).get(problem.key) not in keys:
-                distinct.setdefault((problem.place, problem.key, problem.row()), problem)
-        if not distinct:
-            raise RuntimeError(f"{label} was refused without a problem that says why: {self.problems}")
-        ordered = sorted(distinct.values(), key=lambda problem: (problem.line == 0, problem.line))
-        return ConfigError(source=label, problems=tuple(ordered))
+            raise _refused(self.label, self.problems)
+        if self.kernel is None or self.kernel.policy != policy:
+            try:
+                self.kernel = Kernel.start(policy)
+            except NxdtError as error:
+                key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
+                place = (tree.origin(key) if "plugins" in tree else DEFAULT).at(key)
+                self.problems.append(BadComponentChoice(**place, error=error))
+                raise _refused(self.label, self.problems) from None
+        return self.kernel
 
 
-def _overridden(tree: Tree, above: Iterable[Tree]) -> Tree:
+def _collect(
+    wanted: str | Path | Mapping[str, Any],
+    overrides: Sequence[str],
+    kernel: Kernel | None,
+    label: str | None,
+    *,
+    converts: bool,
+) -> _Written:
+    """Return what a source, what it is based on and overrides write, merged.
+
+    Args:
+        wanted: The source.
+        overrides: Over it.
+        kernel: The one that was passed in.
+        label: What errors call a mapping.
+        converts: Whether files of other programs are read in keys of nxdt.
+
+    Raises:
+        ConfigError: there is nothing to check, since a text could not be read.
+    """
+    words: Sequence[Tree]
+    words, unreadable = read_overrides(overrides)
+    nothing = Tree({}, {(): COMMAND_LINE})
+    written = _Written(tree=nothing, label=str(wanted), kernel=kernel, passed=kernel is not None)
+
+    def kernel_for(above: Tree) -> Kernel:
+        """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
+        return written.start_kernel(_merged(above, words))
+
+    source = read_source(wanted, partial(kernel_for, nothing), None, label)
+    tree, top, seen, stem, faults = nothing, source, [source.label], source.stem, list[ConfigProblem]()
+    while True:
+        if converts and source.path is not None and not source.problems:
+            before = len(written.problems)
+            try:
+                finder = kernel_for(_merged(source.tree, [tree]))
+            except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
+                del written.problems[before:]
+            else:
+                source, words, unread, notes = converted(source, words, finder)
+                written.unread |= unread
+                written.notes += notes
+        faults += source.problems
+        written.replaced += _find_replaced(source.tree, tree)
+        tree = _merged(source.tree, [tree])
+        stem = stem or source.stem
+        tree.remove(BASE)
+        if not source.readable or source.tree.get(BASE) is None:
+            readable = source.readable
+            break
+        named = find_base(source.tree, seen)
+        if isinstance(named, ConfigProblem):
+            faults.append(named)
+            readable = False
+            break
+        seen.append(named)
+        place = source.tree.origin(BASE).at(BASE)
+        source = read_source(named, partial(kernel_for, tree), place, label)
+    written.label = top.label
+    written.problems += faults
+    above = _merged(nothing, words)
+    written.replaced += _find_replaced(tree, above)
+    tree = written.tree = _merged(tree, words)
+    written.problems += unreadable
+    if above.get(BASE) is not None:
+        reason = "a base is read with the file that names it, and overrides come later"
+        fault = NotSupported(**above.origin(BASE).at(BASE), found=above.describe(BASE), reason=reason, allowed="null")
+        written.problems.append(fault)
+    written.mandatory = {path: tree.origins[path] for path, value in tree.leaves() if value == MANDATORY}
+    for path in written.mandatory:
+        tree.remove(path)
+    references = [path for path in sections_of(RunConfig) if has_interpolation(tree.get(path))]
+    written.problems += interpolate(tree, wanted=references) if references else ()
+    for slot in SLOTS:  # `section: name` is short for `section: {name: …}`
+        name = tree.get(slot.section)
+        if isinstance(name, str):
+            origin, shown = tree.origin(slot.section), tree.shown_at(slot.section)
+            tree.set(slot.section, {}, origin)
+            tree.set(slot.key, name, origin, shown)
+    if stem and "name" not in tree:
+        tree.set("name", stem, replace(DEFAULT, where="of the file's name"))
+    if not readable:
+        raise _refused(written.label, written.problems)
+    return written
+
+
+def _merged(tree: Tree, above: Iterable[Tree]) -> Tree:
     """Return a tree with others merged over it."""
     found = tree.copy()
     for each in above:
@@ -396,59 +410,291 @@ def _overridden(tree: Tree, above: Iterable[Tree]) -> Tree:
     return found
 
 
-def find_problems(
-    checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel, *, asks_plugins: bool
-) -> list[ConfigProblem]:
-    """Return the problems that the rules of the core, of the components and of plugins find in values that are right.
+def _refused(label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str] | None = None) -> ConfigError:
+    """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
 
     Args:
-        checked: The values.
-        components: Those that are selected, by kind.
-        kernel: Knows who declares what.
-        asks_plugins: Whether to call the hook ``nxdt_validate_config``, which expects a configuration of right types.
+        label: What the user named.
+        problems: In any order; the first of each line and key counts.
+        followers: Key → key that it takes its value from; where both have a problem, the latter is reported.
     """
-    precision = components.get("precision")
-    if precision is not None:
-        with suppress(Exception, SystemExit):  # what fails here fails again, with its traceback, in a run
-            checked = replace(checked, policy=precision.component.load_target()(precision.config))
-    problems = list(find_impossible(checked, components))
-    engine = components.get("engine")
-    if engine is not None:
-        with _guarded(engine.component, checked.place("parallel_engine.name"), "rules", problems):
-            rules = engine.component.load_rules()
-            problems.extend(() if rules is None else rules(checked))
-    problems += find_undeclared(checked, components, kernel.registry)
+    misfits: dict[str, list[Misfit]] = {}
+    for problem in problems:
+        hide_secrets_in(problem)
+        if isinstance(problem, ImpossibleCombination) and problem.cause:
+            misfits.setdefault(problem.cause.of, []).append(problem.cause)
+    keys = {problem.key for problem in problems}
+    distinct: dict[tuple[str, str, str], ConfigProblem] = {}
+    for problem in problems:
+        if isinstance(problem, ImpossibleCombination) and problem.cause and len(misfits[problem.cause.of]) > 1:
+            group = misfits[problem.cause.of]  # one problem of values that one other value does not divide
+            fitting = math.gcd(*(misfit.number for misfit in group))
+            values = ", ".join(f"{name} {number}" for name, number in {m.name: m.number for m in group}.items())
+            own = f"Set it to {fitting} or a divisor of it" if fitting > 1 else "Set it to 1"
+            reason, advice = f"{group[0].divisor} fits none of {values}", f"{own}, or change those values."
+            problem = ImpossibleCombination(**group[0].place, reason=reason, advice=advice)
+        if (followers or {}).get(problem.key) not in keys:
+            distinct.setdefault((problem.place, problem.key, problem.row()), problem)
+    if not distinct:
+        raise RuntimeError(f"{label} was refused without a problem that says why: {problems}")
+    ordered = sorted(distinct.values(), key=lambda problem: (problem.line == 0, problem.line))
+    return ConfigError(source=label, problems=tuple(ordered))
+
+
+_BY_DEFAULT = "the default"
+_RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
+"""Keys that the rules below read in addition to the selectors."""
+
+
+def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool) -> Composition:
+    """Return the component of every slot; what is wrong with the choices is added to ``problems``.
+
+    Names that follow from rules are added to the tree, the values of ``model.model_config``, and the defaults of a run
+    that starts from a published model.
+
+    Args:
+        tree: What was written.
+        kernel: Knows the components.
+        label: Place of problems with keys that are not written anywhere.
+        problems: So far.
+        published: Whether the run starts from a published model.
+    """
+    view = tree
+    if any(interpolations(tree.data)):
+        view = tree.copy()
+        fill(view, RunConfig)
+        whole = () if "model.name" in tree else ("model",)  # a model without a name is sought by its whole section
+        interpolate(view, wanted=(*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole))
+    hf = read_hf_config(view)
+    composition = Composition()
     for slot in SLOTS:
-        selected = components.get(slot.kind)
-        if selected is not None and isinstance(selected.config, ChecksItself):
-            with _guarded(selected.component, checked.place(slot.section), "check", problems):
-                for key, message in selected.config.check():
-                    end = "" if message.endswith((".", "!", "?")) else "."
-                    place = checked.place(join(slot.section, key))
-                    problems.append(ComponentFinding(**place, message=f"{message}{end}"))
-    if not asks_plugins:
-        return problems
-    names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
-    context = ValidateConfigContext(config=plain(checked.tree.data), components=names, kernel=kernel)
-    try:
-        for plugin, findings in kernel.call("nxdt_validate_config", context=context):
-            for finding in findings:
-                message = f"{finding.message} (plugin {plugin.name!r})."
-                place = checked.place(finding.key)
-                problems.append(ComponentFinding(**place, message=message, advice=finding.remedy))
-    except NxdtError as error:
-        problems.append(BadComponentChoice(**checked.place("plugins"), error=error))
-    return problems
+        around = slot.section.split(".")
+        sections = [tree.get(tuple(around[: depth + 1])) for depth in range(len(around))]
+        name = view.get(slot.key)
+        name = _default(slot) if name is None else name
+        mappings = all(isinstance(each, (dict, type(None))) for each in sections)
+        if not mappings or not isinstance(name, (str, type(None))):
+            composition.open.add(slot.section)  # reported when it is read
+            continue
+        key, why = slot.key, ""
+        if key not in tree and slot.kind == "store" and "checkpoint.uri" in tree:
+            key = "checkpoint.uri"
+        origin = tree.origin(key) if key in tree or slot.section in tree else Origin(kind="file", where=label)
+        try:
+            if slot.kind == "store":
+                uri = view.get("checkpoint.uri")
+                scheme = uri.partition("://")[0] if isinstance(uri, str) and "://" in uri else "file"
+                kernel.registry.check_scheme(scheme)
+            if name is None and slot.kind == "dataset":
+                name, why = "hf-data", _BY_DEFAULT
+            elif name is None and slot.kind == "tokenizer":
+                if any(view.get(f"data.tokenizer.{key}") is not None for key in ("type", "model")):
+                    name, why = "huggingface", "data.tokenizer.type"
+            elif name is None and slot.kind == "model":
+                name, why = _model_of(architectures_of(hf.values), kernel)
+            component = None
+            if name is not None:
+                component = kernel.registry.get(slot.kind, name)
+            elif slot.kind == "store":
+                component = kernel.registry.storage_for_scheme(scheme)
+            composition.components[slot.kind] = component
+            if component is not None and (cls := component.load_config()) is not None:
+                usable_class(component, tree.origin(slot.key).at(slot.key))
+                composition.classes[slot.section] = cls
+        except BadComponentConfig as problem:
+            problems.append(problem)
+            composition.open.add(slot.section)
+        except NxdtError as error:
+            note = f" The name follows from {why}." if why else ""
+            problems.append(BadComponentChoice(**origin.at(key), error=error, note=note))
+            composition.open.add(slot.section)
+        if why:
+            tree.set(slot.key, name, replace(DEFAULT, where="" if why == _BY_DEFAULT else f"by {why}"))
+            if slot.kind == "model" and not published:
+                composition.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
+    faults = merge_hf_values(tree, composition, hf)
+    problems += faults
+    if faults:
+        composition.unfilled = composition.classes["model"]
+    if published:
+        composition.notes.extend(fill_recipe(tree, hf))
+    return composition
 
 
-@contextmanager
-def _guarded(component: RegisteredComponent, place: Place, what: str, problems: list[ConfigProblem]) -> Iterator[None]:
-    """Add any exception of a plugin's code in the block to ``problems``, with the plugin's name."""
+def _model_of(architectures: Sequence[str], kernel: Kernel) -> tuple[str, str]:
+    """Return the model that reads the architectures of a ``config.json``, and why it is taken."""
+    if not architectures:
+        return "llama", _BY_DEFAULT
+    readers = kernel.registry.readers(architectures)
+    if len(readers) > 1:
+        raise AmbiguousComponent(
+            kind="model",
+            name=architectures[0],
+            offers=tuple(component.qualified_name for component in readers),
+            dists=tuple(f"{component.dist} {component.version}" for component in readers),
+        )
+    name = readers[0].record.name if readers else reading_model(architectures[0]) or "hf"
+    return name, f"model.model_config ({architectures[0]})"
+
+
+_FILE = "file://"
+_IMPLIED = {"store": _FILE, "tokenizer": "huggingface"}
+"""Kind → what is replaced where the source below names no component."""
+
+
+def _find_replaced(low: Tree, high: Tree) -> list[Replaced]:
+    """Return where ``high`` names another component than ``low``, which it is about to be merged over."""
+    found = []
+    for slot in SLOTS:
+        before = _name(low, slot) or _IMPLIED.get(slot.kind) or _default(slot)
+        after = _name(high, slot)
+        section, above = low.get(slot.section), high.get(slot.section)
+        if section is None or before is None or after is None or before == after:
+            continue
+        given = {key for key, value in above.items() if value is not None} if isinstance(above, dict) else ()
+        below = section if isinstance(section, dict) else ()
+        keys = tuple(key for key in below if key != slot.selector and key not in given)
+        found.append((slot, before, after, keys))
+    return found
+
+
+def _drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> list[str]:
+    """Take keys out of the tree that only the component that was replaced declares.
+
+    Keys of the core, and those that both components declare, stay.
+
+    Returns:
+        A note for each component whose keys were dropped.
+    """
+    notes = []
+    for slot, before, after, keys in replaced:
+        old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
+        if old is None or new is None:
+            continue
+        staying = {**new, **keys_of(sections_of(RunConfig)[slot.section])}
+        dropped = [key for key in keys if key in old and key not in staying]
+        for key in dropped:
+            tree.remove(join(slot.section, key))
+        if dropped:
+            names = ", ".join(dropped)
+            notes.append(f"{slot.key}: {after!r} replaces {before!r}, whose keys are left out: {names}")
+    return notes
+
+
+def _name(tree: Tree, slot: Slot) -> str | None:
+    """The name that a source gives, or of a store the scheme of its address, with ``://``."""
+    name, uri = tree.get(slot.key), tree.get("checkpoint.uri")
+    if name is None and slot.kind == "store" and isinstance(uri, str):
+        scheme, separator, _ = uri.partition("://")
+        return f"{scheme}://" if separator else _FILE
+    return name if isinstance(name, str) else None
+
+
+def _default(slot: Slot) -> str | None:
+    """Return the name that the core's section has by default."""
+    default = keys_of(sections_of(RunConfig)[slot.section])[slot.selector].default
+    return default if isinstance(default, str) else None
+
+
+def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None:
+    """Keys of a component; None where they are not known."""
     try:
-        yield
-    except ComponentUnusable as error:
-        problems.append(BadComponentChoice(**place, error=error))
-    except Exception as error:
-        reason = f"its {what} raised {type(error).__name__}: {error}"
-        name, dist = component.qualified_name, component.dist
-        problems.append(BadComponentConfig(**place, component=name, dist=dist, reason=reason))
+        component: RegisteredComponent = (
+            kernel.registry.storage_for_scheme(name.removesuffix("://"))
+            if name.endswith("://")
+            else kernel.registry.get(slot.kind, name)
+        )
+        cls = component.load_config()
+        return keys_of(cls) if cls is not None else {}
+    except NxdtError:
+        return None
+
+
+_LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
+_FLAGS = {
+    "tensorboard": "summary_writer_kwargs",
+    "wandb": "wandb_logger_kwargs",
+    "mlflow": "mlflow_logger_kwargs",
+}
+"""Logger → key of ``exp_manager`` with its options; ``create_<logger>_logger`` switches it on."""
+
+
+def _mask_options(tree: Tree, kernel: Kernel) -> None:
+    """Mask the secrets among the options of loggers and callbacks, selected or not."""
+    places = [(f"exp_manager.{options}", logger) for logger, options in _FLAGS.items()]
+    for path in (_LOGGERS, _CALLBACKS):
+        places += [(where, tree.get(f"{where}.name")) for where, _ in _entries(tree, path)]
+    for where, name in places:
+        if isinstance(tree.get(where), dict) and isinstance(name, str):
+            with suppress(NxdtError):  # of a component that cannot be had, which :func:`_select_extensions` reports
+                cls = usable_class(kernel.registry.get("callback", name), tree.origin(where).at(""))
+                for key in keys_of(cls).values() if cls is not None else ():
+                    mask_secrets(tree, key, (*parts_of(where), key.name))
+
+
+def _entries(tree: Tree, path: str) -> list[tuple[str, Any]]:
+    """Return path and value of each item of a list."""
+    items = tree.get(path)
+    return [(f"{path}[{number}]", item) for number, item in enumerate(items if isinstance(items, list) else ())]
+
+
+def _select_extensions(
+    tree: Tree, kernel: Kernel, problems: list[ConfigProblem]
+) -> tuple[dict[str, tuple[Selected, ...]], list[str]]:
+    """Return the loggers and callbacks with their options, by key of their list, and notes; what is wrong with them is
+    added to ``problems``.
+
+    An entry is a name, or a mapping of ``name`` and options. The tree is complete and interpolated.
+    """
+    notes, extensions = list[str](), dict[str, tuple[Selected, ...]]()
+    for path in (_LOGGERS, _CALLBACKS):
+        entries: list[tuple[str, str, str]] = []  # name, the key that holds it, the path of its options
+        for where, item in _entries(tree, path):
+            key = f"{where}.name"
+            name, place = tree.get(key), tree.origin(key).at(key)
+            if isinstance(item, str):
+                entries.append((item, where, where))
+            elif isinstance(name, str):
+                entries.append((name, key, where))
+            elif name is not None:  # `yes` is a boolean of YAML
+                problems.append(WrongValue(**place, found=tree.describe(key), allowed="the component's name, a text"))
+            elif isinstance(item, dict):
+                problems.append(MissingKey(**place, allowed="the component's name"))
+        names = {name for name, _, _ in entries}
+        for logger, options_name in _FLAGS.items() if path == _LOGGERS else ():
+            key, options = f"exp_manager.create_{logger}_logger", f"exp_manager.{options_name}"
+            flag = tree.get(key)
+            if key not in tree or not isinstance(flag, (bool, type(None))):  # reported when it is read
+                continue
+            by_default = logger == "tensorboard" and tree.get(_LOGGERS) is None
+            if (by_default if flag is None else flag) and logger not in names:
+                entries.append((logger, key, options))
+            elif flag is False and tree.origin(key).kind != "default" and logger in names:
+                reason = f"{key} is false, and {_LOGGERS} names {logger!r}"
+                place = tree.origin(key).at(key)
+                problems.append(ImpossibleCombination(**place, reason=reason, advice="Keep one of the two."))
+            elif tree.get(options):
+                notes.append(f"{options}: no effect, since {key} does not select that logger")
+        components: list[Selected] = []
+        for name, key, options in entries:
+            place, instance = tree.origin(key).at(key), None
+            try:
+                component = kernel.registry.get("callback", name)
+                cls = usable_class(component, place)
+            except NxdtError as error:
+                problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
+                problems.append(problem)
+                continue
+            part = tree.copy(options)
+            if not isinstance(part.data, dict):
+                part = Tree({}, {(): tree.origin(key)})
+            if key == f"{options}.name":
+                part.remove("name")
+            if cls is not None:
+                instance, faults = read_part(cls, part, options)
+                problems += faults
+            else:
+                problems += [UnknownKey(**part.origin(name).at(f"{options}.{name}")) for name in part.data]
+            components.append(Selected(component=component, config=instance))
+        extensions[path] = tuple(components)
+    return extensions, notes

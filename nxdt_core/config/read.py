@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -23,8 +23,8 @@ from typing import Any, Literal, get_args, get_origin
 from pydantic import ValidationError
 
 from nxdt_core.config.annotations import DefaultsTo, StartsAtFile
-from nxdt_core.config.secrets import hide_secrets, mask_secrets
 from nxdt_core.config.section import REQUIRED, Key, keys_of, marked, members, nearest_keys
+from nxdt_core.config.show import learn_secrets, learn_variables, mask_secrets
 from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.config.tree import (
     DEFAULT,
@@ -36,6 +36,7 @@ from nxdt_core.config.tree import (
     describe_value,
     dotted,
     join,
+    parts_of,
     plain,
     walk,
 )
@@ -49,39 +50,34 @@ from nxdt_core.errors.configuration import (
 )
 from nxdt_core.protocols.batch import LARGEST
 
-__all__ = [
-    "MANDATORY",
-    "UNRESOLVED",
-    "Keys",
-    "fill",
-    "has_interpolation",
-    "interpolate",
-    "interpolations",
-    "read",
-    "read_part",
-]
-
 
 @dataclass(frozen=True, slots=True)
 class Keys:
-    """The keys that a tree may have."""
+    """The keys that a tree may have: those of the core's section and of the components that it selects."""
 
+    models: list[tuple[KeyPath, type]] = field(default_factory=list)
+    """Path and class of each model that reads some of them: the components' first, so that their types count."""
     leaves: dict[KeyPath, Key] = field(default_factory=dict)
     followers: dict[str, str] = field(default_factory=dict)
     """Key → key that it takes its value from: a wrong value is reported at the latter."""
     names: dict[KeyPath, str] = field(default_factory=dict)
     """Dotted path of every key and section, in the order of the schema."""
-
-    @property
-    def known(self) -> tuple[str, ...]:
-        """Return the paths that a wrong one may be meant to be."""
-        return tuple(self.names.values())
+    unknown: dict[KeyPath, tuple[str, ...]] = field(default_factory=dict)
+    """Keys of the tree that no model has → the names of those that are known in their section."""
 
 
-def fill(tree: Tree, cls: type) -> Keys:
-    """Give each key that was left out the default that ``cls`` declares, and return all keys."""
+def fill(tree: Tree, cls: type, components: Mapping[str, type] | None = None) -> Keys:
+    """Give each key that was left out its default, and return all keys.
+
+    Args:
+        tree: The values.
+        cls: The core's section.
+        components: Path of a section, and the class with the keys of the component that it selects. A key that both
+            declare has the type and the default that the component gives it.
+    """
     keys = Keys()
-    _fill(tree, cls, (), keys)
+    _fill(tree, cls, (), keys, components or {})
+    keys.models.append(((), cls))
     for at, key in keys.leaves.items():
         link = key.mark(DefaultsTo)
         if link is None or tree.get(at) is not None or link.key not in tree:
@@ -90,35 +86,39 @@ def fill(tree: Tree, cls: type) -> Keys:
         value = f"${{{link.key}}}" if has_interpolation(value) else value
         place = origin.at(link.key)["place"]
         follows = replace(DEFAULT, where=link.key, line=origin.line, written=place, directory=origin.directory)
-        tree.set(at, value, follows, tree.shown_at(link.key))
+        tree.set(at, value, follows, tree.shown.get(parts_of(link.key)))
         keys.followers[keys.names[at]] = link.key
     return keys
 
 
-def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys) -> None:
+def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys, components: Mapping[str, type]) -> None:
     tree.shown.pop(path, None)  # a section is shown key by key
     given = tree.get(path)
-    core = getattr(cls, "composed_of", (cls,))[-1]
-    ordered: dict[str, Any] = {}
     section = keys.names.get(path, "")
-    for name, key in keys_of(cls).items():
+    own = components.get(section)
+    declared = {**keys_of(cls), **(keys_of(own) if own is not None else {})}
+    if own is not None:
+        keys.models.append((path, own))
+    ordered: dict[str, Any] = {}
+    for name, key in declared.items():
         at = (*path, name)
         keys.names[at] = join(section, name)
         value = given.get(name)
         if key.section is not None and (isinstance(value, dict) or (value is None and not key.optional)):
             if value is None:
                 tree.set(at, {}, tree.origins[at] if name in given else DEFAULT)
-            _fill(tree, key.section, at, keys)
+            _fill(tree, key.section, at, keys, components)
         else:
             keys.leaves[at] = key
             if value is None and not key.optional and (key.default is not REQUIRED or key.marks):
                 given.pop(name, None)  # null leaves such a key unset
             if name not in given and key.default is not REQUIRED and key.mark(DefaultsTo) is None:
-                own = key.owner is not core and key.section is None
-                tree.set(at, key.default, replace(DEFAULT, where=key.owner.__name__) if own else DEFAULT)
+                of_component = key.owner is own and key.section is None
+                tree.set(at, key.default, replace(DEFAULT, where=own.__name__) if of_component and own else DEFAULT)
         if name in given:
             ordered[name] = given[name]
     unknown = {name: value for name, value in given.items() if name not in ordered}
+    keys.unknown.update({(*path, name): tuple(declared) for name in unknown})
     given.clear()
     given |= ordered | unknown
 
@@ -151,7 +151,7 @@ def interpolations(data: Any) -> Iterator[tuple[KeyPath, str]]:
             yield path, value
 
 
-def interpolate(tree: Tree, known: Sequence[str] = (), *, wanted: Sequence[str] = ("",)) -> list[ConfigProblem]:
+def interpolate(tree: Tree, known: Iterable[str] = (), *, wanted: Sequence[str] = ("",)) -> list[ConfigProblem]:
     """Replace interpolations in the tree, and return the problems of those that cannot be replaced.
 
     Args:
@@ -215,7 +215,7 @@ def interpolate(tree: Tree, known: Sequence[str] = (), *, wanted: Sequence[str] 
             value = OmegaConf.select(config, "".join(f"[{part}]" for part in path), throw_on_resolution_failure=True)
             value = OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
         except (OmegaConfBaseException, RecursionError) as error:
-            hide_secrets.learn_variables(variables)  # the reason may quote what was read
+            learn_variables(variables)  # the reason may quote what was read
             problems.append(_unresolved(path, text, tree, error, known))
             tree.set(path, UNRESOLVED, origin)
             continue
@@ -226,8 +226,8 @@ def interpolate(tree: Tree, known: Sequence[str] = (), *, wanted: Sequence[str] 
             steps = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in below[len(path) :])
             named = target and re.fullmatch(r"[.\[\]\w]*", steps)
             tree.shown[below] = text if not steps else f"${{{target}{steps}}}" if named else MASK
-        if hide_secrets.learn_variables(variables):
-            hide_secrets.learn(tree, path)
+        if learn_variables(variables):
+            learn_secrets(tree, path, references=True)
     return problems
 
 
@@ -256,7 +256,7 @@ def _from_there(tree: Tree, path: KeyPath, text: str) -> Origin:
     return replace(tree.origins[path], directory=directory)
 
 
-def _unresolved(path: KeyPath, text: str, tree: Tree, error: Exception, known: Sequence[str]) -> ConfigProblem:
+def _unresolved(path: KeyPath, text: str, tree: Tree, error: Exception, known: Iterable[str]) -> ConfigProblem:
     lines = str(error).strip().splitlines() or [type(error).__name__]
     missing = _MISSING.search(lines[0])
     reason = _RAISED.sub("", lines[0]).strip("\"'.")
@@ -290,39 +290,35 @@ class Reading:
 
     instance: Any
     """The section; None where one of its keys is wrong."""
+    components: dict[str, Any]
+    """Path of a section → the instance of the class of its component; None where one of its keys is wrong."""
     problems: list[ConfigProblem]
-    wrong: Collection[KeyPath]
-    """Keys whose value is wrong or missing."""
-    data: dict[str, Any]
-    """Plain data that were read, with real paths in place of ``package://``."""
     values: dict[str, Any]
     """Plain value by key path, lists as tuples; wrong ones are absent."""
 
 
 def read(
     tree: Tree,
-    cls: type,
     keys: Keys,
     prefix: str = "",
     *,
     open_sections: Collection[str] = (),
-    unfilled: Mapping[str, type] | None = None,
+    unfilled: type | None = None,
 ) -> Reading:
     """Read a section from a tree that was filled and interpolated; its paths become absolute.
 
     Args:
         tree: The values.
-        cls: The section.
-        keys: Those that filling the tree by ``cls`` gave.
+        keys: Those that filling the tree gave.
         prefix: Path of the section, for messages.
         open_sections: Sections whose keys are not known, since their component is not.
-        unfilled: Section → class of the keys in it that are reported elsewhere where they are missing.
+        unfilled: Class of a component whose missing keys are reported elsewhere.
     """
     problems: dict[KeyPath, ConfigProblem | None] = {}
     values = Tree(plain(tree.data), {})
     located: dict[KeyPath, tuple[str, str | None]] = {}
     for at, key in keys.leaves.items():
-        for below in marked(StartsAtFile, key.annotation, tree.get(at), at) if StartsAtFile in key.marks_inside else ():
+        for below in marked(StartsAtFile, key.annotation, tree.get(at), at):
             if not isinstance(text := tree.get(below), str):
                 continue
             shown, directory, unusable = tree.shown.get(below), tree.origins[below].directory, ""
@@ -356,29 +352,46 @@ def read(
                 problems[at] = None
             elif at and keys.leaves[at].section is None:  # not below an unknown key, nor in place of a section
                 problems.setdefault(at, _wrong_value(tree, at, keys.leaves[at], prefix, unusable))
-    instance = None
-    try:
-        instance = cls.model_validate_json(json.dumps(values.data, default=str), strict=True)  # type: ignore[attr-defined]
-    except ValidationError as error:
-        for at, problem in _problems_of(error, tree, cls, keys, prefix, open_sections, unfilled or {}):
-            problems.setdefault(at, problem)
-            if at and at not in keys.names:
-                values.remove(at)  # so that a component's section can be read without the unknown key
+    instances: dict[KeyPath, Any] = {}
+    for path, cls in keys.models:
+        try:
+            data = json.dumps(_values_of(cls, values.get(path), path, keys), default=str)
+            instances[path] = cls.model_validate_json(data, strict=True)  # type: ignore[attr-defined]
+        except ValidationError as error:
+            instances[path] = None
+            for at, problem in _problems_of(error, tree, path, cls, keys, prefix, reports_missing=cls is not unfilled):
+                problems.setdefault(at, problem)
+        if any(path == at[: len(path)] and at[len(path)] in keys_of(cls) for at in problems if len(at) > len(path)):
+            instances[path] = None  # with another value in place of a wrong one, what the component says would mislead
+    wrong = set(problems)
+    for at, known in keys.unknown.items():
+        if dotted(at[:-1]) not in open_sections:
+            problems[at] = _unknown_key(tree, at, known, keys, prefix)
     for below, (text, shown) in located.items():
         tree.set(below, text, tree.origins[below], shown)
-    wrong = {at for at in problems if at in keys.names or not at}
-    flat = {keys.names[at]: values.get(at) for at in keys.leaves if at in tree and at not in wrong}
     # In the order of the schema; an unknown key comes after those of its section.
     order = {at: number for number, at in enumerate(keys.names)}
     last = {at[:depth]: order[at] for at in keys.leaves for depth in range(len(at)) if problems}
     ordered = sorted(problems, key=lambda at: order.get(at, last.get(at[:-1], 0)))
+    flat = {keys.names[at]: values.get(at) for at in keys.leaves if at in tree and at not in wrong}
+    instance = instances.pop(())
     return Reading(
-        None if problems else instance,
+        None if problems or keys.unknown else instance,
+        {keys.names[path]: component for path, component in instances.items()},
         [problem for at in ordered if (problem := problems[at]) is not None],
-        wrong,
-        values.data,
         {name: tuple(value) if isinstance(value, list) else value for name, value in flat.items()},
     )
+
+
+def _values_of(cls: type, values: Mapping[str, Any], path: KeyPath, keys: Keys) -> dict[str, Any]:
+    """Return those of the values of a section that a model reads."""
+    found = {}
+    for name, key in keys_of(cls).items():
+        if name in values:
+            found[name] = value = values[name]
+            if key.section is not None and isinstance(value, dict) and (*path, name) not in keys.leaves:
+                found[name] = _values_of(key.section, value, (*path, name), keys)
+    return found
 
 
 def read_part(cls: type, part: Tree | Mapping[str, Any], path: str = "") -> tuple[Any, list[ConfigProblem]]:
@@ -393,27 +406,22 @@ def read_part(cls: type, part: Tree | Mapping[str, Any], path: str = "") -> tupl
     keys = fill(tree, cls)
     for at, key in keys.leaves.items():
         mask_secrets(tree, key, at)
-    reading = read(tree, cls, keys, path)
+    reading = read(tree, keys, path)
     return reading.instance, reading.problems
 
 
 def _problems_of(
-    error: ValidationError,
-    tree: Tree,
-    cls: type,
-    keys: Keys,
-    prefix: str,
-    open_sections: Collection[str],
-    unfilled: Mapping[str, type],
+    error: ValidationError, tree: Tree, path: KeyPath, cls: type, keys: Keys, prefix: str, *, reports_missing: bool
 ) -> Iterator[tuple[KeyPath, ConfigProblem | None]]:
-    """Yield each key that pydantic finds wrong, and the problem behind it; None where that is reported elsewhere."""
+    """Yield each key that pydantic finds wrong in the model at ``path``, and the problem behind it; None where that is
+    reported elsewhere."""
     types: dict[KeyPath, set[str]] = {}
     # Pydantic reports each member of a union. The error of the value inside most lists and mappings counts.
     innermost: dict[KeyPath, tuple[int, str, str, str, type]] = {}
     for details in error.errors(include_url=False):
         inner: type | None = cls
         section: type = cls
-        at: KeyPath = ()
+        at: KeyPath = path
         rest, kind = list(details["loc"]), details["type"]
         while inner is not None and rest:
             section, at = inner, (*at, str(rest.pop(0)))
@@ -435,16 +443,12 @@ def _problems_of(
             innermost[at] = depth, kind, found, str(details.get("ctx", {}).get("error", "")), section
 
     for at, (depth, kind, found, raised, section) in innermost.items():
-        where, around, leaf = join(prefix, dotted(at)) if at else prefix, dotted(at[:-1]), keys.leaves.get(at)
-        if kind == "extra_forbidden" and not depth:
-            if around in open_sections:
-                yield at, None
-                continue
-            near = nearest_keys(where, [join(prefix, name) for name in keys.known])
-            yield at, UnknownKey(**tree.origin(at).at(where), candidates=near, known=tuple(keys_of(section)))
+        where, leaf = join(prefix, dotted(at)) if at else prefix, keys.leaves.get(at)
+        if kind == "extra_forbidden" and not depth:  # in a section that is another one by reference
+            yield at, _unknown_key(tree, at, keys_of(section), keys, prefix)
         elif kind == "missing" and not depth:
             key = keys_of(section)[str(at[-1])]
-            if key.mark(DefaultsTo) is not None or unfilled.get(around) is key.owner:
+            if key.mark(DefaultsTo) is not None or not (reports_missing or at[:-1] != path):
                 yield at, None
                 continue
             above = [tree.origin(at[:depth]) for depth in range(len(at) - 1, -1, -1)]
@@ -456,6 +460,12 @@ def _problems_of(
             found = tree.describe(at) if tree.hides(at) else found
             reason = f"{raised[0].upper()}{raised[1:]}." if raised else ""
             yield at, _wrong_value(tree, at, leaf, prefix, found, _hint(tree, at, leaf, types[at], where) or reason)
+
+
+def _unknown_key(tree: Tree, at: KeyPath, known: Iterable[str], keys: Keys, prefix: str) -> UnknownKey:
+    where = join(prefix, dotted(at))
+    near = nearest_keys(where, [join(prefix, name) for name in keys.names.values()])
+    return UnknownKey(**tree.origin(at).at(where), candidates=near, known=tuple(known))
 
 
 def _wrong_value(tree: Tree, at: KeyPath, key: Key, prefix: str, found: str, hint: str = "") -> ConfigProblem:
@@ -495,7 +505,7 @@ def _hint(tree: Tree, at: KeyPath, key: Key, types: set[str], where: str) -> str
             return "Write it without quotes." if number is not None or value.lower() in ("true", "false") else ""
         if types & {"int_type", "int_from_float"} and value.is_integer():
             return f"Write {int(value)}."
-    takes_text = "string_type" in types and StartsAtFile not in key.marks_inside
+    takes_text = "string_type" in types and "a path" not in key.describe()
     takes_numbers = types & {"int_type", "float_type", "greater_than_equal", "less_than_equal"}
     if takes_text and not takes_numbers and type(value) in (int, float):
         text = f"'{origin.text or value}'"  # a shell removes the outer quotes

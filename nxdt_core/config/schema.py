@@ -4,15 +4,14 @@ The docstrings of sections are the YAML reference. A bare name may stand for a s
 ``parallel_engine: torch``.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
+from pydantic.errors import PydanticUserError
 
 from nxdt_core.config.annotations import (
     DefaultsTo,
@@ -24,42 +23,13 @@ from nxdt_core.config.annotations import (
     Range,
     SourcePath,
 )
-from nxdt_core.config.section import Section, keys_of
-from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
+from nxdt_core.config.section import Section
+from nxdt_core.config.tree import Origin, Place, Tree, dotted, plain
+from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.mesh import MeshSizes
-
-__all__ = [
-    "SLOTS",
-    "AdapterSection",
-    "CheckpointConfig",
-    "Composition",
-    "DataConfig",
-    "DistributedStrategyConfig",
-    "EarlyStoppingParams",
-    "EmaConfig",
-    "EngineSection",
-    "ExpManagerConfig",
-    "LocalStorageConfig",
-    "ModelConfig",
-    "MonitoringConfig",
-    "ObjectiveSection",
-    "OptimConfig",
-    "ParamGroupConfig",
-    "PluginsConfig",
-    "PrecisionSection",
-    "ResolvedConfig",
-    "RunConfig",
-    "SchedConfig",
-    "Selected",
-    "SignSection",
-    "Slot",
-    "StorageSection",
-    "TokenizerSection",
-    "TrainerConfig",
-    "core_class",
-]
 
 
 class TrainerConfig(Section):
@@ -620,45 +590,60 @@ class RunConfig(Section):
     default that of the compiler."""
 
 
-def core_class(section: str) -> type | None:
-    """Return the class with the keys that the core declares in a section; None where it declares no such section."""
-    cls: type | None = RunConfig
-    for name in section.split(".") if section else ():
-        key = keys_of(cls).get(name) if cls is not None else None
-        cls = key.section if key is not None else None
-    return cls
-
-
-@dataclass(frozen=True, slots=True)
-class Slot:
+class Slot(NamedTuple):
     """A place for one component. Its keys are in ``section``, next to the key that names it."""
 
     kind: str
     section: str
-    selector: str = "name"
+    key: str
+    """Path of the key that names the component."""
 
     @property
-    def key(self) -> str:
-        """Path of the key that names the component."""
-        return join(self.section, self.selector)
+    def selector(self) -> str:
+        """Name of that key."""
+        return self.key.rpartition(".")[2]
 
 
 SLOTS: tuple[Slot, ...] = (
-    Slot("model", "model"),
-    Slot("dataset", "data"),
-    Slot("tokenizer", "data.tokenizer", "library"),
-    Slot("optimizer", "model.optim"),
-    Slot("schedule", "model.optim.sched"),
-    Slot("precision", "precision", "type"),
-    Slot("store", "checkpoint.storage"),
-    Slot("objective", "objective"),
-    Slot("adapter", "adapter"),
-    Slot("engine", "parallel_engine"),
+    Slot("model", "model", "model.name"),
+    Slot("dataset", "data", "data.name"),
+    Slot("tokenizer", "data.tokenizer", "data.tokenizer.library"),
+    Slot("optimizer", "model.optim", "model.optim.name"),
+    Slot("schedule", "model.optim.sched", "model.optim.sched.name"),
+    Slot("precision", "precision", "precision.type"),
+    Slot("store", "checkpoint.storage", "checkpoint.storage.name"),
+    Slot("objective", "objective", "objective.name"),
+    Slot("adapter", "adapter", "adapter.name"),
+    Slot("engine", "parallel_engine", "parallel_engine.name"),
 )
 """In the order in which they are shown."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+def usable_class(component: RegisteredComponent, place: Place) -> type | None:
+    """Return the class of the component's section; ``place`` is that of the key that selects it.
+
+    Raises:
+        BadComponentChoice: it cannot be imported.
+        BadComponentConfig: a field has a type that no YAML value can have.
+    """
+    try:
+        cls = component.load_config()
+    except NxdtError as error:
+        raise BadComponentChoice(**place, error=error) from error
+    if cls is None:
+        return None
+    try:
+        cls.model_rebuild()  # type: ignore[attr-defined]
+    except PydanticUserError as error:
+        named = re.search(r"<class '(?:.*\.)?(\w+)'>", error.message)
+        kind = f": {named[1]}" if named else ""
+        reason = f"a key of {cls.__name__} has a type that no YAML value can be read into{kind}"
+        name, dist = component.qualified_name, component.dist
+        raise BadComponentConfig(**place, component=name, dist=dist, reason=reason) from error
+    return cls
+
+
+@dataclass(slots=True, kw_only=True)
 class Composition:
     """What the selected components add to the core's schema."""
 
@@ -668,9 +653,9 @@ class Composition:
     """By path of the section: the class that the component declares."""
     open: set[str] = field(default_factory=set)
     """Sections whose component is unknown, so that their keys are unknown too."""
-    unfilled: dict[str, type] = field(default_factory=dict)
-    """Sections whose keys would have come from a file that cannot be read, with the class of these keys: that they are
-    missing is reported at the file."""
+    unfilled: type | None = None
+    """Class of the model where its keys would have come from a file that cannot be read: that they are missing is
+    reported at the file."""
     notes: list[str] = field(default_factory=list)
     """Lines on choices that follow from rules."""
 

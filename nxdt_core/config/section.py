@@ -12,7 +12,6 @@ from typing import (
     Annotated,
     Any,
     Final,
-    Literal,
     Protocol,
     Self,
     TypeVar,
@@ -22,9 +21,9 @@ from typing import (
     runtime_checkable,
 )
 
-from pydantic import BaseModel, ConfigDict, create_model
+from pydantic import BaseModel, ConfigDict, SecretStr
 
-from nxdt_core.config.annotations import Range, StartsAtFile
+from nxdt_core.config.annotations import Range, Secret, StartsAtFile
 from nxdt_core.config.tree import KeyPath, join, walk
 from nxdt_core.errors.base import either
 
@@ -37,13 +36,12 @@ __all__ = [
     "NamesHFKeys",
     "ReadsHFConfig",
     "Section",
-    "composed",
     "is_model",
     "keys_of",
     "marked",
     "members",
     "nearest_keys",
-    "section_paths",
+    "sections_of",
 ]
 
 
@@ -129,8 +127,6 @@ class Key:
     """The model, if the key is a section."""
     optional: bool
     """Whether ``null`` is allowed."""
-    marks_inside: frozenset[type]
-    """Classes of all marks within the annotation; one of type ``Path`` counts as :class:`StartsAtFile`."""
     owner: type
     """The model that declares the key."""
     attribute: str
@@ -161,10 +157,8 @@ def keys_of(cls: type) -> dict[str, Key]:
             annotation = Annotated[annotation, mark]
         one = [member for member in members(annotation) if member is not type(None)]
         section = one[0] if len(one) == 1 and is_model(one[0]) else None
-        inside = () if section is not None else tuple(_parts(annotation))
         # A section's default is not made: pydantic would build a validator for each, and its keys have their own.
         default = None if section is not None else info.get_default(call_default_factory=True)
-        bases = getattr(cls, "composed_of", ())
         keys[info.alias or attribute] = Key(
             name=info.alias or attribute,
             annotation=annotation,
@@ -172,48 +166,20 @@ def keys_of(cls: type) -> dict[str, Key]:
             marks=tuple(mark for mark in info.metadata if not isinstance(mark, Range)),
             section=section,
             optional=len(one) < len(members(annotation)) or annotation is Any,
-            marks_inside=frozenset(StartsAtFile if part is Path else type(part) for part in inside),
-            owner=next((base for base in bases if attribute in base.__pydantic_fields__), cls),
+            owner=cls,
             attribute=attribute,
         )
     return keys
 
 
 @cache
-def composed(core: type[Section], components: tuple[tuple[str, type], ...], path: str = "") -> type[Section]:
-    """Return the model of a section of the core in which each section has the keys of its component, too.
-
-    A key that both declare has the type and the default that the component gives it.
-
-    Args:
-        core: The section.
-        components: Path of a section, and the class with the keys of the component that it selects.
-        path: Path of the section.
-    """
-    below: dict[str, Any] = {}
-    for key in keys_of(core).values():
-        where = join(path, key.name)
-        if key.section is not None and any(at == where or at.startswith(f"{where}.") for at, _ in components):
-            section: Any = composed(key.section, components, where)
-            info = core.model_fields[key.attribute]
-            below[key.attribute] = (section | None if key.optional else section, info)
-    bases = (*(cls for at, cls in components if at == path), core)
-    if not below and len(bases) == 1:
-        return core
-    found: Any = create_model(core.__name__, __base__=bases, __module__=core.__module__, **below)
-    found.composed_of = bases
-    model: type[Section] = found
-    return model
-
-
-def section_paths(cls: type, path: str = "") -> tuple[str, ...]:
-    """Return the key paths of all sections below a model, outer ones first."""
-    found: list[str] = []
+def sections_of(cls: type, path: str = "") -> dict[str, type]:
+    """Return a model and those of all sections below it by key path, outer ones first."""
+    found = {path: cls}
     for name, key in keys_of(cls).items():
         if key.section is not None:
-            here = join(path, name)
-            found += [here, *section_paths(key.section, here)]
-    return tuple(found)
+            found |= sections_of(key.section, join(path, name))
+    return found
 
 
 def is_model(cls: Any) -> bool:
@@ -230,25 +196,15 @@ def members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-def _parts(annotation: Any) -> Iterator[Any]:
-    """Yield an annotation and everything inside it, keys of other sections included; not the words of a ``Literal``."""
-    yield annotation
-    if get_origin(annotation) is Annotated:
-        yield from annotation.__metadata__
-        yield from _parts(annotation.__origin__)
-    elif is_model(annotation):
-        for key in keys_of(annotation).values():
-            yield from _parts(key.annotation)
-    elif get_origin(annotation) is not Literal:
-        for inner in get_args(annotation):
-            yield from _parts(inner)
+_MARKED_TYPES: dict[type, type] = {StartsAtFile: Path, Secret: SecretStr}
+"""Mark → the type that has it by itself."""
 
 
 def marked(mark: type, annotation: Any, value: Any, path: KeyPath) -> Iterator[KeyPath]:
     """Yield where scalars of a value are whose annotation has a mark, such as :class:`Secret`, or is inside one."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     marks = annotation.__metadata__ if origin is Annotated else ()
-    if any(isinstance(each, mark) for each in marks) or (mark is StartsAtFile and annotation is Path):
+    if any(isinstance(each, mark) for each in marks) or annotation is _MARKED_TYPES[mark]:
         yield from (below for below, scalar in walk(value, path) if not isinstance(scalar, (dict, list)))
     elif origin is Annotated:
         yield from marked(mark, annotation.__origin__, value, path)
@@ -342,9 +298,10 @@ _NAMES_ELSEWHERE = {
 """Names of keys in Transformers, TRL and LLaMA-Factory → names here that are not like them."""
 
 
-def nearest_keys(key: str, known: Sequence[str], limit: int = 2) -> tuple[str, ...]:
+def nearest_keys(key: str, known: Iterable[str], limit: int = 2) -> tuple[str, ...]:
     """Return the known key paths that ``key`` was probably meant to be, best first; none where nothing is near."""
     section, _, name = key.rpartition(".")
+    known = list(known)
     if meant := [path for path in known if path.rpartition(".")[2] == _NAMES_ELSEWHERE.get(name)]:
         return tuple(sorted(meant, key=lambda path: path.rpartition(".")[0] != section)[:limit])
     here = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}

@@ -50,30 +50,6 @@ from nxdt_core.kernel.plugin import advise, diagnose
 from nxdt_core.kernel.registry import missing_dist, showing_migrations
 from nxdt_core.protocols.migration import MigratedConfig, Migration, Verdict
 
-__all__ = [
-    "BASE",
-    "COMMAND_LINE",
-    "PACKAGE_SCHEME",
-    "RECIPE_SCHEME",
-    "PackageNotFound",
-    "Recipe",
-    "Source",
-    "converted",
-    "environment_notes",
-    "expand_home",
-    "explained",
-    "file_problem",
-    "find_base",
-    "find_recipe",
-    "list_recipes",
-    "migrate",
-    "program_of",
-    "read_overrides",
-    "read_source",
-    "resolve_path",
-    "summary",
-]
-
 _log = logging.getLogger(__name__)
 
 PACKAGE_SCHEME = "package://"
@@ -170,8 +146,13 @@ def list_recipes(kernel: Kernel) -> tuple[Recipe, ...]:
     return tuple(sorted(_recipes(kernel.plugins), key=order))
 
 
-def find_recipe(kernel: Kernel, name: str) -> Recipe:
+def find_recipe(kernel: Kernel, name: str, named: Place | None = None) -> Recipe:
     """Return the recipe called ``name``, or ``plugin:name`` where several plugins have one of that name.
+
+    Args:
+        kernel: Its plugins bring the recipes.
+        name: Without ``recipe:``.
+        named: Where it is named; None: by the user.
 
     Raises:
         UnknownRecipe: there is none, there is more than one, or its plugin cannot be used.
@@ -197,8 +178,8 @@ def find_recipe(kernel: Kernel, name: str) -> Recipe:
     else:
         close = difflib.get_close_matches(short, [recipe.name for recipe in _recipes(kernel.plugins)], n=3)
         candidates = tuple(f"{RECIPE_SCHEME}{match}" for match in dict.fromkeys(close))
-    place = f"{RECIPE_SCHEME}{name}"
-    raise UnknownRecipe(place=place, key="", reason=reason, advice=advice, candidates=candidates)
+    place = named or Place(place=f"{RECIPE_SCHEME}{name}", line=0, key="")
+    raise UnknownRecipe(**place, reason=reason, advice=advice, candidates=candidates)
 
 
 def _recipes(plugins: Iterable[PluginInfo], name: str | None = None, *, usable: bool = True) -> Iterator[Recipe]:
@@ -251,15 +232,13 @@ def read_source(
         named = named or Place(place=label, line=0, key="")
         try:
             if label.startswith(RECIPE_SCHEME):
-                recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME))
+                recipe = find_recipe(find_kernel(), label.removeprefix(RECIPE_SCHEME), named)
                 text, stem, directory = recipe.text, recipe.name, recipe.path.parent.absolute()
             else:
                 path = expand_home(source)
                 text, stem, directory = path.read_text(encoding="utf-8-sig"), path.stem, path.absolute().parent
         except UnknownRecipe as unknown:
-            reasons = {name: getattr(unknown, name) for name in ("reason", "candidates", "advice")}
-            problem: ConfigProblem = UnknownRecipe(**named, **reasons)
-            return Source(label=label, tree=nothing, problems=(problem,), readable=False)
+            return Source(label=label, tree=nothing, problems=(unknown,), readable=False)
         except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
             problem = file_problem(expand_home(source), error, named, find_kernel)
             return Source(label=label, tree=nothing, problems=(problem,), readable=False)

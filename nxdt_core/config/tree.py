@@ -16,23 +16,6 @@ import yaml
 
 from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax, YamlTooLarge
 
-__all__ = [
-    "DEFAULT",
-    "LARGEST_INTEGER",
-    "MASK",
-    "KeyPath",
-    "Origin",
-    "Place",
-    "Tree",
-    "describe_value",
-    "dotted",
-    "join",
-    "parse_yaml",
-    "parts_of",
-    "plain",
-    "walk",
-]
-
 MASK = "********"
 """Shown in place of a value that has no reference to show."""
 
@@ -300,18 +283,20 @@ def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[T
     return _Document(source, directory).read(text)
 
 
+@dataclass(slots=True)
 class _Document:
     """One pass over the nodes of one document."""
 
-    def __init__(self, source: str, directory: Path | None) -> None:
-        self.source = source
-        self.directory = directory
-        self.problems: list[ConfigProblem] = []
-        self.origins: dict[KeyPath, Origin] = {}
-        self.open: set[int] = set()
-        """Identities of the collections that are being read: an anchor inside itself would never end."""
-        self.count = 0
-        """Values read so far; those of an alias count each time."""
+    source: str
+    directory: Path | None
+    problems: list[ConfigProblem] = field(default_factory=list)
+    origins: dict[KeyPath, Origin] = field(default_factory=dict)
+    open: set[int] = field(default_factory=set)
+    """Identities of the collections that are being read: an anchor inside itself would never end."""
+    count: int = 0
+    """Values read so far; those of an alias count each time."""
+    construct: Any = None
+    """The loader's constructor of scalars."""
 
     def read(self, text: str) -> tuple[Tree, list[ConfigProblem]]:
         nothing = Tree({}, {(): self._origin(None)})

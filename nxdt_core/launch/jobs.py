@@ -13,7 +13,7 @@ from typing import Any
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.read import interpolate, read_part
-from nxdt_core.config.secrets import drop_replaced, shown_words
+from nxdt_core.config.show import drop_replaced, shown_words
 from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
 from nxdt_core.config.tree import MASK, Tree
 from nxdt_core.errors.configuration import ConfigError

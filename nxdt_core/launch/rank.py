@@ -7,7 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 
-from nxdt_core.config.secrets import hide_secrets
+from nxdt_core.config.show import hide_secrets
 from nxdt_core.distributed.process_group import connect_store, join_timeout_s
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import CannotReachRankZero

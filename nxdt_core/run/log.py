@@ -14,7 +14,7 @@ from io import TextIOWrapper
 from typing import Any, cast
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets import Redaction, hide_secrets
+from nxdt_core.config.show import hide_secrets, hide_secrets_in
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.engine import RankInfo
 from nxdt_core.system.regular_files import make_directory, regular_opener
@@ -112,12 +112,12 @@ def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
 
     Values from the environment and secrets are replaced in the error that ends the block.
     """
-    as_json, redact = config.run.exp_manager.log_format == "json", Redaction(config.tree)
+    as_json = config.run.exp_manager.log_format == "json"
     printing: list[logging.Handler] = []
     if as_json:  # everything of rank 0, and errors of each rank
         printing = [logging.StreamHandler()]
         printing[0].setLevel(logging.NOTSET if info.rank == 0 else logging.ERROR)
-        printing[0].setFormatter(JsonFormatter(rank=info.rank, redact=redact))
+        printing[0].setFormatter(JsonFormatter(rank=info.rank, redact=hide_secrets))
     elif logging.lastResort is not None and not logging.getLogger().handlers:
         # What Python prints where no handler is set: warnings of rank 0 alone, since most often all ranks find them,
         # and errors of each rank.
@@ -133,7 +133,7 @@ def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         with _warnings_logged() if as_json else nullcontext():
             yield
     except Exception as error:
-        redact.redact_error(error)
+        hide_secrets_in(error)
         for handler in printing if as_json else ():
             handler.handle(_failure(error))
         raise
@@ -165,16 +165,15 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     if info.rank == 0 if manager.log_global_rank_0_only else first or not manager.log_local_rank_0_only:
         name = f"globalrank-{info.rank}_localrank-{info.local_rank}.{suffix}"
         files.append(_File(directory / name, delay=True, encoding="utf-8"))
-    redact = Redaction(config.tree)
-    text = VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=redact)
+    text = VisibleFormatter(_FORM, defaults={"rank": info.rank}, redact=hide_secrets)
     root = logging.getLogger()
     for file in files:
-        file.setFormatter(JsonFormatter(rank=info.rank, redact=redact) if as_json else text)
+        file.setFormatter(JsonFormatter(rank=info.rank, redact=hide_secrets) if as_json else text)
         root.addHandler(file)
     try:
         yield
     except Exception as error:
-        redact.redact_error(error)
+        hide_secrets_in(error)
         for file in files:
             file.quiet = True
             file.handle(_failure(error))

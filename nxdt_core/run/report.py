@@ -19,7 +19,7 @@ import torch
 
 from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.secrets import shown_words
+from nxdt_core.config.show import shown_words
 from nxdt_core.distributed.devices import max_memory_bytes, meta_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError

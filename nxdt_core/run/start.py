@@ -18,7 +18,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.config import ResolvedConfig, render_show
-from nxdt_core.config.secrets import shown_words
+from nxdt_core.config.show import shown_words
 from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
 from nxdt_core.errors.checkpoints import BaseDtypeChanged, ForeignHasWeightsOnly, StorageError, StoreInUse
 from nxdt_core.errors.training import (

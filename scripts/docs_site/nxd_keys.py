@@ -21,8 +21,7 @@ from nxdt_plugin_migrate.config.renamed_keys import (
     why_unneeded,
 )
 
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
 from nxdt_core.config.section import Key, keys_of
 from nxdt_core.config.tree import join
 from nxdt_core.errors import NxdtError

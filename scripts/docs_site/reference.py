@@ -11,10 +11,9 @@ from typing import Any
 
 from nxdt_core.api import CAPABILITIES
 from nxdt_core.config.annotations import DefaultsTo
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.reference import class_doc, field_docs
-from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
 from nxdt_core.config.section import REQUIRED, Key, keys_of
+from nxdt_core.config.show import class_doc, field_docs
 from nxdt_core.config.tree import Place, join, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel

@@ -110,8 +110,8 @@ class BoardConfig(Section):
     """A logger at a server."""
 
     prefix: str = ""
-    token: SecretText | None = Field(default=None, repr=False)
-    headers: Mapping[str, SecretText] = Field(default_factory=dict, repr=False)
+    token: SecretText | None = None
+    headers: Mapping[str, SecretText] = Field(default_factory=dict)
     accounts: tuple[Account, ...] = ()
     address: str | None = None
 

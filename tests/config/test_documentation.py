@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from nxdt_core import config
-from nxdt_core.config.reference import class_doc, field_docs
 from nxdt_core.config.schema import RunConfig
 from nxdt_core.config.section import keys_of
+from nxdt_core.config.show import class_doc, field_docs
 
 
 def classes(cls=RunConfig):

@@ -273,3 +273,12 @@ def test_a_section_with_a_value_that_cannot_be_read_is_not_judged_by_its_default
 def test_names_of_other_programs_stand_for_keys_that_exist():
     known = {path.rpartition(".")[2] for path, _ in config.load("recipe:llama-tiny").values()}
     assert set(section._NAMES_ELSEWHERE.values()) <= known
+
+
+@pytest.mark.parametrize("value", ["[1]", "[[x]]", "[]", "true", "3"])
+@pytest.mark.parametrize("section", ["model", "data", "model.optim", "checkpoint", "trainer", "data.tokenizer"])
+@pytest.mark.parametrize("published", [False, True])
+def test_a_section_that_is_no_mapping_is_a_problem(report, good, tmp_path, section, value, published):
+    (tmp_path / "config.json").write_text('{"model_type": "tiny", "architectures": ["TinyForCausalLM"]}')
+    rows = report(good, *([f"checkpoint.resume_from={tmp_path}"] if published else []), f"{section}={value}")
+    assert any(f" {section}: found " in row and "allowed: a mapping" in row for row in rows)

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from nxdt_core import config
-from nxdt_core.config.reference import _scalar
+from nxdt_core.config.show import _scalar
 
 
 def test_show_prints_each_value_with_its_origin(load, good):

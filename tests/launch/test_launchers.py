@@ -22,7 +22,7 @@ from nxdt_core.config.annotations import SecretText
 from nxdt_core.config.section import Section
 
 class Config(Section):
-    token: SecretText = Field(repr=False)
+    token: SecretText
 
 @hookimpl
 def nxdt_callbacks():

@@ -17,8 +17,7 @@ import pytest
 import quickjs
 
 from nxdt_core.cli.app import COMMANDS
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.sources import list_recipes
 from nxdt_core.config.tree import Place

@@ -26,10 +26,10 @@ import pytest
 import yaml
 
 from nxdt_core.config import check
-from nxdt_core.config.components import usable_class
 from nxdt_core.config.read import fill, read_part
-from nxdt_core.config.reference import class_doc, field_docs
+from nxdt_core.config.schema import usable_class
 from nxdt_core.config.section import REQUIRED, Key, keys_of
+from nxdt_core.config.show import class_doc, field_docs
 from nxdt_core.config.sources import list_recipes
 from nxdt_core.config.tree import DEFAULT, Place, Tree, parse_yaml
 from nxdt_core.errors.configuration import BadComponentConfig

@@ -10,7 +10,7 @@ import yaml
 from nxdt_testing.errors import raises
 
 from nxdt_core import config
-from nxdt_core.config.secrets import Redaction, drop_replaced, hide_secrets, shown_words, without_credentials
+from nxdt_core.config.show import drop_replaced, hide_secrets, shown_words, without_credentials
 from nxdt_core.config.tree import MASK
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.ranks import RanksDisagree
@@ -38,7 +38,9 @@ def board_of(resolved):
 def test_a_literal_secret_is_used_and_masked(load, good):
     resolved = load(good, LITERAL)
     board = board_of(resolved)
-    assert (board.token, board.headers, board.accounts[0].password) == (CANARY, {"X-Key": CANARY}, CANARY)
+    for secret in (board.token, board.headers["X-Key"], board.accounts[0].password):
+        assert secret.get_secret_value() == CANARY
+    assert CANARY not in repr(resolved.loggers)
     (shown,) = resolved.to_dict()["exp_manager"]["loggers"]
     assert shown["token"] == shown["headers"]["X-Key"] == shown["accounts"][0]["password"] == MASK
     assert shown["accounts"][0]["user"] == "me"
@@ -59,7 +61,7 @@ def test_a_written_mask_says_which_key_to_give_again(kernel, load, good):
 
 def test_a_secret_from_the_environment_is_its_reference(kernel, load, good):
     resolved = load(good, REFERENCE)
-    assert board_of(resolved).token == CANARY
+    assert board_of(resolved).token.get_secret_value() == CANARY
     assert resolved.to_dict()["exp_manager"]["loggers"][0]["token"] == "${oc.env:NXDT_CANARY}"
     assert not [note for note in resolved.notes if "secret" in note]
     assert config.load(yaml.safe_load(config.render_show(resolved)), kernel=kernel) == resolved
@@ -175,17 +177,17 @@ def test_a_reference_in_an_address_stays_as_it_was_typed(user, kept):
 
 
 def test_a_redaction_replaces_values_within_text(load, good):
-    redact = Redaction(load(good, REFERENCE, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
-    assert redact(f"401 for {CANARY}") == "401 for ${oc.env:NXDT_CANARY}"
-    assert redact("postgres://a:b@c in a traceback") == f"postgres://{MASK}@c in a traceback"
+    load(good, REFERENCE, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}")
+    assert hide_secrets(f"401 for {CANARY}") == "401 for ${oc.env:NXDT_CANARY}"
+    assert hide_secrets("postgres://a:b@c in a traceback") == f"postgres://{MASK}@c in a traceback"
 
 
 def test_a_redaction_replaces_values_as_python_json_and_paths_spell_them(load, good, monkeypatch):
     value = 'a "quoted" \\ value/'
     monkeypatch.setenv("NXDT_CANARY", value)
-    redact = Redaction(load(good, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}").tree)
+    load(good, "checkpoint.uri=memory://b/${oc.env:NXDT_CANARY}")
     for text in (value, repr(value), json.dumps(value), str(Path("/data") / value)):
-        assert "quoted" not in redact(text), text
+        assert "quoted" not in hide_secrets(text), text
 
 
 def test_a_configuration_that_is_read_is_hidden_from_then_on_and_a_default_is_not(load, good):

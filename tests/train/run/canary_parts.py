@@ -7,8 +7,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-from pydantic import Field
-
 from nxdt_core.api import Callback, Component, ConfigFinding, Run, hookimpl
 from nxdt_core.config.annotations import SecretText
 from nxdt_core.config.section import Section
@@ -18,14 +16,14 @@ from nxdt_core.kernel.hookspecs import ValidateConfigContext
 class BoardConfig(Section):
     """A logger at a server."""
 
-    token: SecretText = Field(repr=False)
+    token: SecretText
     address: str = ""
 
 
 class FailConfig(Section):
     """A callback that cannot log in."""
 
-    password: SecretText = Field(repr=False)
+    password: SecretText
     at_step: int = 0
 
 
@@ -33,7 +31,7 @@ class Board(Callback):
     """Log into a file, as others log to a server; a digest of what was given shows that it was used."""
 
     def __init__(self, config: BoardConfig, run_dir: Path) -> None:
-        given = repr([config.token, config.address])
+        given = repr([config.token.get_secret_value(), config.address])
         (run_dir / "used.txt").write_text(hashlib.sha256(given.encode()).hexdigest())
         self.path = run_dir / "board.jsonl"
 
@@ -57,7 +55,7 @@ class Fail(Callback):
             run.session.step = self.fail
 
     def fail(self, *_: Any, **__: Any) -> None:
-        raise RuntimeError(f"401: cannot log in with {self.config.password}")
+        raise RuntimeError(f"401: cannot log in with {self.config.password.get_secret_value()}")
 
 
 @hookimpl

@@ -14,8 +14,7 @@ from nxdt_plugin_migrate.config.nxdt import drop_dead_keys, rename_keys
 from nxdt_plugin_migrate.config.renamed_keys import GONE, NEUTRAL, OF_ENGINE, RENAMED, SAID_BY
 
 from nxdt_core import config
-from nxdt_core.config.components import usable_class
-from nxdt_core.config.schema import SLOTS
+from nxdt_core.config.schema import SLOTS, usable_class
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.tree import dotted, parse_yaml, walk
 from nxdt_core.errors.configuration import ConfigError
