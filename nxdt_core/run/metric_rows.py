@@ -20,6 +20,7 @@ _LARGEST, _SMALLEST = 1e100, 1e-100
 _SAFE_DIGITS = 18
 _MOST_ROWS = 2**15
 """Rows of a file that are kept whole, about 2 KB each; more are thinned."""
+_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _SAFE_DIGITS else float(digits))
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -89,9 +90,6 @@ def _thinned(rows: Mapping[int, Row]) -> dict[int, Row]:
     for seen in extremes.values():
         kept.update(step for _, at_least, _, at_greatest in seen.values() for step in (at_least, at_greatest))
     return {step: rows[step] for step in kept}
-
-
-_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _SAFE_DIGITS else float(digits))
 
 
 def json_object(text: str) -> Row:

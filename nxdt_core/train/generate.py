@@ -37,6 +37,7 @@ from nxdt_core.train.weights.loading import find_weights
 __all__ = ["LoadedModel", "Sampling", "load_model"]
 
 _log = logging.getLogger(__name__)
+_EXAMPLE = '{"input": "...", "output": "..."}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,9 +161,6 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(record.get("prompt"), str) and not isinstance(record.get("messages"), list):
             raise PromptMissing(place=str(place))
         yield str(place), record
-
-
-_EXAMPLE = '{"input": "...", "output": "..."}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,15 @@ from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_tor
 from nxdt_core.protocols.piece import Box
 from nxdt_core.train.optimizers.config import AdafactorConfig, MuonConfig, NovogradConfig
 
+_Place = tuple[int, ...]
+"""A rank's coordinates among those that share the parameters."""
+_Key = tuple[int, _Place]
+"""A piece: which parameter, and the rank whose it is."""
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iteration, chosen there for the steepest start."""
+_EPS = 1e-7
+_Groups = tuple[dist.ProcessGroup, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedPiece:
@@ -193,12 +202,6 @@ class Novograd(EagerOptimizer):
             piece.weight.add_(mean, alpha=-group["lr"])
 
 
-_Place = tuple[int, ...]
-"""A rank's coordinates among those that share the parameters."""
-_Key = tuple[int, _Place]
-"""A piece: which parameter, and the rank whose it is."""
-
-
 class ShardExchange:
     """Parameters that are cut over the same groups of ranks."""
 
@@ -298,13 +301,6 @@ class ShardExchange:
     def _elements(self, key: _Key) -> int:
         index, place = key
         return self._boxes[place][index].elements
-
-
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the iteration, chosen there for the steepest start."""
-_EPS = 1e-7
-
-_Groups = tuple[dist.ProcessGroup, ...]
 
 
 class Muon(EagerOptimizer, torch.optim.AdamW):

@@ -37,6 +37,11 @@ from nxdt_core.train.build import run_dir_explained
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
 
+_log = logging.getLogger(__name__)
+_DIRECTORY = "reference"
+_DAMAGED = (BadZipFile, EOFError, KeyError, OverflowError, RuntimeError, TokenError, TypeError, ValueError)
+"""Exceptions that numpy raises for bytes that it did not write."""
+
 
 class LogProbs:
     """Log-probabilities of the labels that count, of every sample of a dataset.
@@ -94,12 +99,6 @@ def weighted_labels(sample: Sample) -> NDArray[np.bool_]:
     """Return which labels of a sample count in the loss."""
     labelled: NDArray[np.bool_] = sample.labels != IGNORE_INDEX
     return labelled if sample.loss_weights is None else np.logical_and(labelled, sample.loss_weights > 0)
-
-
-_log = logging.getLogger(__name__)
-_DIRECTORY = "reference"
-_DAMAGED = (BadZipFile, EOFError, KeyError, OverflowError, RuntimeError, TokenError, TypeError, ValueError)
-"""Exceptions that numpy raises for bytes that it did not write."""
 
 
 def with_reference(
