@@ -194,10 +194,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _paths(directory: Path, pattern: str) -> list[Path]:
     """Paths that match, sorted; as many as can be listed while the directory may be going away."""
-    found: list[Path] = []
+    paths: list[Path] = []
     with suppress(OSError):
-        found.extend(directory.glob(pattern))
-    return sorted(found)
+        paths.extend(directory.glob(pattern))
+    return sorted(paths)
 
 
 def _read_configuration(lines: Iterator[str]) -> tuple[dict[str, str], dict[str, str]]:

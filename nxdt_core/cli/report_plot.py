@@ -41,12 +41,12 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
         content: markup, and text that is escaped.
         attributes: by name, with ``_`` for ``-`` and ``class_`` for ``class``; None leaves one out.
     """
-    given = "".join(
+    written = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(visible(str(value)))}"'
         for name, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{tag}{given}>" + ("" if tag == "meta" else f"{_inside(content)}</{tag}>"))
+    return Markup(f"<{tag}{written}>" + ("" if tag == "meta" else f"{_inside(content)}</{tag}>"))
 
 
 def document(title: str, *body: Content, style: str, refresh_s: int | None = None) -> str:
@@ -165,12 +165,12 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 def _labels(values: Sequence[float]) -> list[str]:
     """Values as text, with as many digits as tell them apart."""
-    found: list[str] = []
+    labels: list[str] = []
     for digits in range(3, 10):
-        found = [_number(value, digits) for value in values]
-        if len(set(found)) == len(values):
+        labels = [_number(value, digits) for value in values]
+        if len(set(labels)) == len(values):
             break
-    return found
+    return labels
 
 
 def _number(value: float, digits: int) -> str:

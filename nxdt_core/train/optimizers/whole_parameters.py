@@ -376,10 +376,10 @@ def orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     steps."""
     a, b, c = _QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
-    found = matrices.mT if tall else matrices
-    found = found.reshape(-1, *found.shape[-2:])
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    update = matrices.mT if tall else matrices
+    update = update.reshape(-1, *update.shape[-2:])
+    update = update / update.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.mT if tall else found).reshape(matrices.shape)
+        gram = update @ update.mT
+        update = torch.baddbmm(update, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
+    return (update.mT if tall else update).reshape(matrices.shape)
