@@ -23,6 +23,19 @@ from nxdt_core.system.visible_text import visible
 if TYPE_CHECKING:
     from nxdt_core.config import ResolvedConfig
 
+_ENDS = {"eos": "end-of-text", "pad": "padding"}
+_BAR, _END = "\\|", "\n"
+_MEANINGS: dict[str, str] = {
+    "mapped": "kept under its name",
+    "renamed": "kept under another name",
+    "changed": "kept with another value",
+    "added": "not in the file; written since leaving it out would mean something else here",
+    "unneeded": "left out; nothing is lost without it",
+    "off": "left out; it is unset, switched off, or says what holds here anyway",
+    "ignored": "left out; the framework that the file is of did not read it",
+    "unsupported": "left out; it asks for something that is not done here",
+}
+
 
 def check_layout(config: ResolvedConfig) -> None:
     """Build the model on the meta device, and send shapes through every shard and the objective.
@@ -59,9 +72,6 @@ def check_layout(config: ResolvedConfig) -> None:
         plan(config)
     except (EngineWithoutEstimate, ModelReadsValues):  # it cannot be tried like this, and may train well
         return
-
-
-_ENDS = {"eos": "end-of-text", "pad": "padding"}
 
 
 def data_notes(config: ResolvedConfig) -> list[str]:
@@ -240,19 +250,6 @@ def _write(path: Path, text: str) -> None:
         replace_text(path, text)
     except OSError as error:
         raise MigrationTargetUnwritable(path=str(path), reason=(error.strerror or str(error)).lower()) from error
-
-
-_BAR, _END = "\\|", "\n"
-_MEANINGS: dict[str, str] = {
-    "mapped": "kept under its name",
-    "renamed": "kept under another name",
-    "changed": "kept with another value",
-    "added": "not in the file; written since leaving it out would mean something else here",
-    "unneeded": "left out; nothing is lost without it",
-    "off": "left out; it is unset, switched off, or says what holds here anyway",
-    "ignored": "left out; the framework that the file is of did not read it",
-    "unsupported": "left out; it asks for something that is not done here",
-}
 
 
 @click.group(

@@ -33,6 +33,10 @@ VERBS = {
     "preview": LazyCommand("nxdt_core.cli.data:preview", "Show what a run would train on, token by token."),
 }
 """The verbs, in the order of the help text."""
+_BAD = 20
+"""Bad records that are listed."""
+_TURNS = 8
+"""Turns that the table has rows for; later ones share the last."""
 
 
 @click.group(
@@ -129,12 +133,6 @@ def _json(preview: Preview) -> dict[str, Any]:
 
 def _count(count: TokenCount) -> dict[str, Any]:
     return {**asdict(count), "share_trained": count.trained / count.tokens if count.tokens else 0.0}
-
-
-_BAD = 20
-"""Bad records that are listed."""
-_TURNS = 8
-"""Turns that the table has rows for; later ones share the last."""
 
 
 def print_preview(preview: Preview, documents: int, *, title: str, ids: bool) -> None:

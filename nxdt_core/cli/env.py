@@ -10,22 +10,22 @@ import socket
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
-import torch
-import torch.distributed as dist
 
 from nxdt_core.cli.terminal import human_size, print_facts, print_table
 from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.show import hide_secrets
 from nxdt_core.distributed.device_settings import register_profile_of
-from nxdt_core.distributed.devices import PROFILES, DeviceProfile, available_type, current_device
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.lock import digest_plugin
+
+if TYPE_CHECKING:
+    from nxdt_core.distributed.devices import DeviceProfile
 
 _PACKAGES = (
     *("torch", "torch-neuronx", "torch-xla", "neuronx-distributed", "libneuronxla", "neuronx-cc", "nki"),
@@ -57,6 +57,8 @@ def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json
     With CONFIG it also says whether one node of that run could start here, and what is missing. Nothing is
     started or changed. Exit status 1 where the run could not start, or a package cannot be used.
     """
+    from nxdt_core.distributed.devices import PROFILES, available_type
+
     config = None if source is None else load(source, overrides)
     kernel = Kernel.start() if config is None else config.kernel
     problems = [] if config is None else [*map(hide_secrets, problems_of_run(config))]
@@ -114,6 +116,8 @@ def problems_of_run(config: ResolvedConfig) -> Iterator[str]:
 
     ``config`` is checked already: that its engine has what it asks for.
     """
+    from nxdt_core.distributed.devices import PROFILES, current_device
+
     try:
         register_profile_of(config)
         device = current_device(config.run.trainer.accelerator)
@@ -144,6 +148,8 @@ def problems_of_run(config: ResolvedConfig) -> Iterator[str]:
 
 def _device(profile: DeviceProfile) -> dict[str, Any]:
     """Return a device type in ``--json``; the count is None for the host, and where there is none."""
+    import torch
+
     operations, kind = profile.operations, profile.device_type
     available = operations.is_available(kind)
     counted = available and not profile.host
@@ -162,6 +168,8 @@ def _device(profile: DeviceProfile) -> dict[str, Any]:
 
 
 def _has_backend(profile: DeviceProfile) -> bool:
+    import torch.distributed as dist
+
     return dist.is_available() and dist.is_backend_available(profile.process_group_backend)
 
 
@@ -180,6 +188,8 @@ def _package(name: str) -> tuple[str | None, str]:
     if any(_PLACEHOLDER.search(module.read_bytes()) for module in modules if module.is_file()):
         problem = f"PyPI's package only reserves the name. Install it from AWS: pip install {name} -i {_AWS_INDEX}."
     elif name in _PAIRED_WITH_TORCH:
+        import torch
+
         built_for, here = (".".join(version.split(".")[:2]) for version in (installed.version, str(torch.__version__)))
         if built_for != here:
             problem = (

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _RUN = "nxdt_experiments/llama-tiny"
 _F = TypeVar("_F", bound=Callable[..., Any])
+_SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True)
+_SFT_RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 
 
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
@@ -34,8 +36,6 @@ def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> 
         raise click.BadParameter("it must be a finite number.")
     return value
 
-
-_SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True)
 
 window_option = click.option(
     "--window", type=click.IntRange(min=1), metavar="N",
@@ -227,9 +227,6 @@ def _lines() -> Iterator[str]:
             if typed:
                 click.echo()
             return
-
-
-_SFT_RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 
 
 @verb(

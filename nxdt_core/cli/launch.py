@@ -34,6 +34,15 @@ _EXAMPLES = {
     "hyperpod": ("recipe:llama3-70b-trn1 --nodes 16 --instance-type ml.trn1.32xlarge",),
     "local": ("recipe:llama-tiny --nodes 2 --submit",),
 }
+_HELP = """{summary}
+
+CONFIG and KEY=VALUE are those of `nxdt train`. The files are written to launch/NAME, with a directory for logs, and the
+command that submits them is printed. That directory, the configuration and exp_manager.exp_dir must be on a file system
+that all nodes share.
+
+A cluster file is YAML with the names of the options below as keys, with _ instead of -. Options of the command go
+before it.
+"""
 
 
 class LaunchGroup(SuggestingGroup):
@@ -133,17 +142,6 @@ def _command(name: str, component: RegisteredComponent) -> click.Command:
     help_text = _HELP.format(summary=summary)
     callback = partial(_run, name, component)
     return Verb(name=name, callback=callback, params=parameters, short_help=summary, help=help_text, examples=examples)
-
-
-_HELP = """{summary}
-
-CONFIG and KEY=VALUE are those of `nxdt train`. The files are written to launch/NAME, with a directory for logs, and the
-command that submits them is printed. That directory, the configuration and exp_manager.exp_dir must be on a file system
-that all nodes share.
-
-A cluster file is YAML with the names of the options below as keys, with _ instead of -. Options of the command go
-before it.
-"""
 
 
 def _option(name: str, annotation: Any, text: str) -> click.Option:

@@ -18,6 +18,33 @@ from nxdt_core.errors.launch import TwoMemorySizes
 if TYPE_CHECKING:
     from nxdt_core.train.plan import RunPlan, Search
 
+_MIB, _GIB = 2**20, 2**30
+_PARTS = {
+    "weights": "stored, and gathered for computing",
+    "gradients": "",
+    "optimizer": "state, and float32 masters where weights are not",
+    "activations": "kept for backward, all micro-batches in flight",
+    "logits": "with their gradient and the loss",
+    "workspace": "of backward, with what it recomputes",
+    "communication": "gathered weights and gradients on their way",
+    "cache": "keys and values while answers are written",
+}
+_MEASURED = (
+    "The plan counts tensors. nxdt report shows what a run measured: on a GPU the peak of torch's allocator, on a CPU "
+    "that of the whole process."
+)
+_DIMENSIONS = {
+    "tp": "tensor parallel",
+    "cp": "context parallel",
+    "ep": "expert parallel",
+    "token_shuffle": "tokens mixed before experts",
+    "pp": "to other pipeline stages",
+    "dp": "weights and gradients, data parallel",
+    "other": "",
+}
+_SHOWN = 10
+_TITLES = ("", "TP", "PP", "CP", "EP", "DP", "ZERO", "RECOMPUTES", "MEMORY", "S/STEP", "TOKENS/S", "MFU")
+
 
 @verb(
     "nxdt plan recipe:llama3-70b --world-size 512",
@@ -107,35 +134,6 @@ def plan(
         return
     print_json(made.to_dict()) if json_output else print_report(made)
     ctx.exit(1 if made.fits is False else 0)
-
-
-_MIB, _GIB = 2**20, 2**30
-
-_PARTS = {
-    "weights": "stored, and gathered for computing",
-    "gradients": "",
-    "optimizer": "state, and float32 masters where weights are not",
-    "activations": "kept for backward, all micro-batches in flight",
-    "logits": "with their gradient and the loss",
-    "workspace": "of backward, with what it recomputes",
-    "communication": "gathered weights and gradients on their way",
-    "cache": "keys and values while answers are written",
-}
-
-_MEASURED = (
-    "The plan counts tensors. nxdt report shows what a run measured: on a GPU the peak of torch's allocator, on a CPU "
-    "that of the whole process."
-)
-
-_DIMENSIONS = {
-    "tp": "tensor parallel",
-    "cp": "context parallel",
-    "ep": "expert parallel",
-    "token_shuffle": "tokens mixed before experts",
-    "pp": "to other pipeline stages",
-    "dp": "weights and gradients, data parallel",
-    "other": "",
-}
 
 
 def print_report(plan: RunPlan) -> None:
@@ -248,10 +246,6 @@ def _count(number: float) -> str:
             return f"{number:.0f} " if not prefix else f"{number:.3g} {prefix}"
         number /= 1000
     return f"{number:.3g} Z"
-
-
-_SHOWN = 10
-_TITLES = ("", "TP", "PP", "CP", "EP", "DP", "ZERO", "RECOMPUTES", "MEMORY", "S/STEP", "TOKENS/S", "MFU")
 
 
 def show_progress(text: str) -> None:

@@ -16,6 +16,8 @@ from nxdt_core.run.metric_rows import Row, finite, fits_axes, lines_of, rows_by_
 from nxdt_core.system.regular_files import replacing
 from nxdt_core.system.visible_text import visible
 
+_FORMATS = (".png", ".svg", ".pdf")
+
 
 @verb(
     "nxdt plot nxdt_experiments/llama-tiny",
@@ -53,9 +55,6 @@ def plot(runs: tuple[Path, ...], output: Path | None, metric: str) -> None:
             ends.append(f"{text} at step {row['step']}")
         say(f"{run.name}: {metric} {' -> '.join(ends)}")
     say(f"plot: {target}")
-
-
-_FORMATS = (".png", ".svg", ".pdf")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

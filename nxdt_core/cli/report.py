@@ -33,6 +33,59 @@ _TOLD = re.compile(r"resum|starting from|stop|skipped|not finite|plugins |learni
 _MOST_EVENTS = 200
 _COUNTERS = frozenset({"step", "consumed_samples", "consumed_tokens", "tokens", "pairs"})
 """Columns that have no curve."""
+_HOST = "127.0.0.1"
+_REFRESH_S = 10
+_CHARTS = (
+    ("Loss", ("metrics:loss", "validation:loss"), False),
+    ("Learning rate", ("metrics:lr",), False),
+    ("Gradient norm", ("metrics:grad_norm",), True),
+    ("Tokens per second", ("metrics:tokens_per_s",), False),
+    ("MFU", ("metrics:mfu",), False),
+    ("Peak memory, GiB", ("metrics:max_memory_bytes",), False),
+    ("Step time, seconds", ("metrics:step_time_s",), False),
+    ("Wait for data, seconds", ("metrics:data_wait_s",), False),
+    ("Training blocked by a checkpoint, seconds", ("saves:blocked_s",), False),
+    ("Duration of a save, seconds", ("saves:seconds",), False),
+    ("Size of a checkpoint, GiB", ("saves:bytes",), False),
+    ("Validation perplexity", ("validation:perplexity",), False),
+)
+"""Title, columns, and whether the axis is logarithmic. Further columns follow with their own names."""
+_MEMORY = (
+    "Measured: on a GPU the peak of torch's allocator, on a CPU that of the whole process. nxdt plan counts tensors."
+)
+_SHOWN = ("metrics:loss", "validation:loss", "metrics:tokens_per_s", "metrics:lr", "metrics:grad_norm")
+_LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
+_OF_SAVES = "metrics:checkpoint_"
+"""Columns that ``saves.jsonl`` has, too."""
+_GIB, _MIB = 2**30, 2**20
+_STYLE = """
+:root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#dfe3e8;--card:#f6f8fa;--mark:#fff3c4;
+--c0:#0969da;--c1:#bc4c00;--c2:#1a7f37;--c3:#8250df;--c4:#bf3989;--c5:#6e5d00}
+@media (prefers-color-scheme:dark){:root{--bg:#0f1419;--fg:#e6e9ec;--dim:#9aa5b1;--line:#2d343c;--card:#171d24;
+--mark:#3d3413;--c0:#58a6ff;--c1:#f0883e;--c2:#3fb950;--c3:#bc8cff;--c4:#f778ba;--c5:#d2b53a}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1200px;padding:16px;background:var(--bg);color:var(--fg);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+h1{font-size:24px;margin:8px 0}h2{font-size:19px;margin:32px 0 8px}h3{font-size:15px;margin:0 0 4px}
+.dim{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0;padding:0;list-style:none}
+.legend span{display:inline-block;width:14px;height:4px;border-radius:2px;margin-right:6px;vertical-align:middle}
+.grid-of-plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:12px}
+figure{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px;min-width:0}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:12px}
+svg .grid{stroke:var(--line)}svg polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.wide{overflow-x:auto;border:1px solid var(--line);border-radius:8px}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--line);vertical-align:top}
+th{font-weight:600;background:var(--card)}td.key{white-space:nowrap}td{overflow-wrap:anywhere;min-width:90px}
+tr.differs td{background:var(--mark)}code,pre{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--card);padding:10px;border-radius:8px;margin:4px 0 12px}
+summary{cursor:pointer;padding:6px 0}.warning{color:var(--c1)}.error,.critical{color:var(--c4)}
+""" + "".join(
+    f"svg .s{n} polyline{{stroke:var(--c{n})}}svg .s{n} circle{{fill:var(--c{n})}}.b{n}{{background:var(--c{n})}}"
+    for n in range(COLOURS)
+)
+POLICY = policy(_STYLE)
+"""Content-Security-Policy of a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,10 +194,10 @@ def _lines(path: Path) -> Iterator[str]:
 
 def _paths(directory: Path, pattern: str) -> list[Path]:
     """Paths that match, sorted; as many as can be listed while the directory may be going away."""
-    found: list[Path] = []
+    paths: list[Path] = []
     with suppress(OSError):
-        found.extend(directory.glob(pattern))
-    return sorted(found)
+        paths.extend(directory.glob(pattern))
+    return sorted(paths)
 
 
 def _read_configuration(lines: Iterator[str]) -> tuple[dict[str, str], dict[str, str]]:
@@ -165,9 +218,6 @@ def _read_configuration(lines: Iterator[str]) -> tuple[dict[str, str], dict[str,
             above.append((indent, key))
     return values, origins
 
-
-_HOST = "127.0.0.1"
-_REFRESH_S = 10
 
 _runs = click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 
@@ -237,60 +287,6 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
         say(f"serving http://{_HOST}:{server.server_port}/ (Ctrl-C ends it)")
         sys.stdout.flush()
         server.serve_forever()
-
-
-_CHARTS = (
-    ("Loss", ("metrics:loss", "validation:loss"), False),
-    ("Learning rate", ("metrics:lr",), False),
-    ("Gradient norm", ("metrics:grad_norm",), True),
-    ("Tokens per second", ("metrics:tokens_per_s",), False),
-    ("MFU", ("metrics:mfu",), False),
-    ("Peak memory, GiB", ("metrics:max_memory_bytes",), False),
-    ("Step time, seconds", ("metrics:step_time_s",), False),
-    ("Wait for data, seconds", ("metrics:data_wait_s",), False),
-    ("Training blocked by a checkpoint, seconds", ("saves:blocked_s",), False),
-    ("Duration of a save, seconds", ("saves:seconds",), False),
-    ("Size of a checkpoint, GiB", ("saves:bytes",), False),
-    ("Validation perplexity", ("validation:perplexity",), False),
-)
-"""Title, columns, and whether the axis is logarithmic. Further columns follow with their own names."""
-_MEMORY = (
-    "Measured: on a GPU the peak of torch's allocator, on a CPU that of the whole process. nxdt plan counts tensors."
-)
-_SHOWN = ("metrics:loss", "validation:loss", "metrics:tokens_per_s", "metrics:lr", "metrics:grad_norm")
-_LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
-_OF_SAVES = "metrics:checkpoint_"
-"""Columns that ``saves.jsonl`` has, too."""
-_GIB, _MIB = 2**30, 2**20
-
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#dfe3e8;--card:#f6f8fa;--mark:#fff3c4;
---c0:#0969da;--c1:#bc4c00;--c2:#1a7f37;--c3:#8250df;--c4:#bf3989;--c5:#6e5d00}
-@media (prefers-color-scheme:dark){:root{--bg:#0f1419;--fg:#e6e9ec;--dim:#9aa5b1;--line:#2d343c;--card:#171d24;
---mark:#3d3413;--c0:#58a6ff;--c1:#f0883e;--c2:#3fb950;--c3:#bc8cff;--c4:#f778ba;--c5:#d2b53a}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1200px;padding:16px;background:var(--bg);color:var(--fg);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-h1{font-size:24px;margin:8px 0}h2{font-size:19px;margin:32px 0 8px}h3{font-size:15px;margin:0 0 4px}
-.dim{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0;padding:0;list-style:none}
-.legend span{display:inline-block;width:14px;height:4px;border-radius:2px;margin-right:6px;vertical-align:middle}
-.grid-of-plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:12px}
-figure{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px;min-width:0}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:12px}
-svg .grid{stroke:var(--line)}svg polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
-.wide{overflow-x:auto;border:1px solid var(--line);border-radius:8px}
-table{border-collapse:collapse;width:100%;font-size:14px}
-th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--line);vertical-align:top}
-th{font-weight:600;background:var(--card)}td.key{white-space:nowrap}td{overflow-wrap:anywhere;min-width:90px}
-tr.differs td{background:var(--mark)}code,pre{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--card);padding:10px;border-radius:8px;margin:4px 0 12px}
-summary{cursor:pointer;padding:6px 0}.warning{color:var(--c1)}.error,.critical{color:var(--c4)}
-""" + "".join(
-    f"svg .s{n} polyline{{stroke:var(--c{n})}}svg .s{n} circle{{fill:var(--c{n})}}.b{n}{{background:var(--c{n})}}"
-    for n in range(COLOURS)
-)
-POLICY = policy(_STYLE)
-"""Content-Security-Policy of a page."""
 
 
 def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:

@@ -13,6 +13,17 @@ from typing import TypeAlias, final
 from nxdt_core.run.metric_rows import fits_axes
 from nxdt_core.system.visible_text import visible
 
+Content: TypeAlias = "Markup | str | int | Iterable[Content] | None"
+"""Text is escaped, markup stays, None is nothing."""
+COLOURS = 6
+"""Number of line classes ``s0``, ``s1``, …; further lines repeat them."""
+_WIDTH, _HEIGHT = 420, 230
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 10, 26
+_MOST_POINTS = 500
+_MOST_DECADES = 12
+"""Labels of a logarithmic axis."""
+_Point = tuple[int, float]
+
 
 @final
 @dataclass(frozen=True, slots=True)
@@ -20,10 +31,6 @@ class Markup:
     """Finished markup. It is not a ``str``, and only :func:`element` makes it: what is formatted is escaped again."""
 
     html: str
-
-
-Content: TypeAlias = "Markup | str | int | Iterable[Content] | None"
-"""Text is escaped, markup stays, None is nothing."""
 
 
 def element(tag: str, *content: Content, **attributes: object) -> Markup:
@@ -34,12 +41,12 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
         content: markup, and text that is escaped.
         attributes: by name, with ``_`` for ``-`` and ``class_`` for ``class``; None leaves one out.
     """
-    given = "".join(
+    written = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{escape(visible(str(value)))}"'
         for name, value in attributes.items()
         if value is not None
     )
-    return Markup(f"<{tag}{given}>" + ("" if tag == "meta" else f"{_inside(content)}</{tag}>"))
+    return Markup(f"<{tag}{written}>" + ("" if tag == "meta" else f"{_inside(content)}</{tag}>"))
 
 
 def document(title: str, *body: Content, style: str, refresh_s: int | None = None) -> str:
@@ -77,18 +84,6 @@ def _inside(content: Content) -> str:
     if isinstance(content, str | int):
         return escape(visible(str(content)), quote=False)
     return "".join(map(_inside, content))
-
-
-COLOURS = 6
-"""Number of line classes ``s0``, ``s1``, …; further lines repeat them."""
-
-_WIDTH, _HEIGHT = 420, 230
-_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 24, 10, 26
-_MOST_POINTS = 500
-_MOST_DECADES = 12
-"""Labels of a logarithmic axis."""
-
-_Point = tuple[int, float]
 
 
 def _place(value: float, low: float, high: float, start: float, end: float) -> str:
@@ -170,12 +165,12 @@ def _ticks(low: float, high: float, count: int) -> list[float]:
 
 def _labels(values: Sequence[float]) -> list[str]:
     """Values as text, with as many digits as tell them apart."""
-    found: list[str] = []
+    labels: list[str] = []
     for digits in range(3, 10):
-        found = [_number(value, digits) for value in values]
-        if len(set(found)) == len(values):
+        labels = [_number(value, digits) for value in values]
+        if len(set(labels)) == len(values):
             break
-    return found
+    return labels
 
 
 def _number(value: float, digits: int) -> str:

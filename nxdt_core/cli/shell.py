@@ -74,6 +74,17 @@ SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
 
 REQUEST = "_NXDT_COMPLETE"
 """Variable by which a script asks; ``COMP_LINE`` then has the command line up to the cursor."""
+_ENVIRONMENT = {
+    "NO_COLOR": "Never colour.",
+    "FORCE_COLOR": "Colour pipes and files too.",
+    "COLUMNS": "Width of tables and messages.",
+}
+_STATUS = {
+    "0": "Done.",
+    "1": "A check found something, or a process died.",
+    "2": "A mistake that you can fix.",
+    "128+N": "Stopped by signal N.",
+}
 
 
 @verb(
@@ -103,19 +114,6 @@ def answer(root: click.Group) -> None:
     kinds = {"file": "files", "dir": "files"}
     for item in ShellComplete(root, {}, "nxdt", REQUEST).get_completions(words, incomplete):
         click.echo(f"{kinds.get(item.type, item.type)}\t{item.value if item.value else ''}")
-
-
-_ENVIRONMENT = {
-    "NO_COLOR": "Never colour.",
-    "FORCE_COLOR": "Colour pipes and files too.",
-    "COLUMNS": "Width of tables and messages.",
-}
-_STATUS = {
-    "0": "Done.",
-    "1": "A check found something, or a process died.",
-    "2": "A mistake that you can fix.",
-    "128+N": "Stopped by signal N.",
-}
 
 
 @verb("nxdt man > ~/.local/share/man/man1/nxdt.1")

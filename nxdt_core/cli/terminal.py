@@ -45,6 +45,8 @@ _SHADES = {
     "damaged": "red",
     "not trusted": "red",
 }
+_EXPLAINED = 4
+"""Codes that the last line names."""
 
 
 def shade(state: str) -> str:
@@ -218,10 +220,6 @@ def _wraps() -> bool:
 def _columns() -> int:
     """Columns of the terminal; no end to them where no terminal reads the table."""
     return shutil.get_terminal_size().columns if _wraps() else sys.maxsize
-
-
-_EXPLAINED = 4
-"""Codes that the last line names."""
 
 
 def error_text(error: NxdtError) -> str:

@@ -23,6 +23,8 @@ from nxdt_core.system.visible_text import visible
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MESSAGES = ("notes", "problems")
 """Keys of JSON below which texts are messages."""
+_NAMES_ELSEWHERE = {"compare": "diff", "delete": "prune", "finetune": "train", "ls": "list", "run": "train"}
+"""Other programs' names of commands → names here that are not like them."""
 
 
 class WithExamples(click.Command):
@@ -260,10 +262,6 @@ class LazyCommand:
             command: click.Command = getattr(import_module(module), attribute)
         command.short_help = self.summary
         return command
-
-
-_NAMES_ELSEWHERE = {"compare": "diff", "delete": "prune", "finetune": "train", "ls": "list", "run": "train"}
-"""Other programs' names of commands → names here that are not like them."""
 
 
 class SuggestingGroup(WithExamples, click.Group):

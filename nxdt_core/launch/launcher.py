@@ -40,6 +40,15 @@ from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.system.parent import PARENT_VARIABLE
 
 _LOOPBACK = "127.0.0.1"
+_AGENT_SIGNALS = "SIGHUP,SIGQUIT"
+"""Signals that the agent itself forwards. The launcher handles SIGINT and SIGTERM: the agent would send them again to
+ranks that a scheduler has already signalled, and a second signal stops a rank immediately."""
+_RETRY_S = 1.0
+_SAME_REQUEST_S = 1.0
+_LAST_RANKS_S = 5.0
+"""Seconds that ranks have to end after a run that failed elsewhere."""
+_Ranks = Callable[[], Mapping[int, int]]
+"""Runs this node's ranks, and returns the exit codes of those that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,11 +91,6 @@ def node_from_environment(devices: int, num_nodes: int, environment: Mapping[str
         address=variables["MASTER_ADDR"],
         port=read_port(variables, "MASTER_PORT"),
     )
-
-
-_AGENT_SIGNALS = "SIGHUP,SIGQUIT"
-"""Signals that the agent itself forwards. The launcher handles SIGINT and SIGTERM: the agent would send them again to
-ranks that a scheduler has already signalled, and a second signal stops a rank immediately."""
 
 
 def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[str]) -> Mapping[int, int]:
@@ -133,14 +137,6 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
             if value is not None:
                 os.environ[name] = value
     return {}
-
-
-_RETRY_S = 1.0
-_SAME_REQUEST_S = 1.0
-_LAST_RANKS_S = 5.0
-"""Seconds that ranks have to end after a run that failed elsewhere."""
-_Ranks = Callable[[], Mapping[int, int]]
-"""Runs this node's ranks, and returns the exit codes of those that failed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,6 +17,13 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.launch import RestartsNeedResume
 from nxdt_core.system.parent import PARENT_VARIABLE
 
+_LOST = 1
+"""Exit status of a run in which a rank died or hung, and of a node that lost the others."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that end a command in good order."""
+_VARIABLE = "NXDT_RESTARTER"
+"""Process id of the process that starts a command again; set for the command only."""
+
 
 def interpreter_arguments(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
     """Return the words behind the interpreter that carry out a command for the same configuration.
@@ -28,14 +35,6 @@ def interpreter_arguments(config: ResolvedConfig, command: Sequence[str]) -> lis
     here = sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path
     words = ["-m", "nxdt_core", *command, "--", config.source, *config.overrides]
     return words if here else ["-P", *words]
-
-
-_LOST = 1
-"""Exit status of a run in which a rank died or hung, and of a node that lost the others."""
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
-"""Signals that end a command in good order."""
-_VARIABLE = "NXDT_RESTARTER"
-"""Process id of the process that starts a command again; set for the command only."""
 
 
 def is_restarted() -> bool:

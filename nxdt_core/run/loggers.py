@@ -22,6 +22,11 @@ from nxdt_core.config.section import Section
 from nxdt_core.errors.training import LoggerCannotStart, LoggerLibraryMissing
 from nxdt_core.system.regular_files import read_text
 
+_log = logging.getLogger(__name__)
+_TRACKING = "MLFLOW_TRACKING_URI"
+_STEP = "trainer/global_step"
+"""W&B's axis of steps: a name that its users know from PyTorch Lightning, since runs are compared in one project."""
+
 
 class WandbConfig(Section):
     """Weights & Biases. Each start of the training creates its own W&B run, unless ``id`` names one.
@@ -71,13 +76,6 @@ class MLFlowConfig(Section):
     """Text before the names of metrics."""
     artifact_location: str | None = None
     """Location of the files of a new experiment; ``null`` leaves it to the server or store."""
-
-
-_log = logging.getLogger(__name__)
-
-_TRACKING = "MLFLOW_TRACKING_URI"
-_STEP = "trainer/global_step"
-"""W&B's axis of steps: a name that its users know from PyTorch Lightning, since runs are compared in one project."""
 
 
 @final

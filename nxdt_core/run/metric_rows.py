@@ -20,6 +20,7 @@ _LARGEST, _SMALLEST = 1e100, 1e-100
 _SAFE_DIGITS = 18
 _MOST_ROWS = 2**15
 """Rows of a file that are kept whole, about 2 KB each; more are thinned."""
+_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _SAFE_DIGITS else float(digits))
 
 
 def lines_of(path: Path) -> Iterator[str]:
@@ -78,20 +79,17 @@ def _thinned(rows: Mapping[int, Row]) -> dict[int, Row]:
         seen = extremes.setdefault((step - first) * stretches // (last - first + 1), {})
         for column, suffix, number in numbers_of(row):
             name = column + suffix
-            found = seen.get(name)
-            if found is None:
+            extreme = seen.get(name)
+            if extreme is None:
                 seen[name] = number, step, number, step
-            elif number < found[0]:
-                seen[name] = number, step, *found[2:]
-            elif number > found[2]:
-                seen[name] = *found[:2], number, step
-    kept = {first, last}
+            elif number < extreme[0]:
+                seen[name] = number, step, *extreme[2:]
+            elif number > extreme[2]:
+                seen[name] = *extreme[:2], number, step
+    steps = {first, last}
     for seen in extremes.values():
-        kept.update(step for _, at_least, _, at_greatest in seen.values() for step in (at_least, at_greatest))
-    return {step: rows[step] for step in kept}
-
-
-_DECODER = json.JSONDecoder(parse_int=lambda digits: int(digits) if len(digits) <= _SAFE_DIGITS else float(digits))
+        steps.update(step for _, at_least, _, at_greatest in seen.values() for step in (at_least, at_greatest))
+    return {step: rows[step] for step in steps}
 
 
 def json_object(text: str) -> Row:
@@ -100,10 +98,10 @@ def json_object(text: str) -> Row:
     Integers are small enough for arithmetic and for ``str``: those of more than 18 digits become floats.
     """
     try:
-        found = _DECODER.decode(text)
+        value = _DECODER.decode(text)
     except (ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return value if isinstance(value, dict) else {}
 
 
 def finite(value: object) -> float | None:

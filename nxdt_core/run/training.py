@@ -331,13 +331,13 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
         NotOurCallback: one is a callback of PyTorch Lightning, or something else.
         CallbackMethodUnknown: one has a method that nothing would call.
     """
-    found: dict[str, Callback] = {}
+    callbacks: dict[str, Callback] = {}
     for selected in selection:
         name, built = selected.component.qualified_name, selected.component.load_target()(selected.config, run_dir)
         if not isinstance(built, Callback):
             raise NotOurCallback(name=name, found=built)
         for method in uncalled_methods(built):
             raise CallbackMethodUnknown(name=name, method=method, known=MOMENTS)
-        number = 1 + sum(other.partition(" #")[0] == name for other in found)
-        found[name if number == 1 else f"{name} #{number}"] = built
-    return found
+        number = 1 + sum(other.partition(" #")[0] == name for other in callbacks)
+        callbacks[name if number == 1 else f"{name} #{number}"] = built
+    return callbacks

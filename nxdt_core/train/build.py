@@ -210,8 +210,8 @@ def batches(
 
 def chat_keys(config: ResolvedConfig) -> ChatKeys:
     """Return how the run's data make text of messages and begin texts; the defaults where they hold no messages."""
-    found = config.selected("dataset").config
-    return found if isinstance(found, ChatKeys) else ChatKeys(add_bos=getattr(found, "add_bos", False))
+    section = config.selected("dataset").config
+    return section if isinstance(section, ChatKeys) else ChatKeys(add_bos=getattr(section, "add_bos", False))
 
 
 def objective(config: ResolvedConfig) -> Objective:
@@ -280,8 +280,8 @@ def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStore, int | Non
     """
     from nxdt_core.checkpoint.storage import scheme_of
 
-    own = scheme_of(uri) == scheme_of(config.checkpoint_uri)
-    return checkpoint.locate(uri, config.kernel, config.selected("store").config if own else None)
+    same_scheme = scheme_of(uri) == scheme_of(config.checkpoint_uri)
+    return checkpoint.locate(uri, config.kernel, config.selected("store").config if same_scheme else None)
 
 
 def signer(config: ResolvedConfig) -> Signer | None:
@@ -305,11 +305,11 @@ def check_signing(config: ResolvedConfig) -> None:
         SigningKeyUnusable: a file does not hold such a key.
         SigningKeyNotTrusted: the run would refuse its own checkpoints.
     """
-    own, trusted = signer(config), trusted_keys(config)
+    signs, trusted = signer(config), trusted_keys(config)
     if trusted is not None:
         _ = trusted.fingerprints
-    if own is not None and config.run.checkpoint.enabled:
-        own.check(trusted)
+    if signs is not None and config.run.checkpoint.enabled:
+        signs.check(trusted)
 
 
 def step_uri(storage: CheckpointStore, step: int) -> str:

@@ -91,8 +91,8 @@ class RunData:
             self._test = _sets(self.config, source, "test")
         if self._train is not None:
             return
-        self._validation = _sets(self.config, source, "validation")
         train = _sets(self.config, source, "train").get(UNNAMED)
+        self._validation = _sets(self.config, source, "validation")
         if train is None:
             raise NoTrainingData(loader=type(source).__name__)
         trainer = self.config.run.trainer

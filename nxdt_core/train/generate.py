@@ -37,6 +37,7 @@ from nxdt_core.train.weights.loading import find_weights
 __all__ = ["LoadedModel", "Sampling", "load_model"]
 
 _log = logging.getLogger(__name__)
+_EXAMPLE = '{"input": "...", "output": "..."}'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,27 +120,27 @@ def load_model(
         AdapterOfAnotherBase: the weights below are others than the run's.
         NxdtError: what is wrong with the checkpoint or the directory.
     """
-    found = find_weights(uri, base=base, config=config, trusted=trusted)
-    tokenizer = build.tokenizer(found.run, build.model_builder(found.run).vocab_size)
+    weights = find_weights(uri, base=base, config=config, trusted=trusted)
+    tokenizer = build.tokenizer(weights.run, build.model_builder(weights.run).vocab_size)
     if tokenizer is None:
         raise CannotGenerate(reason="its run names no tokenizer")
-    if getattr(found.run.selected("model").config, "score_head", False):
+    if getattr(weights.run.selected("model").config, "score_head", False):
         raise CannotGenerate(reason="its model gives scores (model.score_head)")
-    longest = build.window(found.run)
+    longest = build.window(weights.run)
     if window is not None and window > longest:
         raise SequenceTooLongForModel(sequence=window, longest=longest)
-    engine = build.engine(found.run)
+    engine = build.engine(weights.run)
     engine.start()
-    model = initialize_parallel_model(found.run, engine, materialise=False)
-    found.load(engine, model)
+    model = initialize_parallel_model(weights.run, engine, materialise=False)
+    weights.load(engine, model)
     return LoadedModel(
-        config=found.run,
+        config=weights.run,
         model=model,
         tokenizer=tokenizer,
-        chat_keys=found.chat_keys,
-        step=found.step,
+        chat_keys=weights.chat_keys,
+        step=weights.step,
         window=window or longest,
-        source=found.source,
+        source=weights.source,
     )
 
 
@@ -160,9 +161,6 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
         if not isinstance(record.get("prompt"), str) and not isinstance(record.get("messages"), list):
             raise PromptMissing(place=str(place))
         yield str(place), record
-
-
-_EXAMPLE = '{"input": "...", "output": "..."}'
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,10 +246,10 @@ def metrics(kernel: Kernel) -> list[Metric]:
 def scores(answers: Sequence[Answer], metrics: Iterable[Metric] = ()) -> dict[str, float]:
     """Return the share of exact matches as ``exact_match``, and the figures of ``metrics``."""
     wanted, given = [each.question.wanted for each in answers], [each.given for each in answers]
-    found = {"exact_match": sum(map(str.__eq__, wanted, given)) / len(answers)}
+    results = {"exact_match": sum(map(str.__eq__, wanted, given)) / len(answers)}
     for metric in metrics:
-        found |= metric.compute(wanted, given)
-    return found
+        results |= metric.compute(wanted, given)
+    return results
 
 
 def _question(

@@ -33,6 +33,14 @@ from nxdt_core.train.weights.loading import teacher_run
 
 EFFICIENCY = 0.6
 """Assumed, not measured: published runs of dense models on H100 reach 40 to 60 % of the peak."""
+_TIGHT = 0.9
+"""Share of a device's memory."""
+_STRATEGY = "distributed_strategy"
+_REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
+_TOKENS_PER_CONTEXT_RANK = 8192
+"""A sequence is divided only as long as each rank keeps that many tokens of it: less costs more than it saves."""
+_MOST_TENSOR, _MOST = 8, 16
+"""Ranks that share a layer's matrices; stages of a pipeline, and ranks that share the experts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,10 +115,6 @@ def link_rate(dimension: str, sizes: MeshSizes, links: Links) -> float:
         return links.inside
     members = max(links.processes // stride, 1)
     return min(links.inside, links.outside * members)
-
-
-_TIGHT = 0.9
-"""Share of a device's memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,14 +253,6 @@ def product_of(config: ResolvedConfig, device: str) -> tuple[DeviceProfile, str]
     if name is None:
         raise UnknownDevice(device=device, known=tuple(known))
     return known[name], name
-
-
-_STRATEGY = "distributed_strategy"
-_REGATHER = f"{_STRATEGY}.sequence_parallel_regather"
-_TOKENS_PER_CONTEXT_RANK = 8192
-"""A sequence is divided only as long as each rank keeps that many tokens of it: less costs more than it saves."""
-_MOST_TENSOR, _MOST = 8, 16
-"""Ranks that share a layer's matrices; stages of a pipeline, and ranks that share the experts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,8 @@ _log = logging.getLogger(__name__)
 
 _BLOCK = 16
 """Columns of tokens for which the host does not wait."""
+_ASKED = 16
+"""Passes after which ranks compare whether their answers have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,10 +174,6 @@ def warped(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
     if sampling.min_p is not None:
         weights = weights.masked_fill(weights.exp() < sampling.min_p, float("-inf"))
     return weights
-
-
-_ASKED = 16
-"""Passes after which ranks compare whether their answers have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

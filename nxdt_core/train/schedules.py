@@ -217,8 +217,8 @@ def warmup_policy(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedu
 
 def warmup_hold(config: HoldConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Return the policy with a hold; where the hold ends after the horizon, the factor stays 1 until then."""
-    held = config.warmup_steps + config.hold_steps - 1
-    end = max(held, end_of("WarmupHoldPolicy", horizon))
+    last_held = config.warmup_steps + config.hold_steps - 1
+    end = max(last_held, end_of("WarmupHoldPolicy", horizon))
     return until(end, floor_of(config.min_lr, horizon), constant(config, horizon))
 
 

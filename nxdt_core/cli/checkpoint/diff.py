@@ -41,6 +41,12 @@ _BATCH_BYTES = 64 * 2**20
 """Size of the tensors that are read at once from each side; a single row of a larger tensor is read whole."""
 _CHUNK_ELEMENTS = 2**20
 """Elements whose differences are computed at once, in float64."""
+_Key = tuple[str, int]
+"""Name of a tensor and first row."""
+_ROWS = 20
+"""Rows of each kind that a person is shown; ``--json`` has them all."""
+_CELL = 60
+"""Characters of a value that a person is shown."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,10 +164,6 @@ def _compare_section(
             )
 
 
-_Key = tuple[str, int]
-"""Name of a tensor and first row."""
-
-
 def _batches(pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]) -> Iterator[dict[_Key, Box]]:
     """Yield runs of rows of the tensors, as many at a time as fit in a batch."""
     runs: list[tuple[_Key, Box, int]] = []
@@ -254,12 +256,6 @@ def _state(side: Side, name: str) -> Any:
         data = read_whole(side.storage, side.manifest, name)
     decode_rank_state(data, dict.fromkeys(state_tensors(side.manifest, name)), side.manifest, where=where)
     return json.loads(data)
-
-
-_ROWS = 20
-"""Rows of each kind that a person is shown; ``--json`` has them all."""
-_CELL = 60
-"""Characters of a value that a person is shown."""
 
 
 @verb(

@@ -39,6 +39,10 @@ from nxdt_core.launch.supervision.supervisor import Supervisor, keep_alive
 from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.system.progress import PROGRESS
 
+_SHUTDOWN_S = 10.0
+"""Seconds that a rank waits to be ended after it has reported its failure, or that it is done."""
+_FLUSH_S = 1.0
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SupervisorAddress:
@@ -97,11 +101,6 @@ def find_supervisor(store: TCPStore, place: RankEnvironment) -> SupervisorAddres
 
 def _key(place: RankEnvironment) -> str:
     return f"nxdt/{place.attempt}/supervisor"
-
-
-_SHUTDOWN_S = 10.0
-"""Seconds that a rank waits to be ended after it has reported its failure, or that it is done."""
-_FLUSH_S = 1.0
 
 
 class Client:

@@ -28,6 +28,12 @@ _READERS = ("_dump_fr_trace_json", "_dump_nccl_trace_json")
 _KEPT = "256"
 """Collectives that the ring holds unless ``TORCH_FR_BUFFER_SIZE`` says otherwise: a few layers of a step. One read of
 them takes 6 ms; of torch's default of 2,000 it takes 80."""
+STACKS_DIR = "stacks"
+"""Subdirectory of a run's directory for the stacks of its ranks when it hung."""
+_LONGEST_S = 10.0
+_BEATS_PER_LIMIT = 8
+_COLLECTIVES = 16
+"""Number of the newest collectives that a file of stacks lists."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,14 +84,6 @@ def _described(entry: Mapping[str, Any]) -> str:
     shapes, types = entry.get("input_sizes", ()), entry.get("input_dtypes", ())
     inputs = ", ".join(f"{list(shape)} {kind}" for shape, kind in zip(shapes, types, strict=False))
     return f"{operation} {number} of group {label}" + (f", {inputs.lower()}" if inputs else "")
-
-
-STACKS_DIR = "stacks"
-"""Subdirectory of a run's directory for the stacks of its ranks when it hung."""
-_LONGEST_S = 10.0
-_BEATS_PER_LIMIT = 8
-_COLLECTIVES = 16
-"""Number of the newest collectives that a file of stacks lists."""
 
 
 class Heartbeat:

@@ -25,6 +25,17 @@ from nxdt_core.train.weights.export import HFForm
 
 STEPS = 10
 """Steps before and after a save that are compared."""
+SAVES_FILE = "saves.jsonl"
+"""One JSON object per committed checkpoint."""
+_log = logging.getLogger(__name__)
+_TIME_TOPIC = "checkpoint time"
+_NOT_OF_THE_RUN = (
+    *("step", "consumed_", "checkpoint_", "start_", "data_wait_s", "tokens_per_s", "max_memory_bytes"),
+    *("run_resumed", "compile_time_s"),
+)
+"""Prefixes of logged metrics that a manifest has anyway, or that describe the machine."""
+_BREAKING_S = 60.0
+"""Longest wait of a failing run for a save in flight."""
 
 
 class StepTimes:
@@ -66,10 +77,6 @@ class StepTimes:
         if not self._after or not self._baseline_s:
             return None
         return sum(self._after) / len(self._after) / self._baseline_s - 1
-
-
-SAVES_FILE = "saves.jsonl"
-"""One JSON object per committed checkpoint."""
 
 
 @dataclass(slots=True)
@@ -162,18 +169,6 @@ class SaveMetrics:
         for save in [save for save in self._pending.values() if save.over and save.report is not None]:
             del self._pending[save.step]
             self._files.append(SAVES_FILE, {"step": save.step, **save.columns()})
-
-
-_log = logging.getLogger(__name__)
-
-_TIME_TOPIC = "checkpoint time"
-_NOT_OF_THE_RUN = (
-    *("step", "consumed_", "checkpoint_", "start_", "data_wait_s", "tokens_per_s", "max_memory_bytes"),
-    *("run_resumed", "compile_time_s"),
-)
-"""Prefixes of logged metrics that a manifest has anyway, or that describe the machine."""
-_BREAKING_S = 60.0
-"""Longest wait of a failing run for a save in flight."""
 
 
 @final

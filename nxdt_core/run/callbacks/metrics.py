@@ -39,11 +39,11 @@ _ASIDE = ".replaced.jsonl"
 
 def scalars(row: Mapping[str, Any], unit: str, stage: str = "val") -> dict[str, float | None]:
     """Return the metrics of a row under the names that loggers have for them: ``val_loss``, ``val_loss/<set>``, …"""
-    found: dict[str, float | None] = {}
+    metrics: dict[str, float | None] = {}
     for suffix, values in (("", row), *((f"/{name}", part) for name, part in row.get("sets", {}).items())):
         named = {key: value for key, value in values.items() if key not in ("step", "sets", unit)}
-        found |= {f"{stage}_{key}{suffix}": value for key, value in named.items()}
-    return found
+        metrics |= {f"{stage}_{key}{suffix}": value for key, value in named.items()}
+    return metrics
 
 
 @final

@@ -93,6 +93,8 @@ _LEFT_OUT = frozenset({"checkpoint_age_s", "checkpoint_gb_per_s", "checkpoint_sl
 _VALIDATION = "val_"
 _LIVING = ("starting", "running")
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+State = Literal["starting", "running", "finished", "stopped", "interrupted", "failed"]
+STATES: tuple[State, ...] = get_args(State)
 
 
 def exposition(samples: Iterable[Sample], labels: Mapping[str, str]) -> str:
@@ -136,10 +138,6 @@ def _handler(texts: Callable[[], tuple[str, str, float]]) -> type[Handler]:
                 self.answer(404, "text/plain", "There are /metrics and /health.\n")
 
     return MonitorHandler
-
-
-State = Literal["starting", "running", "finished", "stopped", "interrupted", "failed"]
-STATES: tuple[State, ...] = get_args(State)
 
 
 class Monitor:

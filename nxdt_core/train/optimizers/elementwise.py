@@ -14,6 +14,9 @@ from nxdt_core.engine.optim.state import EagerOptimizer, eager
 from nxdt_core.protocols.optimizer import ParameterGroup, as_torch
 from nxdt_core.train.optimizers.config import AdamConfig, AdamWConfig, LionConfig
 
+BUCKET_ELEMENTS = 2**25
+"""Weights and gradients that exist in float32 at a time: 256 MiB of both."""
+
 
 def adamw(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:
     """Torch's AdamW; learning rate and weight decay are those of each group."""
@@ -49,10 +52,6 @@ def _adam(groups: list[ParameterGroup], config: AdamConfig) -> dict[str, Any]:
         first = next(parameter for group in groups for parameter in group["params"])
         fused = profile_of(first.device).fused_optimizers
     return {"betas": config.betas, "eps": config.eps, "fused": fused, "capturable": config.capturable}
-
-
-BUCKET_ELEMENTS = 2**25
-"""Weights and gradients that exist in float32 at a time: 256 MiB of both."""
 
 
 def adamw_fp32_state(groups: list[ParameterGroup], config: AdamWConfig) -> torch.optim.Optimizer:

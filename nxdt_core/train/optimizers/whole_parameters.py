@@ -27,6 +27,15 @@ from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_tor
 from nxdt_core.protocols.piece import Box
 from nxdt_core.train.optimizers.config import AdafactorConfig, MuonConfig, NovogradConfig
 
+_Place = tuple[int, ...]
+"""A rank's coordinates among those that share the parameters."""
+_Key = tuple[int, _Place]
+"""A piece: which parameter, and the rank whose it is."""
+_QUINTIC = (3.4445, -4.7750, 2.0315)
+"""Coefficients of the iteration, chosen there for the steepest start."""
+_EPS = 1e-7
+_Groups = tuple[dist.ProcessGroup, ...]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedPiece:
@@ -193,12 +202,6 @@ class Novograd(EagerOptimizer):
             piece.weight.add_(mean, alpha=-group["lr"])
 
 
-_Place = tuple[int, ...]
-"""A rank's coordinates among those that share the parameters."""
-_Key = tuple[int, _Place]
-"""A piece: which parameter, and the rank whose it is."""
-
-
 class ShardExchange:
     """Parameters that are cut over the same groups of ranks."""
 
@@ -300,13 +303,6 @@ class ShardExchange:
         return self._boxes[place][index].elements
 
 
-_QUINTIC = (3.4445, -4.7750, 2.0315)
-"""Coefficients of the iteration, chosen there for the steepest start."""
-_EPS = 1e-7
-
-_Groups = tuple[dist.ProcessGroup, ...]
-
-
 class Muon(EagerOptimizer, torch.optim.AdamW):
     """Orthogonal updates of hidden matrices; AdamW's of everything else."""
 
@@ -380,10 +376,10 @@ def orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:
     steps."""
     a, b, c = _QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
-    found = matrices.mT if tall else matrices
-    found = found.reshape(-1, *found.shape[-2:])
-    found = found / found.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
+    update = matrices.mT if tall else matrices
+    update = update.reshape(-1, *update.shape[-2:])
+    update = update / update.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)
     for _ in range(steps):
-        gram = found @ found.mT
-        found = torch.baddbmm(found, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), found, beta=a)
-    return (found.mT if tall else found).reshape(matrices.shape)
+        gram = update @ update.mT
+        update = torch.baddbmm(update, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), update, beta=a)
+    return (update.mT if tall else update).reshape(matrices.shape)

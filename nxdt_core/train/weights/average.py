@@ -75,9 +75,9 @@ class WeightAverage:
         """Put the average in the weights' place, and return these; the model's ``load_state_dict`` puts them back, bit
         for bit."""
         weights = self._weights_of(model)
-        kept = {name: replace(piece, tensor=weights[name].clone()) for name, piece in self._pieces.items()}
+        before = {name: replace(piece, tensor=weights[name].clone()) for name, piece in self._pieces.items()}
         model.load_state_dict(self._pieces, strict=False)
-        return kept
+        return before
 
     def state_dict(self) -> dict[str, torch.Tensor | Piece]:
         """Return the average under the names of optimizer state."""
@@ -91,8 +91,10 @@ class WeightAverage:
         """This rank's elements of the trained weights, in their own memory."""
         if self._trained is None:
             self._trained = frozenset(name for name, weight in model.named_parameters() if weight.requires_grad)
-        held = {name: weight for name, weight in model.state_dict().items() if name in self._trained}
-        return {name: weight.tensor if isinstance(weight, Piece) else local_of(weight) for name, weight in held.items()}
+        trained = {name: weight for name, weight in model.state_dict().items() if name in self._trained}
+        return {
+            name: weight.tensor if isinstance(weight, Piece) else local_of(weight) for name, weight in trained.items()
+        }
 
 
 def pop_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:

@@ -88,12 +88,12 @@ def export_hf(
         HFExchangeUnsupported: its model has no counterpart at Hugging Face.
         HFNotWritable: ``target`` is not empty.
     """
-    found = _find_export(source, config, trusted, ranks, average=average, dtype=dtype, max_shard_bytes=max_shard_bytes)
-    place = checkpoint.open_storage(target, found.kernel)
-    origin = f"{found.storage.uri}/{found.manifest.prefix}{AVERAGE if average else ''}"
-    write_hf(place, found.plan, found.read, origin=origin, workers=workers, ranks=ranks)
-    files = (*(shard.file for shard in found.plan.shards), *found.plan.texts)
-    return found.exported(place.uri, files, found.plan.size_bytes)
+    export = _find_export(source, config, trusted, ranks, average=average, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    place = checkpoint.open_storage(target, export.kernel)
+    origin = f"{export.storage.uri}/{export.manifest.prefix}{AVERAGE if average else ''}"
+    write_hf(place, export.plan, export.read, origin=origin, workers=workers, ranks=ranks)
+    files = (*(shard.file for shard in export.plan.shards), *export.plan.texts)
+    return export.exported(place.uri, files, export.plan.size_bytes)
 
 
 def export_gguf(
@@ -122,10 +122,10 @@ def export_gguf(
         GgufLibraryMissing: the package ``gguf`` is not installed.
         NxdtError: as of :func:`export_hf`.
     """
-    found = _find_export(source, config, trusted, None, average=average)
+    export = _find_export(source, config, trusted, None, average=average)
     path = Path(target)
-    size_bytes, notes = write_gguf(path, found.plan, found.read, dtype=dtype, name=path.stem)
-    return found.exported(target, (path.name,), size_bytes, notes)
+    size_bytes, notes = write_gguf(path, export.plan, export.read, dtype=dtype, name=path.stem)
+    return export.exported(target, (path.name,), size_bytes, notes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -224,12 +224,12 @@ def plan_export(
     tokenizer = build.tokenizer(config)
     files, notes = tokenizer_files(saved, tokenizer)
     places = manifest.tensors.get("model", {}) if index is None else index
-    held = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
+    specs = {name: TensorSpec(entry.dtype, entry.shape) for name, entry in places.items()}
     builder = build.model_builder(config)
     stops = () if tokenizer is None else stop_ids(saved.chat_keys, tokenizer)
     plan = plan_hf(
         builder,
-        held,
+        specs,
         tokenizer,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,

@@ -164,7 +164,7 @@ def described_run(source: str, format: str, found: CheckpointReader, overrides: 
     keys = found.model_config()
     if keys is None:
         raise ForeignConfigMissing(path=source, format=format)
-    given: dict[str, Any] = {
+    values: dict[str, Any] = {
         "name": Path(source).absolute().name,
         "trainer": {"max_steps": 1},
         "exp_manager": {},
@@ -173,11 +173,11 @@ def described_run(source: str, format: str, found: CheckpointReader, overrides: 
     }
     for path, value in keys.items():
         *parents, key = path.split(".")
-        section = given
+        section = values
         for parent in parents:
             section = section.setdefault(parent, {})
         section[key] = value
-    described = load(given, overrides, label=source)
+    described = load(values, overrides, label=source)
     written = described.to_dict()
     bounds = (build.model_builder(described).max_sequence_length, written["model"].get("max_position_embeddings"))
     length = min(_LONGEST, *(each for each in bounds if each is not None))

@@ -76,13 +76,13 @@ def without_base(model: ParallelModel, weights: Mapping[str, torch.Tensor | Piec
 def base_digest(model: ParallelModel, ranks: RankAgreement) -> str:
     """Digest of the frozen weights, equal on all ranks and in every layout. Collective; computed once a model, after
     its base has its weights."""
-    known = _digests.get(model)
-    if known is None:
+    digest = _digests.get(model)
+    if digest is None:
         trained, held = trained_parameters(model), model.state_dict()
         names = [name for name, _ in model.named_parameters() if name not in trained]
-        own = list(samples_of((name, held[name]) for name in names))
-        known = _digests[model] = digest_of(chain.from_iterable(ranks.all_gather_object(own)))
-    return known
+        samples = list(samples_of((name, held[name]) for name in names))
+        digest = _digests[model] = digest_of(chain.from_iterable(ranks.all_gather_object(samples)))
+    return digest
 
 
 def digest_of(samples: Iterable[Sample]) -> str:
@@ -94,14 +94,14 @@ def digest_of(samples: Iterable[Sample]) -> str:
 def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[Sample]:
     """Return the samples in this rank's pieces; the host waits for the device once."""
     places: list[tuple[str, int]] = []
-    found: list[torch.Tensor] = []
+    values: list[torch.Tensor] = []
     for name, weight in weights:
         piece = piece_of(weight, name)
         for index, (number, local) in enumerate(piece.box.samples(piece.shape)):
             held = piece.tensor
             places.append((name, number))
-            found.append(held.samples[index] if isinstance(held, QuantisedWeight) else held[local].detach().bfloat16())
-    bits = torch.stack(found).view(torch.int16).tolist() if found else []
+            values.append(held.samples[index] if isinstance(held, QuantisedWeight) else held[local].detach().bfloat16())
+    bits = torch.stack(values).view(torch.int16).tolist() if values else []
     return [(name, number, value) for (name, number), value in zip(places, bits, strict=True)]
 
 
@@ -130,8 +130,8 @@ class BaseWeights:
             AdapterOfAnotherBase: they do not.
         """
         weights = zip(frozen, self.read(frozen), strict=True)
-        found = digest_of(sample for name, weight in weights for sample in samples_of([(name, weight)]))
-        if found != digest:
+        computed = digest_of(sample for name, weight in weights for sample in samples_of([(name, weight)]))
+        if computed != digest:
             raise AdapterOfAnotherBase(where=where, base=self.origin)
 
 

@@ -37,6 +37,11 @@ from nxdt_core.train.build import run_dir_explained
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
 
+_log = logging.getLogger(__name__)
+_DIRECTORY = "reference"
+_DAMAGED = (BadZipFile, EOFError, KeyError, OverflowError, RuntimeError, TokenError, TypeError, ValueError)
+"""Exceptions that numpy raises for bytes that it did not write."""
+
 
 class LogProbs:
     """Log-probabilities of the labels that count, of every sample of a dataset.
@@ -96,12 +101,6 @@ def weighted_labels(sample: Sample) -> NDArray[np.bool_]:
     return labelled if sample.loss_weights is None else np.logical_and(labelled, sample.loss_weights > 0)
 
 
-_log = logging.getLogger(__name__)
-_DIRECTORY = "reference"
-_DAMAGED = (BadZipFile, EOFError, KeyError, OverflowError, RuntimeError, TokenError, TypeError, ValueError)
-"""Exceptions that numpy raises for bytes that it did not write."""
-
-
 def with_reference(
     dataset: MapDataset,
     *,
@@ -145,25 +144,25 @@ def with_reference(
             _log.warning("%s is damaged: %s", path, error)
         return None
 
-    kept = engine.ranks.on_rank_zero(read)
-    if kept is not None and weights in (None, kept[0]):
-        return DatasetWithReference(dataset, kept[1], model=kept[0])
+    stored = engine.ranks.on_rank_zero(read)
+    if stored is not None and weights in (None, stored[0]):
+        return DatasetWithReference(dataset, stored[1], model=stored[0])
     if weights is None:
         raise ReferenceLost(path=str(path))
     _log.info("computing reference log-probabilities of %d samples", len(dataset))
-    found = compute_log_probs(dataset, config=config, engine=engine, model=model)
+    computed = compute_log_probs(dataset, config=config, engine=engine, model=model)
 
     def write() -> None:
         with run_dir_explained(config):
             for part in make_directory(path.parent).glob(".nxdt-*.part"):  # of a run that was killed: this one owns it
                 part.unlink(missing_ok=True)
             with replacing(path) as file:
-                np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)
+                np.savez(file, weights=np.array(weights), values=computed.values, counts=computed.counts)
                 file.flush()
                 os.fsync(file.fileno())
 
     engine.ranks.on_rank_zero(write)
-    return DatasetWithReference(dataset, found, model=weights)
+    return DatasetWithReference(dataset, computed, model=weights)
 
 
 def compute_log_probs(
@@ -172,22 +171,22 @@ def compute_log_probs(
     """Return the log-probabilities of the labels that count, of every sample; equal on all ranks. Collective."""
     place, data = engine.rank_info, config.run.data
     loader = build.batches(config, engine, dataset, repeat=False)
-    own = data.global_batch_size // place.dp_size
-    found: dict[int, NDArray[np.float32]] = {}
+    share = data.global_batch_size // place.dp_size
+    by_sample: dict[int, NDArray[np.float32]] = {}
     steps = range(-(-len(dataset) // data.global_batch_size))
     shown = tqdm(loader, total=len(steps), desc="reference", unit="batch", disable=None if place.rank == 0 else True)
     for step, micro_batches in zip(steps, shown, strict=True):
-        first = step * data.global_batch_size + place.dp_rank * own
+        first = step * data.global_batch_size + place.dp_rank * share
         of_samples: list[NDArray[np.float32]] = []  # of each sample's labels, in the samples' own shape
         for batch, rows in zip(micro_batches, model.log_probs(micro_batches), strict=True):
             parts = np.split(rows.float().to(HOST).numpy(), batch.samples)
             of_samples += [part if batch.rows_per_sample > 1 else part[0] for part in parts]
         for index, values in enumerate(of_samples, start=first):
-            if index < min(len(dataset), first + own):  # blank samples fill the last batch up
-                found[index] = values[weighted_labels(dataset[index])]
+            if index < min(len(dataset), first + share):  # blank samples fill the last batch up
+                by_sample[index] = values[weighted_labels(dataset[index])]
     readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
     first = readers.index(engine.rank_info.dp_rank) == engine.ranks.rank  # of the ranks that read these samples
-    of_ranks = engine.ranks.all_gather_object(found if first else {})
+    of_ranks = engine.ranks.all_gather_object(by_sample if first else {})
     return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
 
 

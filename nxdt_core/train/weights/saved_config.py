@@ -80,6 +80,13 @@ _ONE_PROCESS: Mapping[str, Any] = {
     "model": {"optim": {"lr": 0.0}},
 }
 """Sections that a run needs besides the model. They set one process, since any can load a checkpoint of any layout."""
+_OTHERWISE = (
+    "A checkpoint does not decide these keys. Where you trust them, name the run's configuration: --config FILE."
+)
+_NOT_OF_THE_FORM = {"lr", "weight_decay", "param_groups", "sched"}
+"""Keys of ``model.optim`` that decide no state."""
+_KINDS = (((16, 16), True), ((2, 16, 16), True), ((16, 16), False), ((16,), False))
+"""Shapes of parameters that optimizers may treat differently, and whether each is a matrix of a hidden layer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,11 +240,6 @@ def _saved_tree(manifest: Manifest, where: str = "the checkpoint") -> Tree:
     return Tree.of(manifest.facts.config, Origin(kind="file", where=where))
 
 
-_OTHERWISE = (
-    "A checkpoint does not decide these keys. Where you trust them, name the run's configuration: --config FILE."
-)
-
-
 def _checked_keys(manifest: Manifest, tree: Tree, kept: Tree, where: str) -> ChatKeys:
     """Return the keys of messages that a checkpoint keeps, where neither they nor ``kept`` hold what it may not decide.
 
@@ -287,12 +289,6 @@ def _unusable(problems: Sequence[ConfigProblem], where: str, files: Any = None) 
     if files:
         lines += [f"plugins.local: its run loaded {files!r}, and no checkpoint loads plugin files.", _OTHERWISE]
     return SavedConfigUnusable(where=where, problems=lines)
-
-
-_NOT_OF_THE_FORM = {"lr", "weight_decay", "param_groups", "sched"}
-"""Keys of ``model.optim`` that decide no state."""
-_KINDS = (((16, 16), True), ((2, 16, 16), True), ((16, 16), False), ((16,), False))
-"""Shapes of parameters that optimizers may treat differently, and whether each is a matrix of a hidden layer."""
 
 
 def continues_optimizer(config: ResolvedConfig, manifest: Manifest, where: str) -> bool:
