@@ -303,8 +303,7 @@ class ModelFacts:
         Raises:
             UnsupportedArchitecture, NotACausalLM: it does what cannot be trained here.
         """
-        trace = trace_model(architecture)
-        calls = trace.attention
+        calls, experts_per_token = trace_model(architecture)
         with torch.device("meta"):
             model = build_model(architecture, calls)
         attention = pattern_of(next(iter(calls)))
@@ -329,10 +328,10 @@ class ModelFacts:
         parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
         own = (named for part in parts for named in part.named_parameters(recurse=False))
         dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
-        experts = ((model.get_submodule(path), top_k) for path, top_k in trace.experts.items())
+        experts = ((model.get_submodule(path), top_k) for path, top_k in experts_per_token.items())
         routed = sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
         norms = tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module)))
-        mixed = tuple(dict.fromkeys(pattern_of(path) for path in trace.experts))
+        mixed = tuple(dict.fromkeys(pattern_of(path) for path in experts_per_token))
         biased = any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters())
         plan = ParallelPlan(
             tensor=tensor.styles,
@@ -364,7 +363,7 @@ class ModelFacts:
             parameters=tuple(name for name, _ in model.named_parameters()),
             plan=plan,
             init_rules=rules,
-            experts={f"{path}.{STACK}": path for path in trace.experts},
+            experts={f"{path}.{STACK}": path for path in experts_per_token},
             multiplied=dense + routed,
         )
 
