@@ -94,7 +94,7 @@ ALLOWED = {
         f"{MEGATRON}/preprocess.py: path.open('rb')",
         f"{MEGATRON}/encoding.py: path.read_bytes()",
         f"{MEGATRON}/indexed_files.py: data.open('rb', buffering=0)",
-        f"{MEGATRON}/indexed_files.py: np.memmap(path, dtype=np.uint8, mode='r')",
+        f"{MEGATRON}/indexed_files.py: np.memmap(index, dtype=np.uint8, mode='r')",
     },
     "in a directory with a new name that only this process has": {
         f"{CORE}/data/cache.py: path.open('wb')",

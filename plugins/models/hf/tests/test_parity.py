@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from nxdt_plugin_hf.modeling import CausalLM
 from torch.nn import functional
 
 from nxdt_core.models.step_border import at_border
@@ -108,4 +107,9 @@ def test_the_scale_of_gemmas_embeddings_is_rounded_as_transformers_rounds_it(bui
     ours = materialised(made)
     other = theirs(made, ours).bfloat16()
     ids = tokens(1, 8)
-    assert torch.equal(CausalLM._embedded(ours.bfloat16(), ids), other.model.embed_tokens(ids))
+    embedded = []
+    ours.base_model.register_forward_pre_hook(
+        lambda _, args, kwargs: embedded.append(kwargs["inputs_embeds"]), with_kwargs=True
+    )
+    ours.bfloat16()(ids)
+    assert torch.equal(embedded[0], other.model.embed_tokens(ids))

@@ -10,7 +10,7 @@ import difflib
 import fnmatch
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -184,20 +184,14 @@ def _plus_scaled(product: torch.Tensor, narrow: torch.Tensor, up: torch.Tensor, 
     return torch.addmm(flat, narrow.reshape(-1, narrow.shape[-1]), up.t(), alpha=scaling).view(product.shape)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Adapted:
-    """Result of :func:`adapt`."""
-
-    plan: ParallelPlan
-    """The plan of the changed model."""
-    rules: Sequence[InitRule]
-    """Rules that initialise the parameters that were added."""
-    targets: Sequence[str]
-    """Paths of the layers that have an update."""
-
-
-def adapt(module: nn.Module, plan: ParallelPlan, config: LoraConfig) -> Adapted:
+def adapt(
+    module: nn.Module, plan: ParallelPlan, config: LoraConfig
+) -> tuple[ParallelPlan, list[InitRule], dict[str, nn.Module]]:
     """Freeze ``module`` and add updates, in place.
+
+    Returns:
+        The plan of the changed model, the rules that initialise the parameters that were added, and by path the layers
+        that have an update.
 
     Raises:
         TargetNotFound: a name in the configuration matches no layer.
@@ -249,7 +243,7 @@ def adapt(module: nn.Module, plan: ParallelPlan, config: LoraConfig) -> Adapted:
             if parameter.requires_grad and (parameter.ndim == 1 or is_b):
                 scales[name] = config.loraplus_lr_ratio
     changed = replace(plan, no_weight_decay=(*plan.no_weight_decay, "*.lora_magnitude"), lr_scales=scales)
-    return Adapted(plan=changed, rules=rules, targets=tuple(targets))
+    return changed, rules, targets
 
 
 def _add_update(module: nn.Module, path: str, layer: nn.Module, config: LoraConfig, rules: list[InitRule]) -> None:

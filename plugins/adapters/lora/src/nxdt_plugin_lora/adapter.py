@@ -58,12 +58,10 @@ class LoraAdapter(Adapter):
         """
         if not self.config.enable_lora:
             return plan
-        adapted = adapt(module, plan, self.config)
-        self._rules = adapted.rules
+        plan, self._rules, targets = adapt(module, plan, self.config)
         if self.config.lora_verbose:
-            targets = adapted.targets
             _log.warning("LoRA of rank %d on %d layers: %s", self.config.lora_rank, len(targets), ", ".join(targets))
-        return adapted.plan
+        return plan
 
     @staticmethod
     def saved_at(path: Path) -> SavedAdapter | None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.decoder_builder import decoder_flops_per_token, residual_init_rules
+from nxdt_core.models.huggingface import architecture_to_hf, weight_keys
+from nxdt_core.models.rope_scaling import scaling_to_hf
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.plan import AttentionHeads, InitRule, ParallelPlan, PipelinePlan, TensorStyle
 from nxdt_plugin_gpt import hf
 from nxdt_plugin_gpt.config import GPTConfig
+from nxdt_plugin_gpt.errors import NoHuggingFaceForm
 from nxdt_plugin_gpt.modeling import GPT
 
 _LAYER = "layers.*"
@@ -117,12 +121,76 @@ class GPTBuilder(ModelBuilder):
         return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=rows)
 
     def config_to_hf(self) -> dict[str, Any]:
-        """Return :func:`nxdt_plugin_gpt.hf.config_to_hf` of the configuration."""
-        return hf.config_to_hf(self.config)
+        """Return the ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation,
+        which only training knows, has no place in it, nor have the rows that fill the vocabulary up.
+
+        Raises:
+            NoHuggingFaceForm: no family computes what the configuration does.
+        """
+        config, family = self.config, self._family
+        written = {
+            **architecture_to_hf(family.architecture, scores=config.score_head),
+            "model_type": family.model_type,
+            **family.values.write(config),
+            family.activation[0]: next(theirs for theirs, ours in hf.ACTIVATIONS.items() if ours == config.activation),
+        }
+        if family is hf.GPT2:
+            dropout = config.hidden_dropout
+            return {**written, "embd_pdrop": dropout, "resid_pdrop": dropout, "n_inner": config.ffn_size}
+        base, scaled = config.position_freq_base * config.position_abf_factor, scaling_to_hf(config.scaling)
+        rope = scaled.pop("rope_scaling") or {"rope_type": "default"}
+        return {
+            **written,
+            "use_parallel_residual": config.transformer_block_type == "gpt_j",
+            "attention_bias": True,
+            "intermediate_size": config.ffn_size,
+            "rotary_pct": config.rotary_percentage,
+            "rotary_emb_base": base,
+            **scaled,
+            "rope_parameters": {**rope, "rope_theta": base, "partial_rotary_factor": config.rotary_percentage},
+        }
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Return :func:`nxdt_plugin_gpt.hf.key_map` of the configuration."""
-        return hf.key_map(self.config)
+        """Return one entry per parameter, except a tied head. Rows that pad the vocabulary are not exchanged.
+
+        Raises:
+            NoHuggingFaceForm: no family has these parameters.
+        """
+        config, family = self.config, self._family
+        entries = [*weight_keys({"score": "score"})] if config.score_head else []
+        for entry in weight_keys(family.tables):
+            if entry.name == "lm_head.weight" and (config.tied or config.score_head):
+                continue
+            padded = config.vocab_rows != config.vocab_size and entry.name != "embedding.positions.weight"
+            entries.append(replace(entry, transform="pad", sections=(config.vocab_size,)) if padded else entry)
+        for ours, (theirs, transform) in family.modules.items():
+            by_kind = transform.startswith("interleave")
+            sections = (3, config.num_attention_heads) if by_kind else ()
+            for leaf, form in (("weight", transform), ("bias", "interleave" if by_kind else "none")):
+                name, names = f"{ours}.{leaf}", (f"{theirs}.{leaf}",)
+                entries.append(KeyMap(name=name, hf_names=names, transform=form, sections=sections))
+        return tuple(entries)
+
+    @property
+    def _family(self) -> hf.HFFamily:
+        """Return the family that computes what the configuration says."""
+        config, obstacles = self.config, dict[str, list[str]]()
+        activation, positions = config.activation, config.position_embedding_type
+        block, heads = config.transformer_block_type, config.head_size * config.num_attention_heads
+        for family in hf.FAMILIES:
+            lacking = {
+                f"normalization {config.normalization}": config.normalization != "layernorm",
+                f"activation {activation}": activation not in hf.ACTIVATIONS.values(),
+                "has_bias false": not config.has_bias,
+                "fewer key than query heads": not config.fused_qkv,
+                "kv_channels other than hidden_size / num_attention_heads": heads != config.hidden_size,
+                f"position_embedding_type {positions}": positions != family.positions,
+                f"transformer_block_type {block}": block not in family.block_types,
+            }
+            obstacles[family.architecture] = [what for what, lacks in lacking.items() if lacks]
+            if not obstacles[family.architecture]:
+                return family
+        raise NoHuggingFaceForm(obstacles=obstacles)
 
 
 def norms_of(config: GPTConfig) -> tuple[str, ...]:

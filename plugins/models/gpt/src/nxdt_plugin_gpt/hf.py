@@ -1,4 +1,4 @@
-"""Exchange with Hugging Face: its families GPT-2 and GPT-NeoX, and which of them a configuration is. No torch here.
+"""Families of Hugging Face that a GPT may be, GPT-2 and GPT-NeoX: keys of their files and names of tensors. No torch.
 
 Projections of ``GPT2LMHeadModel`` are stored [in, out], and that of attention has all queries first. The fused
 projection of ``GPTNeoXForCausalLM``, which Pythia is too, has our order: query, key and value by head.
@@ -6,20 +6,15 @@ projection of ``GPTNeoXForCausalLM``, which Pythia is too, has our order: query,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from nxdt_core.errors.models import HFUnsupported
-from nxdt_core.models.huggingface import SCORE, HFValues, architecture_to_hf, score_head_from_hf, weight_keys
-from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf, scaling_to_hf
-from nxdt_core.protocols.model import KeyMap
-from nxdt_plugin_gpt.errors import NoHuggingFaceForm
+from nxdt_core.models.huggingface import HFValues, score_head_from_hf
+from nxdt_core.models.rope_scaling import number_of, rope_of, scaling_from_hf
 
-if TYPE_CHECKING:
-    from nxdt_plugin_gpt.config import GPTConfig
-
-_ACTIVATIONS: Mapping[str, str] = {
+ACTIVATIONS: Mapping[str, str] = {
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "gelu": "gelu",
@@ -43,8 +38,6 @@ class HFFamily:
     """Keys of ``config.json`` that need no translation of their values."""
     from_hf: Callable[[Mapping[str, Any]], Mapping[str, Any]]
     """Returns further keys of ours."""
-    to_hf: Callable[[GPTConfig], Mapping[str, Any]]
-    """Returns further keys of theirs."""
     tables: Mapping[str, str]
     """Modules with a weight alone: ours → theirs."""
     modules: Mapping[str, tuple[str, str]]
@@ -58,10 +51,6 @@ def _gpt2_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     if embedding != residual:
         raise HFUnsupported(model="gpt", key="embd_pdrop", found=embedding, supported=f"resid_pdrop, {residual}")
     return {"hidden_dropout": residual}
-
-
-def _gpt2_to_hf(config: GPTConfig) -> dict[str, Any]:
-    return {"embd_pdrop": config.hidden_dropout, "resid_pdrop": config.hidden_dropout, "n_inner": config.ffn_size}
 
 
 _GPT2_LAYER = "transformer.h.*"
@@ -88,7 +77,7 @@ GPT2 = HFFamily(
             "share_embeddings_and_output_weights": ("tie_word_embeddings", True),
         },
         only={
-            "activation_function": tuple(_ACTIVATIONS),
+            "activation_function": tuple(ACTIVATIONS),
             "scale_attn_weights": (True,),
             "scale_attn_by_inverse_layer_idx": (False,),
             "add_cross_attention": (False,),
@@ -96,7 +85,6 @@ GPT2 = HFFamily(
         },
     ),
     from_hf=_gpt2_from_hf,
-    to_hf=_gpt2_to_hf,
     tables={"embedding.tokens": "transformer.wte", "embedding.positions": "transformer.wpe", "lm_head": "lm_head"},
     modules={
         "layers.*.attention_norm": (f"{_GPT2_LAYER}.ln_1", "none"),
@@ -130,21 +118,6 @@ def _neox_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _neox_to_hf(config: GPTConfig) -> dict[str, Any]:
-    base = config.position_freq_base * config.position_abf_factor
-    scaled = scaling_to_hf(config.scaling)
-    rope = scaled.pop("rope_scaling") or {"rope_type": "default"}
-    return {
-        "use_parallel_residual": config.transformer_block_type == "gpt_j",
-        "attention_bias": True,
-        "intermediate_size": config.ffn_size,
-        "rotary_pct": config.rotary_percentage,
-        "rotary_emb_base": base,
-        **scaled,
-        "rope_parameters": {**rope, "rope_theta": base, "partial_rotary_factor": config.rotary_percentage},
-    }
-
-
 _NEOX_LAYER = "gpt_neox.layers.*"
 GPT_NEOX = HFFamily(
     architecture="GPTNeoXForCausalLM",
@@ -170,13 +143,12 @@ GPT_NEOX = HFFamily(
             "share_embeddings_and_output_weights": ("tie_word_embeddings", False),
         },
         only={
-            "hidden_act": tuple(_ACTIVATIONS),
+            "hidden_act": tuple(ACTIVATIONS),
             "attention_bias": (True,),
             "quantization_config": (None,),
         },
     ),
     from_hf=_neox_from_hf,
-    to_hf=_neox_to_hf,
     tables={"embedding.tokens": "gpt_neox.embed_in", "lm_head": "embed_out"},
     modules={
         "layers.*.attention_norm": (f"{_NEOX_LAYER}.input_layernorm", "none"),
@@ -228,76 +200,7 @@ def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     ours |= {
         "make_vocab_size_divisible_by": 1,
         "use_scaled_init_method": False,
-        "activation": _ACTIVATIONS[hf_config.get(key) or default],
+        "activation": ACTIVATIONS[hf_config.get(key) or default],
         "position_embedding_type": family.positions,
     }
     return ours | dict(family.from_hf(hf_config)) | score_head_from_hf(hf_config, model="gpt")
-
-
-def config_to_hf(config: GPTConfig) -> dict[str, Any]:
-    """Return the ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation, which
-    only training knows, has no place in it, nor have the rows that fill the vocabulary up.
-
-    Raises:
-        NoHuggingFaceForm: no family computes what this configuration does.
-    """
-    family = _fitting_family(config)
-    return {
-        **architecture_to_hf(family.architecture, scores=config.score_head),
-        "model_type": family.model_type,
-        **family.values.write(config),
-        family.activation[0]: next(theirs for theirs, ours in _ACTIVATIONS.items() if ours == config.activation),
-        **family.to_hf(config),
-    }
-
-
-def key_map(config: GPTConfig) -> tuple[KeyMap, ...]:
-    """Return one entry per parameter, except a tied head. Rows that pad the vocabulary are not exchanged.
-
-    Raises:
-        NoHuggingFaceForm: no family has these parameters.
-    """
-    family, entries = _fitting_family(config), [SCORE] if config.score_head else []
-    for entry in weight_keys(family.tables):
-        if entry.name == "lm_head.weight" and (config.tied or config.score_head):
-            continue
-        padded = config.vocab_rows != config.vocab_size and entry.name != "embedding.positions.weight"
-        entries.append(replace(entry, transform="pad", sections=(config.vocab_size,)) if padded else entry)
-    for ours, (theirs, transform) in family.modules.items():
-        by_kind = transform.startswith("interleave")
-        sections = (3, config.num_attention_heads) if by_kind else ()
-        for leaf, form in (("weight", transform), ("bias", "interleave" if by_kind else "none")):
-            name, names = f"{ours}.{leaf}", (f"{theirs}.{leaf}",)
-            entries.append(KeyMap(name=name, hf_names=names, transform=form, sections=sections))
-    return tuple(entries)
-
-
-def _fitting_family(config: GPTConfig) -> HFFamily:
-    """Return the family that computes what ``config`` says.
-
-    Raises:
-        NoHuggingFaceForm: there is none.
-    """
-    obstacles = {family.architecture: list(_obstacles(config, family)) for family in FAMILIES}
-    for family in FAMILIES:
-        if not obstacles[family.architecture]:
-            return family
-    raise NoHuggingFaceForm(obstacles=obstacles)
-
-
-def _obstacles(config: GPTConfig, family: HFFamily) -> Iterator[str]:
-    """Yield what ``config`` computes and ``family`` does not."""
-    if config.normalization != "layernorm":
-        yield f"normalization {config.normalization}"
-    if config.activation not in _ACTIVATIONS.values():
-        yield f"activation {config.activation}"
-    if not config.has_bias:
-        yield "has_bias false"
-    if not config.fused_qkv:
-        yield "fewer key than query heads"
-    if config.head_size * config.num_attention_heads != config.hidden_size:
-        yield "kv_channels other than hidden_size / num_attention_heads"
-    if config.position_embedding_type != family.positions:
-        yield f"position_embedding_type {config.position_embedding_type}"
-    if config.transformer_block_type not in family.block_types:
-        yield f"transformer_block_type {config.transformer_block_type}"

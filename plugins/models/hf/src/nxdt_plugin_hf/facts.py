@@ -258,32 +258,26 @@ def pipeline_plan(model: CausalLM, layers: str, hidden_size: int) -> tuple[Pipel
     for path, (takes, _) in theirs.items():
         if path not in (layers, *first, *last) and path in modules:
             (first if takes[0] in ("input_ids", "inputs_embeds") else last).insert(-1, path)
-    plan = PipelinePlan(hidden_size=hidden_size, first=tuple(first), layers=layers, last=tuple(last))
-    refusal = _pipeline_refusal(model, plan)
-    return (plan, "") if refusal is None else (None, refusal)
-
-
-def _pipeline_refusal(model: CausalLM, plan: PipelinePlan) -> str | None:
-    """A stage between others, without its layers, must hand on what it is given: what is left of the model changes
-    nothing, and knows nothing of the first stage's or the last's."""
+    # A stage between others, without its layers, must hand on what it is given: what is left of the model changes
+    # nothing, and knows nothing of the first stage's or the last's.
     stage = copy.deepcopy(model)
-    stage.get_submodule(plan.layers)._modules.clear()
-    for path in (*plan.first, *plan.last):
+    stage.get_submodule(layers)._modules.clear()
+    for path in (*first, *last):
         stage.set_submodule(path, nn.Identity())
     left = [name for name, _ in stage.named_parameters()]
     if left:
-        return f"its plan in transformers puts {', '.join(left)} on no stage"
+        return None, f"its plan in transformers puts {', '.join(left)} on no stage"
     stage.to_empty(device=HOST)
     stage.reset_buffers()
-    hidden = torch.linspace(-1, 1, _TOKENS * plan.hidden_size).view(1, _TOKENS, plan.hidden_size)
+    hidden = torch.linspace(-1, 1, _TOKENS * hidden_size).view(1, _TOKENS, hidden_size)
     try:
         with torch.no_grad():
             handed_on = stage.eval()(hidden, torch.arange(_TOKENS)[None])
     except Exception as error:  # a model's own code may raise anything
-        return f"a stage without the first layers does not run ({type(error).__name__}: {error})"
+        return None, f"a stage without the first layers does not run ({type(error).__name__}: {error})"
     if not isinstance(handed_on, torch.Tensor) or not torch.equal(handed_on, hidden):
-        return "its forward changes hidden states outside of its layers, on every stage"
-    return None
+        return None, "its forward changes hidden states outside of its layers, on every stage"
+    return PipelinePlan(hidden_size=hidden_size, first=tuple(first), layers=layers, last=tuple(last)), ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -309,8 +303,7 @@ class ModelFacts:
         Raises:
             UnsupportedArchitecture, NotACausalLM: it does what cannot be trained here.
         """
-        trace = trace_model(architecture)
-        calls = trace.attention
+        calls, experts_per_token = trace_model(architecture)
         with torch.device("meta"):
             model = build_model(architecture, calls)
         attention = pattern_of(next(iter(calls)))
@@ -335,10 +328,10 @@ class ModelFacts:
         parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
         own = (named for part in parts for named in part.named_parameters(recurse=False))
         dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
-        experts = ((model.get_submodule(path), top_k) for path, top_k in trace.experts.items())
+        experts = ((model.get_submodule(path), top_k) for path, top_k in experts_per_token.items())
         routed = sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
         norms = tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module)))
-        mixed = tuple(dict.fromkeys(pattern_of(path) for path in trace.experts))
+        mixed = tuple(dict.fromkeys(pattern_of(path) for path in experts_per_token))
         biased = any(f".{STACK}." in name and name.endswith(BIAS) for name, _ in model.named_parameters())
         plan = ParallelPlan(
             tensor=tensor.styles,
@@ -370,7 +363,7 @@ class ModelFacts:
             parameters=tuple(name for name, _ in model.named_parameters()),
             plan=plan,
             init_rules=rules,
-            experts={f"{path}.{STACK}": path for path in trace.experts},
+            experts={f"{path}.{STACK}": path for path in experts_per_token},
             multiplied=dense + routed,
         )
 

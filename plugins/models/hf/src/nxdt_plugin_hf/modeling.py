@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -42,17 +41,11 @@ _TOKENS = 4
 _OWN_ATTENTION = "it computes attention without transformers' interface for it"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trace:
-    """Calls of modules, by path, in order."""
-
-    attention: Mapping[str, AttentionCall]
-    experts: Mapping[str, int]
-    """Experts that a token is sent to."""
-
-
-def trace_model(architecture: Architecture) -> Trace:
+def trace_model(architecture: Architecture) -> tuple[dict[str, AttentionCall], dict[str, int]]:
     """Send shapes through the model.
+
+    Returns:
+        By path, in order, the call of each attention module, and of each module of experts how many a token is sent to.
 
     Raises:
         UnsupportedArchitecture: it cannot be built, has experts or buffers that ours cannot stand for, draws random
@@ -127,7 +120,7 @@ def trace_model(architecture: Architecture) -> Trace:
         if convolves or isinstance(module, nn.RNNBase) or hasattr(module, "A_log"):
             reason = f"'{pattern_of(path)}' mixes tokens without attention, and would mix packed documents"
             raise UnsupportedArchitecture(model=architecture.name, reason=reason)
-    return Trace(attention=found, experts={path: top_k[experts] for path, experts in routed_experts(model)})
+    return found, {path: top_k[experts] for path, experts in routed_experts(model)}
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]

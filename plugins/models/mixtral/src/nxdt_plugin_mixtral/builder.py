@@ -32,21 +32,26 @@ class Mixtral(RotaryDecoder):
 def _layer(config: MixtralConfig, masks: DocumentMasks, number: int) -> RotaryDecoderLayer:
     if number not in config.expert_layers:
         return RotaryDecoderLayer(config, masks, SwiGLU(config.hidden_size, config.ffn_hidden_size))
-    moe, layers = config.moe, len(config.expert_layers)
-    options: dict[str, Any] = {
+    moe, size, layers = config.moe, config.hidden_size, len(config.expert_layers)
+    common: dict[str, Any] = {
         "capacity_factor": moe.capacity,
         # Ours is 1 where experts are balanced and is summed over layers; transformers' is top_k, and a mean.
         "balance_coefficient": moe.balance_coefficient * moe.top_k / layers,
         "pooled": (number, layers) if moe.pooled else None,
     }
     if moe.routing_algorithm == "sinkhorn":
-        kind, iterations, tolerance = moe.router_activation, moe.sinkhorn_iterations, moe.sinkhorn_tol
-        options |= {"activation": kind, "iterations": iterations, "tolerance": tolerance}
-        router: TopKRouter = SinkhornRouter(config.hidden_size, moe.num_experts, **options)
+        router: TopKRouter = SinkhornRouter(
+            size,
+            moe.num_experts,
+            activation=moe.router_activation,
+            iterations=moe.sinkhorn_iterations,
+            tolerance=moe.sinkhorn_tol,
+            **common,
+        )
     else:
-        options |= {"top_k": moe.top_k, "normalize": moe.normalize_top_k_affinities}
-        router = TopKRouter(config.hidden_size, moe.num_experts, **options)
-    experts = SwiGLUExperts(config.hidden_size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
+        normalize = moe.normalize_top_k_affinities
+        router = TopKRouter(size, moe.num_experts, top_k=moe.top_k, normalize=normalize, **common)
+    experts = SwiGLUExperts(size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
     mixture = MixtureOfExperts(router=router, experts=experts, chunks=moe.exchange_chunks)
     return RotaryDecoderLayer(config, masks, mixture, name="moe")
 

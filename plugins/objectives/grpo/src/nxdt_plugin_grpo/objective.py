@@ -37,7 +37,7 @@ from nxdt_core.train.weights.loading import known_tokenizer, same_tokens
 from nxdt_plugin_grpo.config import GrpoConfig
 from nxdt_plugin_grpo.errors import NoPrompts, PromptTooLong, RewardModelUnfit
 from nxdt_plugin_grpo.prompts import Prompt
-from nxdt_plugin_grpo.rewards import Answer, Model, Weighted, rewards_of, row_length, score
+from nxdt_plugin_grpo.rewards import Answer, Model, Weighted, build_reward, row_length, score
 
 if TYPE_CHECKING:
     from nxdt_core.train import TrainSession
@@ -198,7 +198,8 @@ class Grpo(Objective):
         """
         config, steps, step = self._config, self._config.num_iterations, session.state.step
         if self._rewards is None:
-            self._rewards = rewards_of(config.rewards, session.config.kernel)
+            kernel = session.config.kernel
+            self._rewards = [build_reward(number, entry, kernel) for number, entry in enumerate(config.rewards)]
             for reward in self._rewards:
                 if isinstance(reward.function, Model):
                     reward.function.model, reward.function.session = self._reward_model, session

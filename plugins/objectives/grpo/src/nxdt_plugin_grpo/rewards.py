@@ -186,27 +186,23 @@ def _in_thread(work: Callable[[], Any]) -> Future[Any]:
     return future
 
 
-def rewards_of(entries: Sequence[str | Mapping[str, Any]], kernel: Kernel) -> list[Weighted]:
-    """Build the rewards that ``objective.rewards`` lists.
-
-    Raises:
-        RewardMisnamed: an entry is not a name with options.
-        NxdtError: the component does not exist, or its options are wrong.
-    """
-    return [_built(number, entry, kernel) for number, entry in enumerate(entries)]
-
-
 def reward_problems(entries: Sequence[str | Mapping[str, Any]], kernel: Kernel) -> Iterator[ConfigFinding]:
-    """Yield what keeps :func:`rewards_of` from building an entry."""
+    """Yield what keeps :func:`build_reward` from building an entry."""
     for number, entry in enumerate(entries):
         try:
-            _built(number, entry, kernel)
+            build_reward(number, entry, kernel)
         except NxdtError as error:
             key = error.key if isinstance(error, ConfigProblem) else f"objective.rewards[{number}]"
             yield ConfigFinding(key=key, message=error.what(), remedy=error.do())
 
 
-def _built(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weighted:
+def build_reward(number: int, entry: str | Mapping[str, Any], kernel: Kernel) -> Weighted:
+    """Build a reward that ``objective.rewards`` lists.
+
+    Raises:
+        RewardMisnamed: the entry is not a name with options.
+        NxdtError: the component does not exist, or its options are wrong.
+    """
     options = {"name": entry} if isinstance(entry, str) else dict(entry)
     name, weight, timeout = options.pop("name", None), options.pop("weight", 1.0), options.pop("timeout", None)
     on_error = options.pop("on_error", "stop")
