@@ -63,8 +63,8 @@ _POLL_S = 0.2
 class LockedStore:
     """A store that this process has locked; see :class:`nxdt_core.checkpoint.ownership.Ownership`."""
 
-    def __init__(self, storage: CheckpointStore, lock: StorageLock, me: Owner) -> None:
-        self.fencing = 0
+    def __init__(self, storage: CheckpointStore, lock: StorageLock, me: Owner, fencing: int) -> None:
+        self.fencing = fencing
         self._storage = storage
         self._lock: StorageLock | None = lock
         self._me = me
@@ -311,13 +311,11 @@ def own(
             if error.strerror:
                 say(f"{storage.uri} is owned by a lease instead of a lock: {error.strerror}")
             return take_lease(storage, me, say=say, expiry_s=expiry_s)
-        owned = LockedStore(storage, lock, me)
         try:
-            owned.fencing = greatest_fencing(storage) + 1
+            return LockedStore(storage, lock, me, greatest_fencing(storage) + 1)
         except BaseException:
-            owned.release()
+            lock.release()
             raise
-        return owned
 
 
 @contextmanager

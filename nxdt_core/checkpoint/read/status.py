@@ -293,39 +293,38 @@ def nothing_at(storage: CheckpointStore, found: Sequence[CheckpointStatus]) -> s
 def _status(
     storage: CheckpointStore, step: int, sizes: Mapping[str, int], *, names_only: bool = False
 ) -> CheckpointStatus:
-    own_name = step_name(step)
-
-    def status(state: State, problem: str = "", manifest: Manifest | None = None) -> CheckpointStatus:
-        signed = manifest is not None and signature_key(step, manifest.attempt) in sizes  # else without a read
-        return CheckpointStatus(
-            step=step,
-            state=state,
-            uri=f"{storage.uri}/{own_name}",
-            size_bytes=sum(sizes.values()),
-            problem=problem,
-            is_link=own_name in sizes,
-            created=manifest.created if manifest else "",
-            facts=manifest.facts if manifest else None,
-            signed_by=claimed_signer(storage, manifest) if manifest and signed else "",
-        )
-
-    unreadable = _unreadable(storage, own_name) if own_name in sizes else ""
+    name = step_name(step)
+    state: State = "committed"
+    problem, manifest = "", None
+    unreadable = _unreadable(storage, name) if name in sizes else ""
     if unreadable:
-        return status("damaged", f"{storage.uri}/{own_name}: {unreadable}")
-    if manifest_key(step) not in sizes:
-        return status("unfinished")
-    if names_only:
-        return status("committed")
-    try:
-        manifest = read_manifest(storage, step)
-    except CheckpointNotFound:  # deleted since it was listed
-        return status("unfinished")
-    except CheckpointTooNew as error:
-        return status("committed", f"{error.where}: {error.reason}")
-    except CheckpointDamaged as error:
-        return status("damaged", f"{error.where}: {error.reason}")
-    problems = _wrong_sizes(storage, manifest, sizes)
-    return status("damaged", problems[0], manifest) if problems else status("committed", "", manifest)
+        state, problem = "damaged", f"{storage.uri}/{name}: {unreadable}"
+    elif manifest_key(step) not in sizes:
+        state = "unfinished"
+    elif not names_only:
+        try:
+            manifest = read_manifest(storage, step)
+        except CheckpointNotFound:  # deleted since it was listed
+            state = "unfinished"
+        except CheckpointTooNew as error:
+            problem = f"{error.where}: {error.reason}"
+        except CheckpointDamaged as error:
+            state, problem = "damaged", f"{error.where}: {error.reason}"
+        else:
+            problem = next(iter(_wrong_sizes(storage, manifest, sizes)), "")
+            state = "damaged" if problem else "committed"
+    signed = manifest is not None and signature_key(step, manifest.attempt) in sizes  # else without a read
+    return CheckpointStatus(
+        step=step,
+        state=state,
+        uri=f"{storage.uri}/{name}",
+        size_bytes=sum(sizes.values()),
+        problem=problem,
+        is_link=name in sizes,
+        created=manifest.created if manifest else "",
+        facts=manifest.facts if manifest else None,
+        signed_by=claimed_signer(storage, manifest) if manifest and signed else "",
+    )
 
 
 def _wrong_sizes(storage: CheckpointStore, manifest: Manifest, sizes: Mapping[str, int]) -> list[str]:

@@ -249,7 +249,7 @@ class RunRetention:
             state="committed",
             uri=f"{self._storage.uri}/{step_name(manifest.step)}",
             size_bytes=self._size_bytes(manifest.step),
-            facts=_needed(manifest.facts),
+            facts=CheckpointFacts(metrics=manifest.facts.metrics, keep=manifest.facts.keep),
         )
         while True:
             present = (checkpoints[step] for step in sorted(checkpoints) if not self._is_skipped(step))
@@ -275,10 +275,11 @@ class RunRetention:
 
     def _read(self, step: int | None = None) -> dict[int, CheckpointStatus]:
         """Return the steps without the configuration, which every manifest has."""
-        return {
-            status.step: replace(status, facts=status.facts and _needed(status.facts))
-            for status in newest_first(self._storage, step)
-        }
+        statuses = {}
+        for status in newest_first(self._storage, step):
+            facts = status.facts and CheckpointFacts(metrics=status.facts.metrics, keep=status.facts.keep)
+            statuses[status.step] = replace(status, facts=facts)
+        return statuses
 
     def _is_skipped(self, step: int) -> bool:
         """Return whether the run did not resume from ``step`` although it is later: it is damaged."""
@@ -286,10 +287,6 @@ class RunRetention:
 
     def _size_bytes(self, step: int) -> int:
         return sum(info.size_bytes for info in self._storage.list(step_prefix(step)))
-
-
-def _needed(facts: CheckpointFacts) -> CheckpointFacts:
-    return CheckpointFacts(metrics=facts.metrics, keep=facts.keep)
 
 
 def _kind(status: CheckpointStatus) -> str:

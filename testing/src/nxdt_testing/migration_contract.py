@@ -93,8 +93,11 @@ class MigrationContract(ComponentContract):
         lines = text.splitlines()
         rows = {row.key: row for row in migrated.keys}
         paths = set(_paths(yaml.safe_load(text)))
-        missing = sorted(path for path in paths if not _is_told(path, rows))
-        assert not missing, f"the report says nothing of the key {missing[0]!r}"
+        for path in sorted(paths):
+            said = path  # a row is about a key, or about the section or list that it is in
+            while said and said not in rows:
+                said = said[: max(said.rfind("."), said.rfind("["), 0)]
+            assert said, f"the report says nothing of the key {path!r}"
         for row in migrated.keys:
             assert row.verdict in get_args(Verdict), f"{row.key}: {row.verdict!r} is not a verdict"
             if row.key in paths and row.line:
@@ -163,13 +166,6 @@ class MigrationContract(ComponentContract):
         """`nxdt train` prints the note."""
         note = factory().environment_note({"HOME": "/home/someone", "PATH": "/bin"})
         assert note is None, f"environment_note must return None without variables of the program; it returned {note!r}"
-
-
-def _is_told(path: str, rows: Mapping[str, Any]) -> bool:
-    """Return whether a row is about a key, or about the section or list that it is in."""
-    while path and path not in rows:
-        path = path[: max(path.rfind("."), path.rfind("["), 0)]
-    return bool(path)
 
 
 def _paths(tree: Any, path: str = "") -> Iterator[str]:

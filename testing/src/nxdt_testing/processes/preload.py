@@ -32,13 +32,6 @@ _THIRD_PARTY = (
 _LEFT_OUT = ("nxdt_core.__main__", "nxdt_core.config.marks", "nxdt_testing")
 
 
-def _import_all() -> None:
-    names = [each.name for each in pkgutil.walk_packages(nxdt_core.__path__, "nxdt_core.")]
-    for name in (*_THIRD_PARTY, *(name for name in names if not name.startswith(_LEFT_OUT))):
-        with suppress(ImportError):  # of what is not installed
-            importlib.import_module(name)
-
-
 def _prepare_configurations() -> None:
     """Start a kernel with first-party plugins, which import the API alone, and read their recipes for small models.
 
@@ -55,5 +48,8 @@ def _prepare_configurations() -> None:
                 check(f"recipe:{recipe.plugin}:{recipe.name}", kernel=kernel)
 
 
-_import_all()
+_modules = [module.name for module in pkgutil.walk_packages(nxdt_core.__path__, "nxdt_core.")]
+for _name in (*_THIRD_PARTY, *(name for name in _modules if not name.startswith(_LEFT_OUT))):
+    with suppress(ImportError):  # of what is not installed
+        importlib.import_module(_name)
 _prepare_configurations()

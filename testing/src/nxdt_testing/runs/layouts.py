@@ -110,14 +110,6 @@ class _Work:
     adapter: Parts | None = None
     batches: Sequence[Batch] | None = None
 
-    @property
-    def homes(self) -> list[tuple[str, str]]:
-        """Modules and files of its classes and functions, which may be a test's, in no package."""
-        given = [each for each in (self.optimizer, self.objective, self.adapter) if each is not None]
-        defined = [type(self.builder), *(each for part in given for each in (part.factory, type(part.section)))]
-        modules = [str(each.__module__) for each in defined]
-        return [(name, getattr(sys.modules.get(name), "__file__", None) or "") for name in modules]
-
     def train(self, settings: Sequence[str]) -> Trained:
         """Take the steps in this process."""
         length = min(LENGTH, self.builder.max_sequence_length or LENGTH)
@@ -164,10 +156,13 @@ def compare(
     work = _Work(builder=builder, layout=layout, **parts)
     single = replace(layout, needs=frozenset(), settings=(), ranks=1, exhaustive=False)
     alone = _train_alone(pickle.dumps(replace(work, layout=single)))
+    # Modules and files of the classes and functions of the work, which may be a test's, in no package.
+    given = [part for part in (work.optimizer, work.objective, work.adapter) if part is not None]
+    defined = [type(builder), *(each for part in given for each in (part.factory, type(part.section)))]
+    modules = [str(each.__module__) for each in defined]
+    homes = [(name, getattr(sys.modules.get(name), "__file__", None) or "") for name in modules]
     try:
-        found = RankPool(layout.ranks, lasting=True).run(
-            train_on_rank, work.homes, pickle.dumps(work), timeout_s=timeout_s
-        )
+        found = RankPool(layout.ranks, lasting=True).run(train_on_rank, homes, pickle.dumps(work), timeout_s=timeout_s)
     except RanksFailed as failed:
         return [f"it cannot be trained: {failed}"]
     problems = [each for each in found if isinstance(each, str)]
