@@ -224,7 +224,7 @@ class PlainFile:
 
 
 def read_file(path: Path, overrides: Mapping[str, Any] | None = None, sections: Collection[str] = ()) -> PlainFile:
-    """Read a YAML file, whatever its keys are.
+    """Read a YAML file with any keys.
 
     Args:
         path: The file.

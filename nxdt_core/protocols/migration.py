@@ -113,7 +113,7 @@ class Migration(ABC):
         """Rewrite a file for nxdt.
 
         Args:
-            source: The file.
+            source: The file; :func:`nxdt_core.config.read_file` returns its values, the lines of keys and its text.
             target: Where the caller will write the text; its relative paths start there.
             kernel: A started :class:`nxdt_core.kernel.Kernel`; its plugins say what can be kept.
             overrides: Key path → value of the command line. Those that this program has replace the file's and are

@@ -123,10 +123,10 @@ def _overlap(
         behind["cp"] = 1.0
     if chunks > 1:
         elements = 0.0  # of experts that a token is multiplied with
-        routers = [whole.get_submodule(path) for path in routers_of(whole, plan)]
-        for path, router in zip(expert_modules(whole, plan), routers, strict=False):
+        routers = routers_of(whole, plan).items()
+        for path, (router, experts) in zip(expert_modules(whole, plan), routers, strict=False):
             size = sum(parameter.numel() for parameter in whole.get_submodule(path).parameters())
-            elements += size * getattr(router, "top_k", 1) / getattr(router, "experts", 1)
+            elements += size * getattr(whole.get_submodule(router), "top_k", 1) / experts
         behind["ep"] = 6 * elements / work.builder.flops_per_token(work.seq_length)
     return behind, never
 
