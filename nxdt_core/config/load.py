@@ -41,15 +41,7 @@ from nxdt_core.config.show import (
     mask_secrets,
     notes_on_secrets,
 )
-from nxdt_core.config.sources import (
-    BASE,
-    COMMAND_LINE,
-    converted,
-    explained,
-    find_base,
-    read_overrides,
-    read_source,
-)
+from nxdt_core.config.sources import BASE, COMMAND_LINE, converted, explained, find_base, read_overrides, read_source
 from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Tree, dotted, join, parts_of, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (

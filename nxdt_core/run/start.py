@@ -11,7 +11,6 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import BaseDtypeChanged, ForeignHasWeightsOnly
 from nxdt_core.errors.training import (
     LengthUnknown,
@@ -21,6 +20,7 @@ from nxdt_core.errors.training import (
 )
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.paths import expand_home
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import base_step, saved_adapter
 
