@@ -91,7 +91,7 @@ def _keys_like(option: str) -> list[str]:
     from nxdt_core.config.tree import DEFAULT, Tree
 
     name = option.lstrip("-").replace("-", "_")
-    known = fill(Tree({}, {(): DEFAULT}), RunConfig).known
+    known = fill(Tree({}, {(): DEFAULT}), RunConfig).names.values()
     found = [key for key in known if f".{key}".endswith(f".{name}")]
     return [key for key in found if key.count(".") == min(each.count(".") for each in found)]
 

@@ -93,8 +93,8 @@ def load(
     # What was written: the source, what it is based on, and overrides.
     written = _collect(source, overrides, kernel, label, converts=True)
     tree, problems, notes = written.tree, written.problems, written.notes
-    passed, kernel = kernel, written.start_kernel(tree)
-    for plugin in kernel.plugins if passed is None else ():  # a file was asked for by name
+    kernel = written.start_kernel(tree)
+    for plugin in () if written.passed else kernel.plugins:  # a file was asked for by name
         if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):
             message = f"the plugin file {plugin.location} is {plugin.state}: {plugin.reason}."
             correct = "Correct it, or take it out of plugins.local."
@@ -146,8 +146,8 @@ def load(
     extensions, extension_notes = _select_extensions(tree, kernel, problems)
     sections = {slot.kind: slot.section for slot in SLOTS}
     components = {
-        kind: component and Selected(component=component, config=reading.components.get(sections[kind]))
-        for kind, component in composition.components.items()
+        kind: None if found is None else Selected(component=found, config=reading.components.get(sections[kind]))
+        for kind, found in composition.components.items()
     }
     checked = Checked(reading.values, tree)
     problems += find_problems(checked, components, kernel, asks_plugins=not problems)
