@@ -278,7 +278,7 @@ def _collect(
     written = _Written(tree=nothing, label=str(wanted), kernel=kernel, passed=kernel is not None)
 
     def kernel_for(above: Tree) -> Kernel:
-        """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
+        """Return the kernel that finds a recipe: under the policy of what is based on the recipe, which may block."""
         return written.start_kernel(_merged(above, words))
 
     source = read_source(wanted, partial(kernel_for, nothing), None, label)
@@ -563,7 +563,7 @@ def _mask_options(tree: Tree, kernel: Kernel) -> None:
     for where, name in places:
         if isinstance(tree.get(where), dict) and isinstance(name, str):
             with suppress(NxdtError):  # of a component that cannot be had, which :func:`_select_extensions` reports
-                cls = usable_class(kernel.registry.get("callback", name), tree.origin(where).at(""))
+                cls = kernel.registry.get("callback", name).load_config()
                 for key in keys_of(cls).values() if cls is not None else ():
                     mask_secrets(tree, key, (*parts_of(where), key.name))
 
