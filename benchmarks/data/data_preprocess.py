@@ -22,7 +22,7 @@ from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from nxdt_core.config.sources import resolve_path
+from nxdt_core.system.paths import resolve_path
 
 WANTED = 0.8
 CORES = len(os.sched_getaffinity(0))

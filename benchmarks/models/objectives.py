@@ -26,8 +26,8 @@ from typing import Any
 import torch
 
 from nxdt_core.config import load
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.loader import collate
+from nxdt_core.system.paths import resolve_path
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.weights.reference import DatasetWithReference, compute_log_probs
 

@@ -21,7 +21,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
 from nxdt_core.checkpoint.format.manifest import STRONG, Algorithm, Manifest
-from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointDigestsWeak,
@@ -34,6 +33,7 @@ from nxdt_core.errors.checkpoints import (
     StorageError,
 )
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.paths import expand_home
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

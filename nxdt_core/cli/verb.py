@@ -68,7 +68,8 @@ class Verb(WithExamples):
 
             # Keys of the core's configuration with the name of the option, those with the shortest path alone.
             name = error.option_name.lstrip("-").replace("-", "_")
-            keys = [key for key in fill(Tree({}, {(): DEFAULT}), RunConfig).known if f".{key}".endswith(f".{name}")]
+            known = fill(Tree({}, {(): DEFAULT}), RunConfig).names.values()
+            keys = [key for key in known if f".{key}".endswith(f".{name}")]
             keys = [key for key in keys if key.count(".") == min(other.count(".") for other in keys)]
             if not keys:
                 raise

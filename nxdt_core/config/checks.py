@@ -283,7 +283,7 @@ def find_impossible(
         reason = f"sequences have {sizes[0]} tokens, the model has positions for {sizes[1]} ({longest})"
         yield excluded(length, longest, reason=reason, advice=f"Shorten {length} or raise {longest}.")
     metrics = "exp_manager.monitoring.metrics_file"
-    if isinstance(name := given(metrics), str) and not name.endswith(".prom"):
+    if isinstance(file := given(metrics), str) and not file.endswith(".prom"):
         reason = "node_exporter reads files whose name ends with .prom"
         yield excluded(metrics, reason=reason, advice="Name it so, such as nxdt.prom.")
 
@@ -292,8 +292,10 @@ def find_impossible(
     schedule, model = ((components or {}).get(kind) for kind in ("schedule", "model"))
     horizon = numbers(_HORIZON)
     if schedule is not None and schedule.config is not None and horizon is not None:
-        marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(type(schedule.config)).items()}
-        parts = {key: given(key) for key, mark in marks.items() if mark and mark.key == _HORIZON and given(key)}
+        cls: Any = type(schedule.config)
+        marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(cls).items()}
+        counted = [key for key, mark in marks.items() if mark is not None and mark.key == _HORIZON]
+        parts: dict[str, Any] = {key: count for key in counted if (count := given(key))}
         if parts and (warmup := given(_WARMUP)):
             parts = {_WARMUP: warmup, **parts}
         if (total := sum(parts.values())) > horizon[0]:

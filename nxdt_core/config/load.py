@@ -50,15 +50,7 @@ from nxdt_core.config.show import (
     mask_secrets,
     notes_on_secrets,
 )
-from nxdt_core.config.sources import (
-    BASE,
-    COMMAND_LINE,
-    converted,
-    explained,
-    find_base,
-    read_overrides,
-    read_source,
-)
+from nxdt_core.config.sources import BASE, COMMAND_LINE, converted, explained, find_base, read_overrides, read_source
 from nxdt_core.config.tree import DEFAULT, KeyPath, Origin, Tree, dotted, join, parts_of, plain, walk
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
@@ -113,8 +105,8 @@ def load(
     # What was written: the source, what it is based on, and overrides.
     written = _collect(source, overrides, kernel, label, converts=True)
     tree, problems, notes = written.tree, written.problems, written.notes
-    passed, kernel = kernel, written.start_kernel(tree)
-    for plugin in kernel.plugins if passed is None else ():  # a file was asked for by name
+    kernel = written.start_kernel(tree)
+    for plugin in () if written.passed else kernel.plugins:  # a file was asked for by name
         if plugin.dist == LOCAL and plugin.state not in ("ok", "blocked"):
             message = f"the plugin file {plugin.location} is {plugin.state}: {plugin.reason}."
             correct = "Correct it, or take it out of plugins.local."
@@ -166,8 +158,8 @@ def load(
     extensions, extension_notes = _select_extensions(tree, kernel, problems)
     sections = {slot.kind: slot.section for slot in SLOTS}
     components = {
-        kind: component and Selected(component=component, config=reading.components.get(sections[kind]))
-        for kind, component in composition.components.items()
+        kind: None if found is None else Selected(component=found, config=reading.components.get(sections[kind]))
+        for kind, found in composition.components.items()
     }
     checked = Checked(reading.values, tree)
     problems += find_problems(checked, components, kernel, asks_plugins=not problems)
@@ -342,7 +334,7 @@ def _collect(
     written = _Written(tree=nothing, label=str(wanted), kernel=kernel, passed=kernel is not None)
 
     def kernel_for(above: Tree) -> Kernel:
-        """The kernel that finds a recipe: under the policy, which may block plugins, of what is based on the recipe."""
+        """Return the kernel that finds a recipe: under the policy of what is based on the recipe, which may block."""
         return written.start_kernel(_merged(above, words))
 
     source = read_source(wanted, partial(kernel_for, nothing), None, label)
@@ -627,7 +619,7 @@ def _mask_options(tree: Tree, kernel: Kernel) -> None:
     for where, name in places:
         if isinstance(tree.get(where), dict) and isinstance(name, str):
             with suppress(NxdtError):  # of a component that cannot be had, which :func:`_select_extensions` reports
-                cls = usable_class(kernel.registry.get("callback", name), tree.origin(where).at(""))
+                cls = kernel.registry.get("callback", name).load_config()
                 for key in keys_of(cls).values() if cls is not None else ():
                     mask_secrets(tree, key, (*parts_of(where), key.name))
 

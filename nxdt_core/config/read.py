@@ -25,7 +25,6 @@ from pydantic import ValidationError
 from nxdt_core.config.annotations import DefaultsTo, StartsAtFile
 from nxdt_core.config.section import REQUIRED, Key, keys_of, marked, members, nearest_keys
 from nxdt_core.config.show import learn_secrets, learn_variables, mask_secrets
-from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.config.tree import (
     DEFAULT,
     LARGEST_INTEGER,
@@ -49,6 +48,7 @@ from nxdt_core.errors.configuration import (
     WrongValue,
 )
 from nxdt_core.protocols.batch import LARGEST
+from nxdt_core.system.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 
 
 @dataclass(frozen=True, slots=True)

@@ -202,6 +202,8 @@ _MARKED_TYPES: dict[type, type] = {StartsAtFile: Path, Secret: SecretStr}
 
 def marked(mark: type, annotation: Any, value: Any, path: KeyPath) -> Iterator[KeyPath]:
     """Yield where scalars of a value are whose annotation has a mark, such as :class:`Secret`, or is inside one."""
+    if value is None:
+        return
     origin, arguments = get_origin(annotation), get_args(annotation)
     marks = annotation.__metadata__ if origin is Annotated else ()
     if any(isinstance(each, mark) for each in marks) or annotation is _MARKED_TYPES[mark]:

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, get_args
 
@@ -49,56 +48,9 @@ from nxdt_core.kernel import Kernel, PluginInfo, RegisteredComponent
 from nxdt_core.kernel.plugin import advise, diagnose
 from nxdt_core.kernel.registry import missing_dist, showing_migrations
 from nxdt_core.protocols.migration import MigratedConfig, Migration, Verdict
+from nxdt_core.system.paths import PackageNotFound, expand_home, package_directory, resolve_path
 
 _log = logging.getLogger(__name__)
-
-PACKAGE_SCHEME = "package://"
-
-
-class PackageNotFound(LookupError):
-    """The package of a ``package://`` path is not installed, or the path leaves it."""
-
-
-def expand_home(path: str | Path) -> Path:
-    """Return a path with ``~`` replaced by the home directory; as it is where no user of that name exists."""
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
-        return Path(path)
-
-
-def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
-    """Return the absolute path that ``value`` means; whether it exists is not looked at.
-
-    Args:
-        value: A path, ``~/…``, or ``package://<import package>/<path inside it>``.
-        relative_to: Directory that a relative path starts at; the working directory by default.
-
-    Raises:
-        PackageNotFound: no package of that name is installed, or the path leaves the package.
-    """
-    text = str(value)
-    if text.startswith(PACKAGE_SCHEME):
-        package, _, inside = text.removeprefix(PACKAGE_SCHEME).partition("/")
-        # The path may come from a checkpoint. To find a package inside another one, Python would import the outer one.
-        directory = None if "." in package else _package_directory(package)
-        if directory is None:
-            raise PackageNotFound(f"no package {package!r} is installed")
-        if inside.startswith("/") or ".." in inside.split("/"):
-            raise PackageNotFound(f"the path leaves the package {package!r}")
-        return directory / inside
-    return (relative_to or Path.cwd()).absolute() / expand_home(text)
-
-
-def _package_directory(package: str) -> Path | None:
-    """Return the directory of an import package; None where it is a single module, or not there."""
-    try:
-        spec = find_spec(package) if package else None
-    except (ImportError, ValueError):
-        return None
-    locations = list(spec.submodule_search_locations or ()) if spec is not None else []
-    return Path(locations[0]) if locations else None
-
 
 RECIPE_SCHEME = "recipe:"
 EDITOR_LINES = """\
@@ -187,7 +139,7 @@ def _recipes(plugins: Iterable[PluginInfo], name: str | None = None, *, usable: 
     pattern = "*" if name is None else glob.escape(name)
     for plugin in plugins if "/" not in pattern else ():
         package = plugin.module.partition(":")[0].partition(".")[0] if plugin.state == "ok" or not usable else ""
-        if (directory := _package_directory(package)) is not None:
+        if (directory := package_directory(package)) is not None:
             for path in sorted((directory / "recipes").rglob(f"{pattern}.yaml")):
                 yield Recipe(name=path.stem, plugin=plugin.name, path=path)
 

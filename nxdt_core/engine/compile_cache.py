@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING
 from urllib.parse import unquote
 
 from nxdt_core.config.schema import RunConfig
-from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.launch import CompileCacheNotAFolder, CompileCacheNotWritable, CompileIsOff
 from nxdt_core.protocols.engine import CompileAhead, GraphOrigins
+from nxdt_core.system.paths import expand_home
 
 if TYPE_CHECKING:
     from nxdt_core.distributed.devices import DeviceProfile

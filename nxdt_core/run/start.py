@@ -19,7 +19,7 @@ from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.config import ResolvedConfig, render_show
 from nxdt_core.config.show import shown_words
-from nxdt_core.config.sources import RECIPE_SCHEME, PackageNotFound, expand_home, resolve_path
+from nxdt_core.config.sources import RECIPE_SCHEME
 from nxdt_core.errors.checkpoints import BaseDtypeChanged, ForeignHasWeightsOnly, StorageError, StoreInUse
 from nxdt_core.errors.training import (
     CannotCopyFile,
@@ -32,6 +32,7 @@ from nxdt_core.errors.training import (
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.file_lock import FileLock, take_file_lock, this_process
+from nxdt_core.system.paths import PackageNotFound, expand_home, resolve_path
 from nxdt_core.system.regular_files import copy_file, make_directory, open_regular, regular_opener, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.build import run_dir_explained

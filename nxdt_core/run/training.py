@@ -14,7 +14,6 @@ from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.config import ResolvedConfig, Selected
 from nxdt_core.config.annotations import seconds_of
-from nxdt_core.config.sources import expand_home
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
@@ -45,6 +44,7 @@ from nxdt_core.run.start import (
     with_start_step,
 )
 from nxdt_core.system.garbage_collection import collect_as_usual
+from nxdt_core.system.paths import expand_home
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.system.regular_files import make_directory, require_plain_files
 from nxdt_core.train import build

@@ -17,8 +17,8 @@ from pathlib import Path
 import pytest
 
 from nxdt_core.cli.app import main
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
+from nxdt_core.system.paths import resolve_path
 
 transformers = pytest.importorskip("transformers", reason="transformers renders what is compared")
 pytest.importorskip("nxdt_plugin_sft_chat", reason="the plugin of chats is not installed")

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from nxdt_core import config
-from nxdt_core.config.sources import PackageNotFound, find_recipe, list_recipes, resolve_path
+from nxdt_core.config.sources import find_recipe, list_recipes
 from nxdt_core.errors.configuration import UnknownRecipe
 from nxdt_core.kernel import Kernel, PluginInfo
+from nxdt_core.system.paths import PackageNotFound, resolve_path
 from tests.sampling import slow
 
 

@@ -41,13 +41,13 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.cli import main
 from nxdt_core.cli.plot import read_run as read_plotted
 from nxdt_core.cli.report import page, read_run
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.records import read_records
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.data.tokenizers.huggingface import HuggingFaceTokenizer
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.dataset import DataContext
+from nxdt_core.system.paths import resolve_path
 from nxdt_core.train import build
 from nxdt_core.train.step import initialize_parallel_model
 from nxdt_core.train.weights.loading import find_weights

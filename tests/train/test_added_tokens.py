@@ -11,7 +11,7 @@ import torch
 
 from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
 from nxdt_core.cli import main
-from nxdt_core.config.sources import resolve_path
+from nxdt_core.system.paths import resolve_path
 from tests import processes
 from tests.sampling import slow
 from tests.train.small import write_text

@@ -18,7 +18,6 @@ from tensorboard.plugin_util import markdown_to_safe_html
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.files.records import UnusedFields
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
@@ -28,6 +27,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import FieldsUnused, SpecialTokenInText
 from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.run.training import train
+from nxdt_core.system.paths import resolve_path
 from nxdt_core.system.visible_text import visible
 from nxdt_core.train.generate import Answer, Question, Sampling, load_model, questions, scores
 from tests import processes

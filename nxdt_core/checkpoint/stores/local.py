@@ -25,10 +25,10 @@ from urllib.parse import unquote, urlsplit
 
 from nxdt_core.checkpoint.storage import explained
 from nxdt_core.config.schema import LocalStorageConfig
-from nxdt_core.config.sources import expand_home
 from nxdt_core.errors.checkpoints import BadStorageKey, BadStorageUri, LockIsNoFile
 from nxdt_core.protocols.store import CheckpointStore, ObjectInfo
 from nxdt_core.system.file_lock import FileLock, take_file_lock
+from nxdt_core.system.paths import expand_home
 from nxdt_core.system.regular_files import NotRegularFile, open_regular, require_regular
 
 __all__ = ["LocalStorage"]

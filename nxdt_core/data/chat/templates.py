@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.files.paths import RecordFiles, decode, read_bytes
 from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.system.paths import resolve_path
 
 _AS_TEXT = "plain"
 """The shipped template whose chats begin as texts do."""

@@ -27,11 +27,11 @@ from pydantic import Field
 
 from nxdt_core.config.annotations import Fraction, PositiveInt, Written
 from nxdt_core.config.section import Section
-from nxdt_core.config.sources import PackageNotFound, resolve_path
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable, TextNotUtf8
 from nxdt_core.protocols.dataset import SplitName
+from nxdt_core.system.paths import PackageNotFound, resolve_path
 
 _MARKS = (
     (codecs.BOM_UTF32_LE, "UTF-32"),

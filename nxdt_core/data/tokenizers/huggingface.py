@@ -18,12 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from nxdt_core.config.sources import expand_home
 from nxdt_core.data.cache import digest
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig, MegatronTokenizerConfig
 from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, import_library, read_file
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
+from nxdt_core.system.paths import expand_home
 
 FILE = "tokenizer.json"
 _SPECIAL = ("bos_token", "eos_token", "pad_token")

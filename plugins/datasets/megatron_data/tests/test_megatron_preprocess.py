@@ -29,8 +29,8 @@ from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, idx
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from nxdt_core.cli import main
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.system.file_lock import take_file_lock
+from nxdt_core.system.paths import resolve_path
 from tests.carried import carried
 from tests.in_the_way import KINDS, PRECIOUS, put
 from tests.processes import Popen, run

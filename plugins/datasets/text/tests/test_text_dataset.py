@@ -10,11 +10,11 @@ from nxdt_plugin_text.loader import TextData
 from nxdt_testing.dataset_contract import take_steps
 from nxdt_testing.errors import raises
 
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.errors.data import DataNeedsTokenizer, DocumentWeightWrong, SpecialTokenMissing, TooFewTokens
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset
+from nxdt_core.system.paths import resolve_path
 
 EOS, BOS = ByteTokenizer.eos_id, ByteTokenizer.bos_id
 

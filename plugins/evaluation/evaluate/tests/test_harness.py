@@ -14,8 +14,8 @@ from nxdt_testing.task_contract import TaskContract
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.run.training import train
+from nxdt_core.system.paths import resolve_path
 from nxdt_core.train.generate import load_model
 from nxdt_core.train.weights.export import export_hf
 from tests.sampling import takes_all

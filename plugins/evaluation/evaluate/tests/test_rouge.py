@@ -13,9 +13,9 @@ from nxdt_testing.metric_contract import MetricContract
 
 from nxdt_core.cli import main
 from nxdt_core.config import load
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.errors import NxdtError
 from nxdt_core.run.training import train
+from nxdt_core.system.paths import resolve_path
 from tests.train.small import SMALL
 
 

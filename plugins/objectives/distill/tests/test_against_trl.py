@@ -8,8 +8,8 @@ from nxdt_plugin_distill.divergence import Measure, TopTokens, divergences
 from torch.nn import functional
 
 from nxdt_core.config import load
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.system.paths import resolve_path
 from nxdt_core.train import TrainSession
 
 transformers = pytest.importorskip("transformers")

@@ -11,8 +11,8 @@ from nxdt_plugin_grpo import rewards
 from nxdt_testing.ranks import RankPool, process_group
 
 from nxdt_core.config import load
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.protocols.batch import IGNORE_INDEX
+from nxdt_core.system.paths import resolve_path
 from nxdt_core.train import TrainSession
 from tests.sampling import slow
 

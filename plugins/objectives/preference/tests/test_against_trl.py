@@ -48,7 +48,7 @@ PACKING = pytest.mark.parametrize("packing", [False, True], ids=["padded", "pack
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """A policy and a reference in the layout of Hugging Face, with the same tokenizer."""
-    from nxdt_core.config.sources import resolve_path
+    from nxdt_core.system.paths import resolve_path
 
     tokenizer = transformers.AutoTokenizer.from_pretrained(resolve_path(TOKENIZER))
     found = {}

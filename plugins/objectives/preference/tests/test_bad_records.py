@@ -12,7 +12,6 @@ from nxdt_plugin_preference.loader import PreferenceData
 from nxdt_plugin_preference.objectives import Dpo
 
 from nxdt_core.config import load
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.loader import collate
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
@@ -21,6 +20,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.system.paths import resolve_path
 
 GOOD = {"prompt": "a", "chosen": "b", "rejected": "c"}
 USER, OTHER, YES, NO = (

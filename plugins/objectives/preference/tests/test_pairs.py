@@ -15,7 +15,6 @@ from nxdt_plugin_preference.objectives import Dpo, Orpo
 from nxdt_plugin_preference.rendering import Pair, read_preference
 from nxdt_testing.errors import raises
 
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.chat.templates import shipped_template
 from nxdt_core.data.files.records import Place
 from nxdt_core.data.loader import blank_like, collate
@@ -26,6 +25,7 @@ from nxdt_core.errors.chats import FieldsUnused
 from nxdt_core.protocols.batch import Sample
 from nxdt_core.protocols.dataset import DataContext
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.system.paths import resolve_path
 
 TOKENIZER = resolve_path("package://nxdt_plugin_sft_chat/data/tokenizer")
 ASKED = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Where is my order?"}]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.config.read import read_part
-from nxdt_core.config.sources import COMMAND_LINE, expand_home, read_overrides
+from nxdt_core.config.sources import COMMAND_LINE, read_overrides
 from nxdt_core.config.tree import Tree
 from nxdt_core.data.files.paths import iconv_name, parse_json
 from nxdt_core.data.tokenizers.files import holds_ranks
@@ -23,6 +23,7 @@ from nxdt_core.data.tokens import encode_documents
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.system.paths import expand_home
 from nxdt_plugin_megatron_data.indexed_files import dtype_for
 
 _NOT_UTF8 = "not UTF-8"

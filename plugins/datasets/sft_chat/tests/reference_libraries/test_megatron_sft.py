@@ -10,9 +10,9 @@ import torch
 
 from nxdt_core.cli import main
 from nxdt_core.config import load as load_config
-from nxdt_core.config.sources import resolve_path
 from nxdt_core.data.loader import collate
 from nxdt_core.models.loss import CausalLM
+from nxdt_core.system.paths import resolve_path
 from nxdt_core.train.generate import load_model
 
 pytest.importorskip("nxdt_plugin_gpt", reason="nxdt-plugin-gpt is not installed: no model of Megatron's kind")
