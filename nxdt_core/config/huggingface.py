@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.config.hub import complete, name_of
 from nxdt_core.config.read import has_interpolation, interpolate
 from nxdt_core.config.schema import Composition, ModelConfig
 from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
@@ -19,6 +20,7 @@ from nxdt_core.config.sources import PACKAGE_SCHEME, PackageNotFound, file_probl
 from nxdt_core.config.tree import DEFAULT, Origin, Place, Tree
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
+from nxdt_core.errors.hub import HubError
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.regular_files import open_regular, read_text, require_inside
 
@@ -134,6 +136,9 @@ def with_published_model(tree: Tree) -> tuple[Tree, bool]:
     that key names one.
 
     A path without a ``config.json`` counts, too, where nothing else describes the model: reading it reports the path.
+
+    Raises:
+        HubError: the path is a name of the Hugging Face hub, which cannot be resolved or has no weights.
     """
     named, origin, view = tree.get(_START), tree.origin(_START), tree
     if has_interpolation(named):
@@ -145,6 +150,7 @@ def with_published_model(tree: Tree) -> tuple[Tree, bool]:
         if not isinstance(path, str) or not path or ("://" in path and not path.startswith(PACKAGE_SCHEME)):
             return tree, False
         directory = resolve_path(path, view.origin(_START).directory)
+        complete(directory, download=False)
     except PackageNotFound:  # reported as a wrong value when it is read
         return tree, False
     if described and not os.path.isfile(directory / "config.json"):
@@ -210,7 +216,7 @@ def read_hf_config(view: Tree) -> HFConfig:
     place = _place(view)
     try:
         path = resolve_path(named, origin.directory)
-    except PackageNotFound:  # reported as a wrong value when it is read
+    except (PackageNotFound, HubError):  # reported as a wrong value when it is read
         return HFConfig()
     try:
         if path.is_dir():
@@ -233,7 +239,9 @@ def read_hf_config(view: Tree) -> HFConfig:
         architectures_of(parsed)
     except HFFileDamaged as error:
         return HFConfig(path=path, problem=ConfigUnreadable(**place, path=str(path), reason=error.reason))
-    reason = unusable(parsed, weights=weights_in(path.parent))
+    # The weights of a model of the hub are downloaded later.
+    weights = weights_in(path.parent) or ((0, 0) if name_of(path.parent) else None)
+    reason = unusable(parsed, weights=weights)
     if reason is not None:
         damaged = HFFileDamaged(path=str(path), reason=reason)
         return HFConfig(path=path, problem=BadComponentChoice(**place, error=damaged))

@@ -24,9 +24,10 @@ from nxdt_core.config.components import (
     select_extensions,
     selected,
 )
+from nxdt_core.config.hub import keep_commits, same_commits
 from nxdt_core.config.huggingface import with_published_model
 from nxdt_core.config.read import MANDATORY, fill, has_interpolation, interpolate, read, read_part
-from nxdt_core.config.schema import SLOTS, PluginsConfig, ResolvedConfig, RunConfig, Selected
+from nxdt_core.config.schema import SLOTS, ExpManagerConfig, PluginsConfig, ResolvedConfig, RunConfig, Selected
 from nxdt_core.config.secrets import hide_credentials, hide_secrets, mask_secrets, notes_on_secrets
 from nxdt_core.config.section import ChecksItself, section_paths
 from nxdt_core.config.sources import (
@@ -52,6 +53,7 @@ from nxdt_core.errors.configuration import (
     MissingKey,
     NotSupported,
 )
+from nxdt_core.errors.hub import HubError
 from nxdt_core.errors.plugins import ComponentUnusable, LocalPluginMissing
 from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
 from nxdt_core.kernel.hookspecs import ConfigDefaultsContext, ValidateConfigContext
@@ -87,7 +89,8 @@ def load(
     Raises:
         ConfigError: something is wrong; carries every problem.
     """
-    return _Load(source, tuple(overrides), kernel, label).run()
+    with same_commits():
+        return _Load(source, tuple(overrides), kernel, label).run()
 
 
 def check(
@@ -148,7 +151,13 @@ class _Load:
                 place = tree.origin("plugins.local").at("plugins.local")
                 self.problems.append(ComponentFinding(**place, message=message, advice=advice))
         self.notes += drop_replaced(tree, self.replaced, kernel)
-        tree, published = with_published_model(tree)
+        self._keep_commits(tree)
+        try:
+            tree, published = with_published_model(tree)
+        except HubError as error:  # what else is missing would come from that model
+            key = "checkpoint.resume_from"
+            self.problems.append(BadComponentChoice(**tree.origin(key).at(key), error=error))
+            raise self._error(source.label) from None
         try:  # what the hook gives is below the rest; of several plugins the first wins
             defaults_context = ConfigDefaultsContext(config=plain(tree.data), source=source.label)
             for plugin, defaults in list(kernel.call("nxdt_config_defaults", context=defaults_context)):
@@ -312,6 +321,17 @@ class _Load:
             self.problems.append(BadComponentChoice(**place, error=error))
             raise self._error(label) from None
         return self.started
+
+    def _keep_commits(self, tree: Tree) -> None:
+        """Let a run that resumes read the commits of the Hugging Face hub that it began with."""
+        view, key = tree.copy(), "checkpoint.resume_if_exists"
+        if interpolate(view, wanted=("name", "exp_manager", key)) or view.get(key) is not True:
+            return
+        given = view.get("exp_manager")
+        named = {"name": view.get("name"), **(given if isinstance(given, dict) else {})}
+        manager, _ = read_part(ExpManagerConfig, named)
+        if manager is not None:
+            keep_commits(manager.run_dir / "config.yaml")
 
     def _error(self, label: str, followers: Mapping[str, str] | None = None) -> ConfigError:
         """Return one error of all problems: by line of the file first, then those of the command line and of defaults.

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from nxdt_core.api import MigrationComponent
+from nxdt_core.config.hub import HUB_SCHEME, resolve
 from nxdt_core.config.tree import (
     KeyPath,
     Origin,
@@ -95,13 +96,16 @@ def resolve_path(value: str | Path, relative_to: Path | None = None) -> Path:
     """Return the absolute path that ``value`` means; whether it exists is not looked at.
 
     Args:
-        value: A path, ``~/…``, or ``package://<import package>/<path inside it>``.
+        value: A path, ``~/…``, ``package://<import package>/<path inside it>``, or a name of the Hugging Face hub.
         relative_to: Directory that a relative path starts at; the working directory by default.
 
     Raises:
         PackageNotFound: no package of that name is installed, or the path leaves the package.
+        HubError: the hub does not have the name, or does not answer.
     """
     text = str(value)
+    if text.startswith(HUB_SCHEME):
+        return resolve(text).path
     if text.startswith(PACKAGE_SCHEME):
         package, _, inside = text.removeprefix(PACKAGE_SCHEME).partition("/")
         # The path may come from a checkpoint. To find a package inside another one, Python would import the outer one.
