@@ -49,10 +49,14 @@ class HubServer:
         self.repositories: dict[tuple[str, str], Repository] = {}
         self.stored: dict[str, bytes] = {}
         """Content of LFS files, by SHA-256."""
+        self.names: dict[str, str] = {}
+        """Name of each of them that is committed."""
         self.requests: list[tuple[str, str, str]] = []
         """Method, path and range of each request, in order."""
-        self.breaks: list[int] = []
-        """Bytes after which the connection of each of the next downloads from storage breaks."""
+        self.read: list[str] = []
+        """Name of the file of each answer with content."""
+        self.breaks: dict[str, list[int]] = {}
+        """By name of an LFS file: bytes after which the connection breaks, of each of its next downloads."""
         self.status: int | None = None
         """Status of all answers, such as 503; None: as usual."""
         self.after: Callable[[str], None] = lambda path: None
@@ -80,16 +84,9 @@ class HubServer:
         repository = self.repositories.setdefault((kind, name), Repository(**options))
         sha = hashlib.sha1(f"{kind}{name}{len(repository.commits)}".encode()).hexdigest()
         repository.commits[sha], repository.refs[branch] = dict(files), sha
-        self.stored |= {hashlib.sha256(content).hexdigest(): content for content in files.values()}
+        for file, content in files.items():
+            self.stored[_sha256(content)], self.names[_sha256(content)] = content, file
         return sha
-
-    def downloads(self, ending: str = "") -> list[str]:
-        """The requests for content of files, those of storage by the name that they were asked for under."""
-        return [
-            path
-            for method, path, _ in self.requests
-            if "/resolve/" in path and path.endswith(ending) and method == "GET"
-        ]
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -162,6 +159,7 @@ class _Handler(BaseHTTPRequestHandler):
             return self._refuse(404, "EntryNotFound", "Entry not found")
         headers = {"X-Repo-Commit": sha}
         if not found["file"].endswith(_LARGE):
+            self.hub.read += [found["file"]] if self.command == "GET" else []
             return self._answer(200, content, {**headers, "ETag": f'"{_blob(content)}"'})
         large = {"X-Linked-Etag": f'"{_sha256(content)}"', "X-Linked-Size": str(len(content))}
         return self._answer(
@@ -175,7 +173,9 @@ class _Handler(BaseHTTPRequestHandler):
         content, ranged = self.hub.stored[digest], self.headers.get("Range")
         begin = int(ranged.removeprefix("bytes=").partition("-")[0]) if ranged else 0
         headers = {"Content-Range": f"bytes {begin}-{len(content) - 1}/{len(content)}"} if ranged else {}
-        broken = self.hub.breaks.pop(0) if self.hub.breaks and self.command == "GET" else None
+        breaks = self.hub.breaks.get(name := self.hub.names[digest])
+        broken = breaks.pop(0) if breaks and self.command == "GET" else None
+        self.hub.read += [name] if self.command == "GET" and broken is None else []
         return self._answer(206 if ranged else 200, content[begin:], headers, broken)
 
     def _create(self) -> None:

@@ -98,6 +98,6 @@ HubUnreachable = HubError.define(
     "NXDT-H010",
     "A connection to the hub that fails or breaks.",
     "{name}: the exchange with {endpoint} failed: {reason}.",
-    "Repeat the command: a download continues where it stopped. HF_ENDPOINT names a mirror.",
+    "Repeat the command: it downloads the files that are not complete yet. HF_ENDPOINT names a mirror.",
     example={"name": _NAME, "endpoint": "https://huggingface.co", "reason": "Connection refused"},
 )
