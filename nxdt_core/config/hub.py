@@ -2,7 +2,8 @@
 
 A name means one commit, and files in the cache of ``huggingface_hub``, which is imported where a name is used. That
 library takes the token, the endpoint, the cache and the offline mode from the environment. Resolving a name downloads
-a model's configuration and tokenizer; :func:`complete` downloads weights and data. Code is never downloaded.
+a model's configuration and tokenizer; :func:`complete` downloads weights and data. Code is never downloaded. What goes
+wrong is a :class:`~nxdt_core.errors.hub.HubError`.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -21,18 +21,7 @@ from urllib.parse import quote, unquote
 
 from nxdt_core.errors import hub as rows
 
-__all__ = [
-    "HUB_SCHEME",
-    "HubName",
-    "complete",
-    "create",
-    "keep_commits",
-    "local_path",
-    "name_of",
-    "push",
-    "resolve",
-    "same_commits",
-]
+__all__ = ["HUB_SCHEME", "begin", "complete", "create", "local_path", "name_of", "push", "resolve"]
 
 HUB_SCHEME = "hf:"
 _FORM = re.compile(
@@ -62,11 +51,7 @@ class HubName:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Return the name that a text is.
-
-        Raises:
-            HubError: it is none.
-        """
+        """Return the name that a text is."""
         match = _FORM.fullmatch(text)
         if match is None or ".." in (match["file"] or "").split("/"):
             raise rows.HubNameMalformed(name=text)
@@ -76,11 +61,6 @@ class HubName:
     def __str__(self) -> str:
         revision = "" if self.revision == "main" and not self.commit else quote(self.revision, safe="")
         return HUB_SCHEME + "@".join(filter(None, [self.repo, revision, self.commit])) + f"/{self.file}".rstrip("/")
-
-    @property
-    def branch(self) -> Self:
-        """Return the name as it is asked for: without the commit, where it has a branch."""
-        return replace(self, commit="") if self.revision else self
 
     @property
     def kind(self) -> str:
@@ -101,45 +81,33 @@ class HubName:
         return Path(constants.HF_HUB_CACHE).expanduser().absolute() / folder / "snapshots" / self.commit
 
 
-_COMMITS: ContextVar[dict[tuple[str, str, str], str]] = ContextVar("commits")
+_COMMITS: dict[tuple[str, str, str], str] = {}
+"""Commit of each kind, repository and branch, which stays the same while a configuration is loaded."""
 _LOCAL: dict[Path, HubName] = {}
 """Names that this process has resolved, by path."""
 
 
-@contextmanager
-def same_commits() -> Iterator[None]:
-    """Let a branch mean the same commit wherever it is named in the block, also where it moves meanwhile."""
-    token = _COMMITS.set({})
-    try:
-        yield
-    finally:
-        _COMMITS.reset(token)
-
-
-def keep_commits(config: Path) -> None:
-    """Let branches mean the commits that a written configuration has for them, within :func:`same_commits`."""
-    if config.is_file():
+def begin(config: Path | None) -> None:
+    """Ask the hub anew what branches mean, but for those that a written configuration has with their commits."""
+    _COMMITS.clear()
+    if config is not None and config.is_file():
         for text in filter(_FORM.fullmatch, _WRITTEN.findall(config.read_text(encoding="utf-8", errors="replace"))):
             name = HubName.parse(text)
-            _COMMITS.get()[name.kind, name.repo, name.revision] = name.commit
+            _COMMITS[name.kind, name.repo, name.revision] = name.commit
 
 
 def resolve(text: str, *, as_data: bool = False) -> HubName:
-    """Return a name with its commit, and download the files that describe a model; ``as_data`` takes no models.
-
-    Raises:
-        HubError: the text is no name, the hub does not have it or does not answer, or no file matches.
-    """
+    """Return a name with its commit, and download the files that describe a model; ``as_data`` takes no models."""
     name = HubName.parse(text)
     if as_data and not name.file:
         raise rows.HubNameMalformed(name=text, wanted="files")
     with _library(name) as hub:
         if not name.commit:
-            commits, key = _COMMITS.get({}), (name.kind, name.repo, name.revision)
-            if key not in commits:
+            key = (name.kind, name.repo, name.revision)
+            if key not in _COMMITS:
                 found = hub.resolve_revision(name.repo, repo_type=name.kind, revision=name.revision)
-                commits[key] = found.resolved
-            name = replace(name, commit=commits[key])
+                _COMMITS[key] = found.resolved
+            name = replace(name, commit=_COMMITS[key])
         files = _files(hub, name)
         wanted = _matching(name, files)
         if not wanted:
@@ -165,42 +133,28 @@ def name_of(path: Path | str) -> str | None:
 def complete(path: Path | str, *, download: bool = True) -> None:
     """Download the weights or data of the name that was resolved to ``path``; nothing for other paths.
 
-    One process of a host downloads a file, and the others wait for it.
-
-    Args:
-        path: in the cache.
-        download: False only sees whether there are any.
-
-    Raises:
-        HubError: the download fails, or the model has no safetensors.
+    One process of a host downloads a file, and the others wait for it. Without ``download``, only the presence of
+    weights is checked.
     """
     if (name := _LOCAL.get(Path(path))) is not None:
         with _library(name) as hub:
             files = _files(hub, name)
             wanted = _matching(name, files) if name.file else [each for each in files if each.endswith(".safetensors")]
             if not wanted:
-                raise rows.HubNoSafetensors(name=str(name.branch), files=files)
+                raise rows.HubNoSafetensors(name=str(replace(name, commit="")), files=files)
             if download:
                 _download(hub, name, wanted)
 
 
 def create(repo: str, *, private: bool) -> None:
-    """Create the repository of a model where there is none.
-
-    Raises:
-        HubError: the name is wrong, or the token may not do so.
-    """
+    """Create the repository of a model where there is none."""
     name = HubName.parse(f"{HUB_SCHEME}{repo}")
     with _library(name) as hub:
         hub.create_repo(name.repo, private=private or None, exist_ok=True)
 
 
 def push(repo: str, directory: str, message: str) -> str:
-    """Upload a directory to the repository of a model, and return its name with the new commit.
-
-    Raises:
-        HubError: the upload fails.
-    """
+    """Upload a directory to the repository of a model, and return its name with the new commit."""
     name = HubName.parse(f"{HUB_SCHEME}{repo}")
     with _library(name) as hub:
         commit = hub.upload_folder(repo_id=name.repo, folder_path=directory, commit_message=message).oid
@@ -252,12 +206,13 @@ def _download(hub: Any, name: HubName, files: Sequence[str]) -> None:
 @contextmanager
 def _library(name: HubName) -> Iterator[Any]:
     """Yield the library, whose errors become errors of ours."""
+    asked = str(replace(name, commit=""))
     try:
         import huggingface_hub as hub
         from huggingface_hub import constants, errors, get_cached_repo_tree, resolve_revision  # noqa: F401
     except ImportError as error:
-        raise rows.HubLibraryMissing(name=str(name.branch), reason=str(error)) from error
-    shown = {"name": str(name.branch), "user": "this token" if hub.get_token() else "users without a token"}
+        raise rows.HubLibraryMissing(name=asked, reason=str(error)) from error
+    shown = {"name": asked, "user": "this token" if hub.get_token() else "users without a token"}
     try:
         yield hub
     except errors.GatedRepoError as error:
@@ -265,16 +220,15 @@ def _library(name: HubName) -> Iterator[Any]:
     except errors.RepositoryNotFoundError as error:
         raise rows.HubNameNotFound(**shown, kind=name.kind) from error
     except errors.RevisionNotFoundError as error:
-        raise rows.HubRevisionNotFound(
-            name=f"{HUB_SCHEME}{name.repo}", revision=name.revision or name.commit
-        ) from error
+        revision = name.revision or name.commit
+        raise rows.HubRevisionNotFound(name=f"{HUB_SCHEME}{name.repo}", revision=revision) from error
     except (errors.HTTPError, errors.RevisionResolutionError, errors.HFValidationError, OSError) as error:
         if constants.HF_HUB_OFFLINE:
-            raise rows.HubOffline(name=str(name.branch), cache=constants.HF_HUB_CACHE) from error
+            raise rows.HubOffline(name=asked, cache=constants.HF_HUB_CACHE) from error
         response = getattr(error, "response", None)
         status = "" if response is None else f"it answers with status {response.status_code}"
         if response is not None and response.status_code in (401, 403):
             raise rows.HubTokenRefused(**shown, reason=response.headers.get("X-Error-Message", status)) from error
         cause = error.__cause__ or error
         reason = status or getattr(cause, "strerror", None) or str(cause).strip().partition("\n")[0].rstrip(".")
-        raise rows.HubUnreachable(name=str(name.branch), endpoint=constants.ENDPOINT, reason=reason) from error
+        raise rows.HubUnreachable(name=asked, endpoint=constants.ENDPOINT, reason=reason) from error

@@ -24,7 +24,7 @@ from nxdt_core.config.components import (
     select_extensions,
     selected,
 )
-from nxdt_core.config.hub import keep_commits, same_commits
+from nxdt_core.config.hub import begin
 from nxdt_core.config.huggingface import with_published_model
 from nxdt_core.config.read import MANDATORY, fill, has_interpolation, interpolate, read, read_part
 from nxdt_core.config.schema import SLOTS, ExpManagerConfig, PluginsConfig, ResolvedConfig, RunConfig, Selected
@@ -89,8 +89,7 @@ def load(
     Raises:
         ConfigError: something is wrong; carries every problem.
     """
-    with same_commits():
-        return _Load(source, tuple(overrides), kernel, label).run()
+    return _Load(source, tuple(overrides), kernel, label).run()
 
 
 def check(
@@ -324,14 +323,11 @@ class _Load:
 
     def _keep_commits(self, tree: Tree) -> None:
         """Let a run that resumes read the commits of the Hugging Face hub that it began with."""
-        view, key = tree.copy(), "checkpoint.resume_if_exists"
-        if interpolate(view, wanted=("name", "exp_manager", key)) or view.get(key) is not True:
-            return
-        given = view.get("exp_manager")
-        named = {"name": view.get("name"), **(given if isinstance(given, dict) else {})}
-        manager, _ = read_part(ExpManagerConfig, named)
-        if manager is not None:
-            keep_commits(manager.run_dir / "config.yaml")
+        view, key, manager = tree.copy(), "checkpoint.resume_if_exists", None
+        interpolate(view, wanted=("name", "exp_manager", key))
+        if view.get(key) is True and isinstance(given := view.get("exp_manager", {}), dict):
+            manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
+        begin(None if manager is None else manager.run_dir / "config.yaml")
 
     def _error(self, label: str, followers: Mapping[str, str] | None = None) -> ConfigError:
         """Return one error of all problems: by line of the file first, then those of the command line and of defaults.

@@ -327,9 +327,7 @@ def read(
     located: dict[KeyPath, tuple[str, str | None]] = {}
     for at, key in keys.leaves.items():
         marks = [mark for mark in (StartsAtFile, NamesModel) if mark in key.marks_inside]
-        for mark, below in [
-            (each, below) for each in marks for below in marked(each, key.annotation, tree.get(at), at)
-        ]:
+        for below, mark in [(path, each) for each in marks for path in marked(each, key.annotation, tree.get(at), at)]:
             if not isinstance(text := tree.get(below), str):
                 continue
             if text.startswith(HUB_SCHEME):

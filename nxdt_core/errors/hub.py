@@ -43,11 +43,6 @@ HubGated = HubError.define(
     "A repository whose owner wants to be asked first.",
     "{name} is gated, and the hub does not show its files to {user}.",
     "Ask for access at {url}, and set HF_TOKEN to a token of that account.",
-    example={
-        "name": "hf:meta-llama/Llama-3.1-8B",
-        "user": "users without a token",
-        "url": "https://huggingface.co/meta-llama/Llama-3.1-8B",
-    },
 )
 
 HubTokenRefused = HubError.define(
@@ -71,11 +66,6 @@ HubNothingMatches = HubError.define(
     "A repository of the hub that lacks the files that are named or needed.",
     "{name}: no file of the repository {fault}. It has {files:list4}.",
     "Correct the name. * stands for any part of a file's name, and ** for any folders.",
-    example={
-        "name": "hf:owner/name/*.parquet",
-        "fault": "matches '*.parquet'",
-        "files": ("README.md", "data/a.parquet"),
-    },
 )
 
 HubNoSafetensors = HubError.define(
