@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote, unquote
@@ -88,7 +89,7 @@ _LOCAL: dict[Path, HubName] = {}
 
 
 def begin(config: Path | None) -> None:
-    """Ask the hub anew what branches mean, but for those that a written configuration has with their commits."""
+    """Forget what branches mean, but for those that a written configuration has with their commits."""
     _COMMITS.clear()
     if config is not None and config.is_file():
         for text in filter(_FORM.fullmatch, _WRITTEN.findall(config.read_text(encoding="utf-8", errors="replace"))):
@@ -208,7 +209,7 @@ def _library(name: HubName) -> Iterator[Any]:
     """Yield the library, whose errors become errors of ours."""
     asked = str(replace(name, commit=""))
     try:
-        import huggingface_hub as hub
+        hub: Any = import_module("huggingface_hub")
         from huggingface_hub import constants, errors, get_cached_repo_tree, resolve_revision  # noqa: F401
     except ImportError as error:
         raise rows.HubLibraryMissing(name=asked, reason=str(error)) from error
@@ -222,7 +223,7 @@ def _library(name: HubName) -> Iterator[Any]:
     except errors.RevisionNotFoundError as error:
         revision = name.revision or name.commit
         raise rows.HubRevisionNotFound(name=f"{HUB_SCHEME}{name.repo}", revision=revision) from error
-    except (errors.HTTPError, errors.RevisionResolutionError, errors.HFValidationError, OSError) as error:
+    except (hub.errors.HTTPError, errors.RevisionResolutionError, errors.HFValidationError, OSError) as error:
         if constants.HF_HUB_OFFLINE:
             raise rows.HubOffline(name=asked, cache=constants.HF_HUB_CACHE) from error
         response = getattr(error, "response", None)

@@ -154,8 +154,8 @@ class _Load:
         try:
             tree, published = with_published_model(tree)
         except HubError as error:  # what else is missing would come from that model
-            key = "checkpoint.resume_from"
-            self.problems.append(BadComponentChoice(**tree.origin(key).at(key), error=error))
+            start = "checkpoint.resume_from"
+            self.problems.append(BadComponentChoice(**tree.origin(start).at(start), error=error))
             raise self._error(source.label) from None
         try:  # what the hook gives is below the rest; of several plugins the first wins
             defaults_context = ConfigDefaultsContext(config=plain(tree.data), source=source.label)
