@@ -12,7 +12,7 @@ import glob
 import os
 import re
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from importlib import import_module
@@ -21,6 +21,7 @@ from typing import Any, Self
 from urllib.parse import quote, unquote
 
 from nxdt_core.errors import hub as rows
+from nxdt_core.system.regular_files import read_text
 
 __all__ = ["HUB_SCHEME", "begin", "complete", "create", "local_path", "name_of", "push", "resolve"]
 
@@ -91,9 +92,9 @@ _LOCAL: dict[Path, HubName] = {}
 def begin(config: Path | None) -> None:
     """Forget what branches mean, but for those that a written configuration has with their commits."""
     _COMMITS.clear()
-    if config is not None and config.is_file():
-        for text in filter(_FORM.fullmatch, _WRITTEN.findall(config.read_text(encoding="utf-8", errors="replace"))):
-            name = HubName.parse(text)
+    with suppress(OSError, UnicodeDecodeError):
+        written = "" if config is None else read_text(config)
+        for name in map(HubName.parse, filter(_FORM.fullmatch, _WRITTEN.findall(written))):
             _COMMITS[name.kind, name.repo, name.revision] = name.commit
 
 

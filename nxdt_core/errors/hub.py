@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from nxdt_core.errors.base import NxdtError
 
-_NAME = "hf:Qwen/Qwen2.5-0.5B"
-
 
 class HubError(NxdtError):
     """A name of the hub, such as ``hf:owner/name``, cannot be resolved, downloaded or pushed to."""
@@ -18,7 +16,6 @@ HubNameMalformed = HubError.define(
     "Write hf:owner/name or hf:owner/name@revision for a model, and hf:owner/name/*.parquet for files of a dataset. "
     "In a revision, write %2F for each slash.",
     defaults={"wanted": "a model or of files"},
-    example={"name": "hf:gpt2"},
 )
 
 HubLibraryMissing = HubError.define(
@@ -26,7 +23,6 @@ HubLibraryMissing = HubError.define(
     "The library of the Hugging Face hub is missing or too old.",
     "{name} is read with the library huggingface_hub, which cannot be used: {reason}.",
     "Install it: pip install 'huggingface_hub>=1.31'",
-    example={"name": _NAME, "reason": "No module named 'huggingface_hub'"},
 )
 
 HubNameNotFound = HubError.define(
@@ -35,7 +31,6 @@ HubNameNotFound = HubError.define(
     "The hub has no {kind} {name}, or does not show it to {user}.",
     "Correct the name. For a private repository, set HF_TOKEN to a token that may read it. A name alone is a model; "
     "name the files of a dataset, as in hf:owner/name/*.parquet.",
-    example={"kind": "model", "name": "hf:Qwen/Qwen2.5-0.5", "user": "users without a token"},
 )
 
 HubGated = HubError.define(
@@ -50,7 +45,6 @@ HubTokenRefused = HubError.define(
     "A token of the hub that is wrong, or that may not do what is asked.",
     "{name}: the hub refuses {user}: {reason}.",
     "Set HF_TOKEN to a valid token (https://huggingface.co/settings/tokens); to push, it needs the right to write.",
-    example={"name": _NAME, "user": "this token", "reason": "Invalid credentials in Authorization header"},
 )
 
 HubRevisionNotFound = HubError.define(
@@ -58,7 +52,6 @@ HubRevisionNotFound = HubError.define(
     "A branch, a tag or a commit that a repository of the hub does not have.",
     "{name} has no revision {revision!r}.",
     "Name a branch, a tag or a whole commit of it, or leave out '@{revision}' to take its main branch.",
-    example={"name": _NAME, "revision": "v2"},
 )
 
 HubNothingMatches = HubError.define(
@@ -73,7 +66,6 @@ HubNoSafetensors = HubError.define(
     "A model of the hub without safetensors weights.",
     "{name} has no *.safetensors. It has {files:list4}.",
     "Name another repository, or a revision with safetensors; pickled weights (.bin, .pt) are never downloaded.",
-    example={"name": "hf:owner/name", "files": ("config.json", "pytorch_model.bin")},
 )
 
 HubOffline = HubError.define(
@@ -81,7 +73,6 @@ HubOffline = HubError.define(
     "A name of the hub that is not in the cache, without access to the hub.",
     "{name} is not completely in the cache {cache}, and HF_HUB_OFFLINE is set.",
     "Repeat the command once without HF_HUB_OFFLINE, or set HF_HOME to a cache that has it.",
-    example={"name": _NAME, "cache": "~/.cache/huggingface/hub"},
 )
 
 HubUnreachable = HubError.define(
@@ -89,5 +80,4 @@ HubUnreachable = HubError.define(
     "A connection to the hub that fails or breaks.",
     "{name}: the exchange with {endpoint} failed: {reason}.",
     "Repeat the command: it downloads the files that are not complete yet. HF_ENDPOINT names a mirror.",
-    example={"name": _NAME, "endpoint": "https://huggingface.co", "reason": "Connection refused"},
 )

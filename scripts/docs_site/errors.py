@@ -17,6 +17,7 @@ FAMILIES = {
     "E": ("Evaluation", "`nxdt evaluate`, its records, metrics and tasks"),
     "K": ("Kernel and plugins", "plugins that are missing, broken, blocked or of another version"),
     "L": ("LoRA", "adapters, their targets and their files"),
+    "H": ("Hugging Face hub", "names of models and data on the hub, tokens, downloads and uploads"),
     "M": ("Models and Hugging Face files", "architectures, weights that do not fit, exports and imports"),
     "N": ("Trainium through neuronx-distributed", "packages, layouts and settings of the engine `nxd`"),
     "P": ("Parallel layouts and ranks", "sizes that do not divide, launchers, ranks that die or hang"),
