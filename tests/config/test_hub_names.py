@@ -224,3 +224,19 @@ def test_patterns_match_as_paths_do(pattern, tmp_path):
     found = {name for name in glob.glob(pattern, root_dir=tmp_path, recursive=True) if (tmp_path / name).is_file()}
     name = hub.HubName.parse(f"hf:owner/name/{pattern}")
     assert set(hub._matching(name, names)) == {Path(each).as_posix() for each in found}
+
+
+def test_teachers_and_reward_models_are_written_with_their_commits(server, tmp_path):
+    show = ("config", "show", "run.yaml", "--set")
+    rewards = "rewards: [{name: model, path: hf:owner/small}, {name: format, pattern: 'x'}]"
+    (_, taught), (_, rewarded), _ = run_commands(
+        [
+            (*show, "objective={name: distill, teacher: hf:owner/small}"),
+            (*show, f"objective={{name: grpo, {rewards}}}", "data.name=prompts"),
+        ],
+        server.environment(tmp_path / "cache"),
+        tmp_path,
+    )
+    named = f"'hf:owner/small@main@{head(server)}'"
+    assert f"teacher: {named}" in taught
+    assert f"path: {named}" in rewarded, rewarded
