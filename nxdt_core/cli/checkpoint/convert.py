@@ -144,9 +144,10 @@ def import_(
     """Make a checkpoint of a model that another program has saved, such as a Hugging Face directory.
 
     SRC is a directory, or hf:owner/name of the Hugging Face hub. DST is what checkpoint.uri says: a directory, or an
-    address of an installed store; it must hold no checkpoint yet. A run starts from the weights with checkpoint.resume_from=DST checkpoint.weight_init_only=true.
-    Where SRC has optimizer state that is not whole, nothing is imported unless --weights-only is given.
-    Memory holds one tensor at a time. Under torchrun or srun the processes divide the tensors.
+    address of an installed store; it must hold no checkpoint yet. A run starts from the weights with
+    checkpoint.resume_from=DST checkpoint.weight_init_only=true. Where SRC has optimizer state that is not whole,
+    nothing is imported unless --weights-only is given. Memory holds one tensor at a time. Under torchrun or srun the
+    processes divide the tensors.
     """
     from nxdt_core.train.weights.importing import import_checkpoint
 
