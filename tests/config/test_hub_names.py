@@ -13,7 +13,7 @@ from nxdt_core.config import hub
 from nxdt_core.errors.hub import HubError
 from tests.hub_server import READER, WRITER, HubServer, run_commands
 
-pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed: there are no names")
+pytest.importorskip("huggingface_hub", "1.31", reason="huggingface_hub is not installed, or too old: no names")
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -17,6 +17,7 @@ import yaml
 from tests.hub_server import WRITER, HubServer, run_commands
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to start from")
+pytest.importorskip("huggingface_hub", "1.31", reason="huggingface_hub is not installed, or too old: no names")
 
 RUN = """\
 name: run
