@@ -12,6 +12,7 @@ import click
 from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import SuggestingGroup, as_json, attributes, config_arguments, print_json, print_note, say, verb
 from nxdt_core.config.annotations import Written
+from nxdt_core.config.hub import name_of
 from nxdt_core.config.section import is_model, keys_of
 from nxdt_core.config.tree import dotted
 from nxdt_core.errors import NxdtError
@@ -83,7 +84,7 @@ def data_notes(config: ResolvedConfig) -> list[str]:
         for name, key in (keys_of(cls) if section is not None else {}).items()
         if not any(isinstance(mark, Written) for mark in key.marks)
         for path in _paths(getattr(section, name))
-        if not (is_placeholder(path) or path.exists() or glob(str(path)) or glob(f"{path}.*"))
+        if not (is_placeholder(path) or name_of(path) or path.exists() or glob(str(path)) or glob(f"{path}.*"))
     ]
 
 

@@ -127,8 +127,8 @@ def generate(
     """Continue PROMPT, or the prompts of a file, with the model of CHECKPOINT.
 
     CHECKPOINT is the directory of a run or a checkpoint.uri, whose newest complete step is used; one step of it, or
-    `best` in its place; a Hugging Face directory; or an adapter that peft wrote. The model and its tokenizer are built
-    from the configuration that is found there, or from --config.
+    `best` in its place; a Hugging Face directory, or hf:owner/name of its hub; or an adapter that peft wrote. The model
+    and its tokenizer are built from the configuration that is found there, or from --config.
 
     FILE is text with a prompt per line, or JSONL, JSON, Arrow or Parquet with records that have a text `prompt`, or
     `messages`. The records are printed as JSON lines, each with its `completion`; with several samples, `completions`.

@@ -20,6 +20,7 @@ __all__ = [
     "DefaultsTo",
     "Duration",
     "Fraction",
+    "NamesModel",
     "NonNegativeFloat",
     "NonNegativeInt",
     "PartOf",
@@ -92,6 +93,12 @@ class StartsAtFile:
     def __get_pydantic_json_schema__(self, source: Any, handler: Any) -> Any:
         """Return the JSON Schema of a text that is a path."""
         return {**handler(source), "format": "path"}
+
+
+@dataclass(frozen=True, slots=True)
+class NamesModel:
+    """The key is text that may name a model of the Hugging Face hub, ``hf:owner/name``, as every path may. The run gets
+    its path, and what the run writes has its commit."""
 
 
 @dataclass(frozen=True, slots=True)

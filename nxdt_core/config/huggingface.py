@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.config.hub import complete, local_path, name_of
 from nxdt_core.config.read import has_interpolation, interpolate
 from nxdt_core.config.schema import Composition, ModelConfig
 from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
@@ -19,6 +20,7 @@ from nxdt_core.config.sources import file_problem
 from nxdt_core.config.tree import DEFAULT, Origin, Place, Tree
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
+from nxdt_core.errors.hub import HubError
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.system.regular_files import open_regular, read_text, require_inside
@@ -124,6 +126,9 @@ def with_published_model(tree: Tree) -> tuple[Tree, bool]:
     that key names one.
 
     A path without a ``config.json`` counts, too, where nothing else describes the model: reading it reports the path.
+
+    Raises:
+        HubError: the path is a name of the Hugging Face hub, which cannot be resolved or has no weights.
     """
     named, origin, view = tree.get(_START), tree.origin(_START), tree
     if has_interpolation(named):
@@ -134,7 +139,8 @@ def with_published_model(tree: Tree) -> tuple[Tree, bool]:
     try:
         if not isinstance(path, str) or not path or ("://" in path and not path.startswith(PACKAGE_SCHEME)):
             return tree, False
-        directory = resolve_path(path, view.origin(_START).directory)
+        directory = resolve_path(local_path(path), view.origin(_START).directory)
+        complete(directory, download=False)
     except PackageNotFound:  # reported as a wrong value when it is read
         return tree, False
     if described and not os.path.isfile(directory / "config.json"):
@@ -200,8 +206,8 @@ def read_hf_config(view: Tree) -> HFConfig:
         return HFConfig()
     place = _place(view)
     try:
-        path = resolve_path(named, origin.directory)
-    except PackageNotFound:  # reported as a wrong value when it is read
+        path = resolve_path(local_path(named), origin.directory)
+    except (PackageNotFound, HubError):  # reported as a wrong value when it is read
         return HFConfig()
     problem: ConfigProblem
     try:
@@ -212,7 +218,9 @@ def read_hf_config(view: Tree) -> HFConfig:
         if not isinstance(parsed, dict):
             raise HFFileDamaged(path=str(path), reason="not a JSON object")
         architectures_of(parsed)
-        if (reason := unusable(parsed, weights=weights_in(path.parent))) is None:
+        # The weights of a model of the hub are downloaded later.
+        weights = weights_in(path.parent) or ((0, 0) if name_of(path.parent) else None)
+        if (reason := unusable(parsed, weights=weights)) is None:
             return HFConfig(values=parsed, path=path)
         problem = BadComponentChoice(**place, error=HFFileDamaged(path=str(path), reason=reason))
     except (OSError, UnicodeDecodeError) as error:

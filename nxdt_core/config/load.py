@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from nxdt_core.config import hub
 from nxdt_core.config.checks import Checked, find_notes, find_problems
 from nxdt_core.config.huggingface import (
     architectures_of,
@@ -34,6 +35,7 @@ from nxdt_core.config.read import (
 from nxdt_core.config.schema import (
     SLOTS,
     Composition,
+    ExpManagerConfig,
     PluginsConfig,
     ResolvedConfig,
     RunConfig,
@@ -66,6 +68,7 @@ from nxdt_core.errors.configuration import (
     UnknownKey,
     WrongValue,
 )
+from nxdt_core.errors.hub import HubError
 from nxdt_core.errors.plugins import AmbiguousComponent, LocalPluginMissing
 from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
 from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
@@ -75,6 +78,7 @@ from nxdt_core.kernel.registry import reading_model
 __all__ = ["PlainFile", "check", "load", "read_file"]
 
 
+_RESUMES = "checkpoint.resume_if_exists"
 _NO_END = 2**31 - 1
 """Steps that no run takes."""
 
@@ -116,7 +120,18 @@ def load(
     notes += _drop_replaced(tree, written.replaced, kernel)
 
     # Below that: what a published model and plugins give, the components' names, and defaults.
-    tree, published = with_published_model(tree)
+    view, manager = tree.copy(), None
+    interpolate(view, wanted=("name", "exp_manager", _RESUMES))
+    if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
+        manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
+    # A run that resumes reads the commits of the Hugging Face hub that it began with.
+    hub.begin(None if manager is None else manager.run_dir / "config.yaml")
+    try:
+        tree, published = with_published_model(tree)
+    except HubError as error:  # what else is missing would come from that model
+        start = "checkpoint.resume_from"
+        problems.append(BadComponentChoice(**tree.origin(start).at(start), error=error))
+        raise _refused(written.label, problems) from None
     try:  # of several plugins the first wins
         context = ConfigDefaultsContext(config=plain(tree.data), source=written.label)
         for plugin, defaults in list(kernel.call("nxdt_config_defaults", context=context)):

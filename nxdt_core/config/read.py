@@ -5,7 +5,8 @@ more than the path of a key with a plain value: that costs 45 ms.
 
 Values are read in pydantic's strict JSON mode, which has YAML's types: a list gives a tuple and a text a path, but no
 text gives a number. Paths are made absolute: in a file they start at that file's directory, elsewhere at the working
-directory. ``package://`` stays as it is in the tree, so that a saved configuration loads on other machines.
+directory. ``package://`` stays as it is in the tree, so that a saved configuration loads on other machines; a name of
+the Hugging Face hub gets its commit there.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from nxdt_core.config.annotations import DefaultsTo, StartsAtFile
+from nxdt_core.config.annotations import DefaultsTo, NamesModel, StartsAtFile
+from nxdt_core.config.hub import HUB_SCHEME, resolve
 from nxdt_core.config.section import REQUIRED, Key, keys_of, marked, members, nearest_keys
 from nxdt_core.config.show import learn_secrets, learn_variables, mask_secrets
 from nxdt_core.config.tree import (
@@ -40,6 +42,7 @@ from nxdt_core.config.tree import (
     walk,
 )
 from nxdt_core.errors.configuration import (
+    BadComponentChoice,
     BadInterpolation,
     ComponentFinding,
     ConfigProblem,
@@ -47,6 +50,7 @@ from nxdt_core.errors.configuration import (
     UnknownKey,
     WrongValue,
 )
+from nxdt_core.errors.hub import HubError
 from nxdt_core.protocols.batch import LARGEST
 from nxdt_core.system.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 
@@ -318,8 +322,20 @@ def read(
     values = Tree(plain(tree.data), {})
     located: dict[KeyPath, tuple[str, str | None]] = {}
     for at, key in keys.leaves.items():
-        for below in marked(StartsAtFile, key.annotation, tree.get(at), at):
+        marks = (StartsAtFile, NamesModel)
+        for below, mark in [(path, each) for each in marks for path in marked(each, key.annotation, tree.get(at), at)]:
             if not isinstance(text := tree.get(below), str):
+                continue
+            if text.startswith(HUB_SCHEME):
+                try:
+                    name = resolve(text, as_data=below[0] == "data" and "tokenizer" not in below)
+                except HubError as error:
+                    place = tree.origin(below).at(join(prefix, dotted(below)))
+                    problems.setdefault(at, BadComponentChoice(**place, error=error))
+                    continue
+                tree.set(below, str(name), tree.origins[below])
+                values.get(below[:-1])[below[-1]] = str(name.path)
+            if mark is NamesModel or text.startswith(HUB_SCHEME):
                 continue
             shown, directory, unusable = tree.shown.get(below), tree.origins[below].directory, ""
             if text and not text.startswith("/") and "://" not in text:

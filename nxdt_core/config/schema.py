@@ -384,9 +384,10 @@ class CheckpointConfig(Section):
     resume_ignore_no_checkpoint: bool = False
     """With ``resume_if_exists``: start from scratch where there is none, instead of an error."""
     resume_from: SourcePath | None = None
-    """One checkpoint to start from: its directory or URI. A local Hugging Face directory also gives the run
-    ``model.name``, the keys of the architecture, ``data.tokenizer`` and ``weight_init_only``, and defaults of
-    ``data.seq_length``, ``data.global_batch_size`` and ``model.optim.lr``, where these are not set."""
+    """One checkpoint to start from: its directory or URI. A local Hugging Face directory, or a model of the hub
+    (``hf:owner/name`` or ``hf:owner/name@revision``), also gives the run ``model.name``, the keys of the architecture,
+    ``data.tokenizer`` and ``weight_init_only``, and defaults of ``data.seq_length``, ``data.global_batch_size`` and
+    ``model.optim.lr``, where these are not set."""
     weight_init_only: bool = False
     """Take only the weights from ``resume_from``: optimizer, step and data position start from zero."""
     strict: bool = True

@@ -17,6 +17,7 @@ from torch.nn import functional
 from nxdt_core.api import ModelComponent
 from nxdt_core.checkpoint.format.hf_source import CONFIG, read_json
 from nxdt_core.checkpoint.format.tensor_index import DTYPES
+from nxdt_core.config.hub import complete, name_of
 from nxdt_core.config.huggingface import architectures_of, unusable, weights_in
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.checkpoints import ArchitectureUnread, WeightsPickled
@@ -202,6 +203,7 @@ class HFWeights:
             raise
 
     def _files(self) -> list[str]:
+        complete(self._directory)
         if (self._directory / WEIGHTS).is_file():  # before an index, as in transformers
             return [WEIGHTS]
         if (self._directory / INDEX).is_file():
@@ -306,18 +308,18 @@ class HFReader(CheckpointReader):
             HFFileDamaged: its values cannot be those of its weights.
         """
         try:
-            named = architectures_of(self._config)
+            architectures = architectures_of(self._config)
         except HFFileDamaged as error:
             error.path = str(self._path / CONFIG)
             raise
         registry = Kernel.start().registry
-        if not registry.readers(named):  # a configuration would fall back to some model that does not read it
+        if not registry.readers(architectures):  # a configuration would fall back to some model that does not read it
             records = (component.record for component in registry.all("model"))
             readable = {name for r in records if isinstance(r, ModelComponent) for name in r.hf_architectures}
-            install, blocked = registry.reading_dists(named)
+            install, blocked = registry.reading_dists(architectures)
             raise ArchitectureUnread(
                 path=str(self._path),
-                architectures=list(named),
+                architectures=list(architectures),
                 available=sorted(readable),
                 unusable=blocked,
                 install=install,
@@ -325,11 +327,13 @@ class HFReader(CheckpointReader):
         reason = unusable(self._config, weights=weights_in(self._path) or (0, 0))
         if reason is not None:
             raise HFFileDamaged(path=str(self._path / CONFIG), reason=reason)
-        keys: dict[str, Any] = {"model.model_config": str(self._path)}
+        named = name_of(self._path) or str(self._path)  # with the commit, for other machines
+        keys: dict[str, Any] = {"model.model_config": named}
         for file, (library, name) in _TOKENIZERS.items():
             if (self._path / file).is_file():
                 _require_readable(self._path / file)
-                return {**keys, "data.tokenizer.library": library, "data.tokenizer.model": str(self._path / name)}
+                model = named if name == "." else str(self._path / name)
+                return {**keys, "data.tokenizer.library": library, "data.tokenizer.model": model}
         return keys
 
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:

@@ -18,6 +18,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.collective import on_first_rank
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.config import ResolvedConfig, render_show
+from nxdt_core.config.hub import complete
 from nxdt_core.config.show import shown_words
 from nxdt_core.config.sources import RECIPE_SCHEME
 from nxdt_core.errors.checkpoints import BaseDtypeChanged, ForeignHasWeightsOnly, StorageError, StoreInUse
@@ -308,6 +309,7 @@ def _named(
     from nxdt_core.checkpoint.foreign import format_of, open_checkpoint
     from nxdt_core.checkpoint.signing import refuse_foreign
 
+    complete(uri)  # on each host, and not while others wait in a collective
     weights_only, trusted = config.run.checkpoint.weight_init_only, build.trusted_keys(config)
     format = on_first_rank(ranks, lambda: format_of(Path(uri), config.kernel), where=uri)
     if format is not None:

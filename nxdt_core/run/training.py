@@ -14,6 +14,7 @@ from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.config import ResolvedConfig, Selected
 from nxdt_core.config.annotations import seconds_of
+from nxdt_core.config.hub import name_of
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
@@ -270,7 +271,7 @@ def _train(
         with memory_errors_explained(session):
             # Weights, model and optimizer.
             if isinstance(weights, Path):
-                say(f"starting from the weights of {weights}")
+                say(f"starting from the weights of {name_of(weights) or weights}")
             elif weights is not None:
                 say(f"starting from the weights of {build.step_uri(weights[0], weights[1].step)}")
             if saved is not None:

@@ -15,6 +15,7 @@ FAMILIES = {
         "data files, `nxdt data preprocess`, chat templates, tokens, the position in the data",
     ),
     "E": ("Evaluation", "`nxdt evaluate`, its records, metrics and tasks"),
+    "H": ("Hugging Face hub", "names of models and data on the hub, tokens, downloads and uploads"),
     "K": ("Kernel and plugins", "plugins that are missing, broken, blocked or of another version"),
     "L": ("LoRA", "adapters, their targets and their files"),
     "M": ("Models and Hugging Face files", "architectures, weights that do not fit, exports and imports"),

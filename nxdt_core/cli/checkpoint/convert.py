@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import click
@@ -36,6 +37,7 @@ def size(value: str) -> int:
     f"nxdt checkpoint export {EXAMPLE_URI} my-model-hf",
     f"nxdt checkpoint export {EXAMPLE_URI}/step-00000040 my-model-hf --dtype bfloat16 --max-shard-size 2GB",
     f"nxdt checkpoint export {EXAMPLE_URI} my-model.gguf --format gguf --dtype q8_0",
+    f"nxdt checkpoint export {EXAMPLE_URI} my-model-hf --push my-name/my-model --private",
 )
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
@@ -51,6 +53,8 @@ def size(value: str) -> int:
 @click.option(
     "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Files to write at the same time."
 )
+@click.option("--push", metavar="OWNER/NAME", help="Upload DST to this repository of the Hugging Face hub, too.")
+@click.option("--private", is_flag=True, help="Where --push makes the repository: only its owner sees it.")
 @click.option("--ema", is_flag=True, help="Write the average of the weights (exp_manager.ema) instead of the weights.")
 @named_config
 @trusted_keys
@@ -64,6 +68,8 @@ def export(
     dtype: ExportDtype | GgufDtype | None,
     max_shard_size: int,
     workers: int,
+    push: str | None,
+    private: bool,
     ema: bool,
     config: str | None,
     trusted: tuple[str, ...],
@@ -77,16 +83,31 @@ def export(
 
     With --format gguf, DST is one file for llama.cpp and Ollama. It holds a Llama, a Mistral or a Mixtral with its
     tokenizer.
+
+    --push makes the repository where there is none, and takes the token from HF_TOKEN. A run starts from it with
+    checkpoint.resume_from=hf:OWNER/NAME.
     """
+    from nxdt_core.config import hub
     from nxdt_core.train.weights.export import export_gguf, export_hf
+
+    if push is not None and (format_ == "gguf" or "://" in target):
+        raise click.UsageError("--push uploads a local directory of --format hf.")
+    if push is not None:
+        hub.create(push, private=private)  # a token that may not write is found before the export
 
     allowed = _DTYPES[format_]
     if dtype is not None and dtype not in allowed:
         raise click.BadParameter(f"'{format_}' has {', '.join(allowed)}.", param_hint="--dtype")
 
     def report(exported: Exported) -> None:
+        if push is not None:
+            pushed = hub.push(push, target, f"Export {exported.source.rpartition('/')[2]} of nxdt")
+            exported = replace(exported, pushed=pushed)
         size = human_size(exported.size_bytes)
-        print_report(exported, f"Exported {exported.source} to {exported.target}: {size} of weights.", json_output)
+        pushed = "" if exported.pushed is None else f" Pushed to {exported.pushed}."
+        print_report(
+            exported, f"Exported {exported.source} to {exported.target}: {size} of weights.{pushed}", json_output
+        )
 
     common: dict[str, Any] = {"average": ema, "config": config, "trusted": trusted}
     if format_ == "gguf":
@@ -122,10 +143,11 @@ def import_(
 ) -> None:
     """Make a checkpoint of a model that another program has saved, such as a Hugging Face directory.
 
-    SRC is a directory. DST is what checkpoint.uri says: a directory, or an address of an installed store; it must hold
-    no checkpoint yet. A run starts from the weights with checkpoint.resume_from=DST checkpoint.weight_init_only=true.
-    Where SRC has optimizer state that is not whole, nothing is imported unless --weights-only is given.
-    Memory holds one tensor at a time. Under torchrun or srun the processes divide the tensors.
+    SRC is a directory, or hf:owner/name of the Hugging Face hub. DST is what checkpoint.uri says: a directory, or an
+    address of an installed store; it must hold no checkpoint yet. A run starts from the weights with
+    checkpoint.resume_from=DST checkpoint.weight_init_only=true. Where SRC has optimizer state that is not whole,
+    nothing is imported unless --weights-only is given. Memory holds one tensor at a time. Under torchrun or srun the
+    processes divide the tensors.
     """
     from nxdt_core.train.weights.importing import import_checkpoint
 

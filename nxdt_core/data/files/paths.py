@@ -26,6 +26,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nxdt_core.config.annotations import Fraction, PositiveInt, Written
+from nxdt_core.config.hub import complete
 from nxdt_core.config.section import Section
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.errors.base import NxdtError
@@ -154,6 +155,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
     Raises:
         DataFileNotFound: a path or pattern matches no file; names what is found nearby.
         DataFileUnreadable: it is a pipe or a device.
+        HubError: files of the Hugging Face hub cannot be downloaded.
     """
     files: list[Path] = []
     for pattern in patterns:
@@ -161,6 +163,7 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
             path = resolve_path(pattern)
         except PackageNotFound as error:
             raise DataFileNotFound(key=key, path=str(pattern)) from error
+        complete(path)
         literal = next(str(part) for part in (path, *path.parents) if os.path.exists(part))
         matches = glob.glob(glob.escape(literal) + str(path)[len(literal) :], recursive=True)
         matching = [p for match in sorted(matches) if (p := Path(match)).is_file()]

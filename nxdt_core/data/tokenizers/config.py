@@ -20,7 +20,8 @@ class HuggingFaceTokenizerConfig(Section):
     """``library: huggingface``: one of ``model``, ``type``, or ``vocab_file`` with ``merge_file``."""
 
     model: Path | None = None
-    """A ``tokenizer.json``, or a directory as ``save_pretrained`` writes it."""
+    """A ``tokenizer.json``, a directory as ``save_pretrained`` writes it, or a model of the Hugging Face hub
+    (``hf:owner/name``)."""
     type: str | None = None
     """Name of a pretrained tokenizer on the Hugging Face hub, or a path as in ``model`` (there, a relative path
     starts at the working directory)."""

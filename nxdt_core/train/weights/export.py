@@ -48,6 +48,8 @@ class Exported:
     """Size of all weights."""
     notes: tuple[str, ...]
     """Gaps of the directory, a sentence each."""
+    pushed: str | None = None
+    """Name and commit on the Hugging Face hub; None where it was not uploaded."""
 
 
 def export_hf(

@@ -19,6 +19,7 @@ from nxdt_core.checkpoint.format.shards import write_listed
 from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.save import Planner, SavePlan, encode_state
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config.hub import local_path
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.checkpoints import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
@@ -66,7 +67,8 @@ def import_checkpoint(
     Each rank holds one tensor at a time. Collective: it succeeds on all ranks or fails on all.
 
     Args:
-        source: a path that an installed checkpoint format recognises.
+        source: a path that an installed checkpoint format recognises, or a model of the Hugging Face hub
+            (``hf:owner/name``).
         target: address of a store without checkpoints.
         config: YAML file or ``recipe:NAME`` of the model; None takes what the source says of itself.
         overrides: ``key.path=value`` each, over ``config`` or what the source says.
@@ -88,19 +90,21 @@ def import_checkpoint(
     storage = checkpoint.open_storage(target)
     opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
 
+    path = local_path(source)
+
     def open_source() -> None:
         run = load(config, overrides) if config else None
         kernel = Kernel.start() if run is None else run.kernel
         fill_rows = run is not None and bool(build.added_tokens(run))
-        name, reader = open_checkpoint(Path(source), kernel, format, fill_rows=fill_rows)
+        name, reader = open_checkpoint(Path(path), kernel, format, fill_rows=fill_rows)
         if run is None:
-            run = described_run(source, name, reader, overrides)
+            run = described_run(path, name, reader, overrides)
         elif (base := run.run.checkpoint.resume_from) is not None:
             reader.base = lambda: open_checkpoint(Path(base), kernel)[1]
         if rank_of(ranks) == 0:
             check_empty(storage)
         listing = reader.listing(build.model_builder(run), weights_only=weights_only)
-        hf = read_hf_source(Path(source)) if name == "hf" else None
+        hf = read_hf_source(Path(path)) if name == "hf" else None
         opened.append((name, reader, run, listing, hf))
 
     on_all_ranks(ranks, open_source, where=source)

@@ -20,6 +20,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.format.shards import TensorSpec
 from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config.hub import local_path
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.distributed.placement import piece_of
@@ -286,7 +287,8 @@ def find_weights(
 
     Args:
         uri: the directory of a run, the address of its checkpoints or of one of them, a directory of another program
-            such as Hugging Face's, or a directory with an adapter, such as peft's.
+            such as Hugging Face's, a model of the hub (``hf:owner/name``), or a directory with an adapter, such as
+            peft's.
         base: address of the weights below an adapter, where they are not where it says.
         config: YAML file or ``recipe:NAME`` that decides in place of what is found.
         trusted: files of public keys, one of which must have signed what is loaded.
@@ -299,6 +301,7 @@ def find_weights(
     from nxdt_core.checkpoint.signing import refuse_foreign
 
     own, keys = named_config(config, trusted)
+    uri, base = local_path(uri), local_path(base) if base else None
     kernel = Kernel.start() if own is None else own.kernel
     adapter = _adapter_at(Path(uri), kernel)
     if adapter is not None:

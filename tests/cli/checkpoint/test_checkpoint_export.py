@@ -28,7 +28,8 @@ def test_export_and_import_again(nxdt, store, tmp_path):
     done = nxdt("checkpoint", "export", store, str(target), "--dtype", "bfloat16", "--max-shard-size", "20KB", "--json")
     assert done.returncode == 0, done.stderr
     exported = json.loads(done.stdout)
-    assert set(exported) == {"source", "target", "step", "files", "size_bytes", "notes"}
+    assert set(exported) == {"source", "target", "step", "files", "size_bytes", "notes", "pushed"}
+    assert exported["pushed"] is None
     assert (exported["step"], exported["source"]) == (7, f"{store}/step-00000007")
     assert sorted(exported["files"]) == sorted(path.name for path in target.iterdir())
     assert read_hf_config(target)["torch_dtype"] == "bfloat16"

@@ -20,7 +20,8 @@ class TextConfig(Section):
     """
 
     train_files: tuple[Path, ...] = ()
-    """Files to train on, in this order."""
+    """Files to train on, in this order: paths, patterns, or files of a dataset of the Hugging Face hub
+    (``hf:owner/name/*.jsonl``)."""
     validation_files: tuple[Path, ...] = ()
     """Files to validate on."""
     validation_sets: Mapping[str, tuple[Path, ...]] = Field(default_factory=dict)

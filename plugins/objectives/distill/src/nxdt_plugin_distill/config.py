@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Annotated
 
-from nxdt_core.config.annotations import Fraction, PositiveInt
+from nxdt_core.config.annotations import Fraction, NamesModel, PositiveInt
 from nxdt_core.config.section import Section
 
 
@@ -14,10 +15,10 @@ class DistillConfig(Section):
     The loss of a token is (1 − ``kd_ratio``) · cross-entropy + ``kd_ratio`` · divergence.
     """
 
-    teacher: str
+    teacher: Annotated[str, NamesModel()]
     """Address of the teacher: the directory of a run, the address of its checkpoints or of one of them
-    (``…/step-500``), or a Hugging Face directory. It may be of another size and architecture; ids must mean the same
-    tokens."""
+    (``…/step-500``), a Hugging Face directory, or a model of the hub (``hf:owner/name``). It may be of another size and
+    architecture; ids must mean the same tokens."""
     teacher_config: str | None = None
     """YAML file or ``recipe:NAME`` that decides what the teacher is, in place of the configuration at its address.
     ``nxdt plan`` then needs no weights of the teacher."""

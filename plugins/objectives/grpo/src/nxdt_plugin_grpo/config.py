@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Range
+from nxdt_core.config.annotations import NamesModel, NonNegativeFloat, PositiveInt, Range
 from nxdt_core.config.section import Section
 from nxdt_core.data.chat.templates import ChatKeys
 
@@ -17,7 +17,7 @@ class GrpoConfig(Section):
     ``data.global_batch_size`` and ``data.micro_batch_size`` count prompts.
     """
 
-    rewards: tuple[str | Mapping[str, Any], ...] = ()
+    rewards: tuple[str | Mapping[str, Annotated[Any, NamesModel()]], ...] = ()
     """Functions that score the answers: names of components of the kind ``reward``, or mappings of ``name`` and the
     component's own keys. Further keys of a mapping are ``weight`` (1 where it is left out), ``timeout`` (seconds that a
     call may take) and ``on_error``: ``stop`` the run, or ``none``, so that the answers have no score. An answer's
@@ -140,8 +140,9 @@ class ModelConfig(Section):
     """``{name: model}``."""
 
     path: str
-    """Address of a reward model: a Hugging Face directory of a sequence classifier with one label, the directory of a
-    run of the objective ``reward``, or the address of its checkpoints or of one of them. It has the run's tokenizer."""
+    """Address of a reward model: a Hugging Face directory of a sequence classifier with one label, one of the hub
+    (``hf:owner/name``), the directory of a run of the objective ``reward``, or the address of its checkpoints or of one
+    of them. It has the run's tokenizer."""
 
 
 class FormatConfig(Section):
