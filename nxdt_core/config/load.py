@@ -120,11 +120,13 @@ def load(
     notes += _drop_replaced(tree, written.replaced, kernel)
 
     # Below that: what a published model and plugins give, the components' names, and defaults.
-    view, manager = tree.copy(), None
-    interpolate(view, wanted=("name", "exp_manager", _RESUMES))
-    if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
-        manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
-    # A run that resumes reads the commits of the Hugging Face hub that it began with.
+    manager = None
+    if any(isinstance(text, str) and text.startswith((hub.HUB_SCHEME, "${")) for _, text in tree.leaves()):
+        # A run that resumes reads the commits of the Hugging Face hub that it began with.
+        view = tree.copy()
+        interpolate(view, wanted=("name", "exp_manager", _RESUMES))
+        if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
+            manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
     hub.begin(None if manager is None else manager.run_dir / "config.yaml")
     try:
         tree, published = with_published_model(tree)

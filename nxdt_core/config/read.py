@@ -321,8 +321,9 @@ def read(
     problems: dict[KeyPath, ConfigProblem | None] = {}
     values = Tree(plain(tree.data), {})
     located: dict[KeyPath, tuple[str, str | None]] = {}
+    named = any(isinstance(text, str) and text.startswith(HUB_SCHEME) for _, text in tree.leaves())
+    marks = (StartsAtFile, NamesModel) if named else (StartsAtFile,)
     for at, key in keys.leaves.items():
-        marks = (StartsAtFile, NamesModel)
         for below, mark in [(path, each) for each in marks for path in marked(each, key.annotation, tree.get(at), at)]:
             if not isinstance(text := tree.get(below), str):
                 continue

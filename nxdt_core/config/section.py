@@ -206,7 +206,7 @@ def marked(mark: type, annotation: Any, value: Any, path: KeyPath) -> Iterator[K
         return
     origin, arguments = get_origin(annotation), get_args(annotation)
     marks = annotation.__metadata__ if origin is Annotated else ()
-    if any(isinstance(each, mark) for each in marks) or annotation is _MARKED_TYPES[mark]:
+    if any(isinstance(each, mark) for each in marks) or annotation is _MARKED_TYPES.get(mark, mark):
         yield from (below for below, scalar in walk(value, path) if not isinstance(scalar, (dict, list)))
     elif origin is Annotated:
         yield from marked(mark, annotation.__origin__, value, path)
