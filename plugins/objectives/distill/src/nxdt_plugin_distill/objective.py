@@ -73,9 +73,7 @@ class Distill(Objective):
         if isinstance(logits, TokenLosses):  # of :meth:`head_loss`
             cross, soft, same = logits.of(batch.labels).unbind(-1)
         else:
-            estimates = logits.device.type == "meta"  # with something of the same size in place of the teacher's
-            teacher: Teacher = self._kept(torch.empty_like(logits)) if estimates else self._next()
-            cross, soft, same = self._terms(logits, batch.labels, step, teacher)
+            cross, soft, same = self._terms(logits, batch.labels, step, self._taught(logits))
         trained = (batch.labels != IGNORE_INDEX).to(soft)
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
         losses = {"ce_loss": (cross * weights).sum(), "kd_loss": (soft * weights).sum()}
@@ -100,7 +98,7 @@ class Distill(Objective):
         """Return the terms of each token, [rows, 3], from the logits of some tokens of both models at a time."""
         assert step.labels is not None  # as of every pass for a loss
         labels, self._hidden_bytes = step.labels.flatten(), head.hidden.nbytes
-        teacher = head if head.hidden.device.type == "meta" else self._next()  # as in the call
+        teacher = head if head.hidden.device.type == "meta" else self._next()  # as in :meth:`_taught`
 
         def terms(logits: torch.Tensor, part: slice) -> torch.Tensor:
             return torch.stack(self._terms(logits, labels[part], step, self._kept(teacher.logits(part))), dim=-1)
@@ -221,6 +219,13 @@ class Distill(Objective):
         if top_k is not None:
             return TopTokens.of(logits, top_k, self._measure)
         return logits if self._rows is None else shared_like(logits, self._rows)
+
+    def _taught(self, logits: torch.Tensor) -> Teacher:
+        """Return what the teacher says of the next micro-batch, whose ``logits`` are those of the model."""
+        if logits.device.type == "meta":  # an estimate: something of the same size
+            return self._kept(torch.empty_like(logits))
+        said: Teacher = self._next()
+        return said
 
     def _next(self) -> Any:
         """Return what the teacher says of the next micro-batch."""
