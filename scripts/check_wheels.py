@@ -71,11 +71,13 @@ def _check(place: Path, wheels: Path, requirement: str, companions: list[str] | 
         if done.returncode != 0:
             failures.append(f"alone: {done.stdout.strip()}\n{done.stderr.strip()}")
     results = [] if companions is None else _kits(environment, wheels, requirement, companions, place)
-    failures += [f"{each['of']}: {each['requirement']}: {each['text']}" for each in results if each["state"] == "fail"]
-    passed = sum(each["state"] == "pass" for each in results)
+    failures += [
+        f"{result['of']}: {result['requirement']}: {result['text']}" for result in results if result["state"] == "fail"
+    ]
+    passed = sum(result["state"] == "pass" for result in results)
     print(
         f"{'FAIL' if failures else 'ok  '} {requirement}: {len(third.found)} third-party distributions, "
-        f"{passed} requirements pass, {sum(each['state'] == 'skip' for each in results)} are skipped, "
+        f"{passed} requirements pass, {sum(result['state'] == 'skip' for result in results)} are skipped, "
         f"{time.monotonic() - begun:.0f} s",
         *failures,
         sep="\n     ",

@@ -204,7 +204,9 @@ def weak_docstrings(source: str) -> Iterator[tuple[int, str]]:
         if not text or not isinstance(node, ast.FunctionDef) or text.startswith("Args:"):
             continue
         decorators = [ast.unparse(each) for each in node.decorator_list]
-        public = not node.name.startswith(("_", "test_")) and not any("property" in each for each in decorators)
+        public = not node.name.startswith(("_", "test_")) and not any(
+            "property" in decorator for decorator in decorators
+        )
         returns = ast.unparse(node.returns) if node.returns else "None"
         if FRAGMENT.match(text) or (public and returns != "None" and NOUN_PHRASE.match(text)):
             yield node.body[0].lineno, text.splitlines()[0]

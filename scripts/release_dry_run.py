@@ -81,10 +81,10 @@ def problems_of_versions(version: str) -> Iterator[str]:
 def problems_of_changelog(version: str, text: str | None = None) -> Iterator[str]:
     """Yield what the changelog lacks: a section of the version with at least one entry."""
     text = (ROOT / "CHANGELOG.md").read_text() if text is None else text
-    found = re.search(rf"^## \[{re.escape(version)}\].*?$(.*?)(?=^## |\Z)", text, flags=re.DOTALL | re.MULTILINE)
-    if found is None:
+    match = re.search(rf"^## \[{re.escape(version)}\].*?$(.*?)(?=^## |\Z)", text, flags=re.DOTALL | re.MULTILINE)
+    if match is None:
         yield f"CHANGELOG.md: no section '## [{version}]'"
-    elif "\n- " not in found[1]:
+    elif "\n- " not in match[1]:
         yield f"CHANGELOG.md: the section of {version} has no entry"
 
 

@@ -69,7 +69,10 @@ class Third:
     def of(cls, requirements: Iterable[str], *, wheels: Path) -> Third:
         """Return what ``requirements`` need in this Python; those in ``wheels`` are read from there."""
         ours = {canonicalize_name(path.name.partition("-")[0]): path for path in wheels.glob("*.whl")}
-        here = {canonicalize_name(each.metadata["Name"]): each for each in distributions(path=[str(SITE)])}
+        here = {
+            canonicalize_name(distribution.metadata["Name"]): distribution
+            for distribution in distributions(path=[str(SITE)])
+        }
         found: dict[str, Distribution] = {}
         seen: set[tuple[str, str]] = set()
         queue = [Requirement(line) for line in requirements]

@@ -46,16 +46,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--megabytes", type=int, default=60, help="of JSONL")
-    given = parser.parse_args()
+    args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)
-        _prepare(where, given.megabytes)
-        pairs = [(_command(where), _bare(where)) for _ in range(given.rounds)]
+        _prepare(where, args.megabytes)
+        pairs = [(_command(where), _bare(where)) for _ in range(args.rounds)]
     ratios = sorted(ours / bare for ours, bare in pairs)
     ratio = statistics.median(ratios)
     print(f"nxdt data preprocess on {CORES} cores: {statistics.median(ours for ours, _ in pairs) / 1e6:.3f} M tokens/s")
     print(f"the bare tokenizer on {CORES} cores: {statistics.median(bare for _, bare in pairs) / 1e6:.3f} M tokens/s")
-    spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}, {given.rounds} rounds"
+    spread = f"{ratios[0]:.2f} to {ratios[-1]:.2f}, {args.rounds} rounds"
     print(f"ratio {ratio:.2f} (spread {spread}), wanted at least {WANTED}")
     return 0 if ratio >= WANTED else 1
 

@@ -269,7 +269,7 @@ def loop(
     weights = weights / weights.sum(-1, keepdim=True)
     output = torch.zeros_like(rows)
     for expert in range(len(matrices[0])):
-        gate, up, down = (each[expert] for each in matrices)
+        gate, up, down = (matrix[expert] for matrix in matrices)
         tokens, places = torch.where(chosen == expert)
         own = rows[tokens]
         activated = functional.silu(functional.linear(own, gate)) * functional.linear(own, up)

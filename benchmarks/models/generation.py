@@ -211,17 +211,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--prompt", type=int, default=16, help="tokens of each prompt")
     parser.add_argument("--recorded", action="store_true", help="compare with passes that are not recorded")
-    given = parser.parse_args(arguments)
-    torch.set_num_threads(given.threads)
-    ours, theirs = _models(given.layers)
-    _compare(ours, theirs, torch.randint(0, 8192, (1, given.prompt)), 8, 1, recorded=given.recorded)
-    second, other = "CPU-s" if profile_of(_DEVICE).host else "s", "unrecorded" if given.recorded else "transformers"
+    args = parser.parse_args(arguments)
+    torch.set_num_threads(args.threads)
+    ours, theirs = _models(args.layers)
+    _compare(ours, theirs, torch.randint(0, 8192, (1, args.prompt)), 8, 1, recorded=args.recorded)
+    second, other = "CPU-s" if profile_of(_DEVICE).host else "s", "unrecorded" if args.recorded else "transformers"
     columns = ("batch", "new tokens", "ratio", f"ours/{second}", f"{other}/{second}", "launches/token")
     print(*columns, sep="  ")
-    for rows in given.batch:
-        for tokens in given.tokens:
-            prompts = torch.randint(0, 8192, (rows, given.prompt), generator=torch.Generator().manual_seed(1))
-            ratio, *figures = _compare(ours, theirs, prompts, tokens, given.rounds, recorded=given.recorded)
+    for rows in args.batch:
+        for tokens in args.tokens:
+            prompts = torch.randint(0, 8192, (rows, args.prompt), generator=torch.Generator().manual_seed(1))
+            ratio, *figures = _compare(ours, theirs, prompts, tokens, args.rounds, recorded=args.recorded)
             shown = (str(rows), str(tokens), f"{ratio:.2f}", *(f"{figure:.1f}" for figure in figures))
             print(*(text.rjust(len(name)) for text, name in zip(shown, columns, strict=True)), sep="  ", flush=True)
     return 0

@@ -49,8 +49,8 @@ def measure(verb: str, folder: Path, cache: str, *more: str) -> tuple[float, flo
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(done.stderr)
-    found = COMPILED.search(done.stderr + done.stdout)
-    return time.perf_counter() - began, None if found is None else float(found.group(1))
+    match = COMPILED.search(done.stderr + done.stdout)
+    return time.perf_counter() - began, None if match is None else float(match.group(1))
 
 
 if __name__ == "__main__":

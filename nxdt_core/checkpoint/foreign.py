@@ -20,8 +20,8 @@ from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.plugin import describe_failure
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box, Listing, Piece
 from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.protocols.tensor_shards import Listing, LocalShard, TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -102,7 +102,7 @@ def load_format_into(
     path: Path,
     builder: ModelBuilder,
     kernel: Kernel,
-    tensors: Mapping[str, torch.Tensor | Piece],
+    tensors: Mapping[str, torch.Tensor | LocalShard],
     *,
     ranks: RankAgreement | None = None,
     fill_rows: bool = False,
@@ -116,7 +116,7 @@ def load_format_into(
         path: checkpoint of another program, in an installed format.
         builder: knows names and shapes of the whole model.
         kernel: knows the installed checkpoint formats.
-        tensors: of this rank by global name, DTensors or pieces where they are sharded.
+        tensors: of this rank by global name, DTensors or shards where they are sharded.
         ranks: of the run; None for a process that is alone.
         fill_rows: as in :func:`open_checkpoint`.
         strict: refuse a checkpoint that lacks parameters of the model or has others.
@@ -150,14 +150,14 @@ def load_format_into(
     def fill() -> None:
         import torch
 
-        from nxdt_core.distributed.placement import piece_of
+        from nxdt_core.distributed.placement import local_shard_of
 
         names = [name for name in index if name in tensors]
         due = reader.read([("model", name) for name in names])
         for name in names:
-            piece = piece_of(tensors[name], name)
+            local = local_shard_of(tensors[name], name)
             with torch.no_grad():
-                piece.tensor.copy_(next(due)[piece.box.within(Box.whole(piece.shape))])
+                local.tensor.copy_(next(due)[local.region.within(TensorSlice.whole(local.shape))])
 
     on_all_ranks(ranks, fill, where=str(path))
 

@@ -84,16 +84,16 @@ def error_codes() -> dict[str, tuple[str, ErrorCode[NxdtError]]]:
 
 
 def _rows(modules: Sequence[str]) -> dict[str, tuple[str, ErrorCode[NxdtError]]]:
-    found = {}
+    rows = {}
     for module in map(import_module, modules):
         for name, value in vars(module).items():
             if isinstance(value, ErrorCode):
-                found[value.code] = name, value
+                rows[value.code] = name, value
             elif isinstance(value, type) and issubclass(value, NxdtError) and hasattr(value, "happened"):
                 cause = " ".join((inspect.getdoc(value) or "").split("\n\n")[0].split())
                 texts = attributes(value, "happened", "remedy", "usual_remedy", "exit_status", "example")
-                found[value.code] = name, value.define(value.code, cause, **texts)
-    return found
+                rows[value.code] = name, value.define(value.code, cause, **texts)
+    return rows
 
 
 def _modules() -> list[str]:
@@ -107,7 +107,7 @@ def _modules() -> list[str]:
 
 
 def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> Explanation:
-    own = re.fullmatch(r"\{(\w+)\}", row.remedy)
+    match = re.fullmatch(r"\{(\w+)\}", row.remedy)
     fix = re.sub(r"^(‹[^›]+›)+(?=[A-Z])", "", _filled(row.usual_remedy or row.remedy))
     met = []
     if row.example:
@@ -117,17 +117,17 @@ def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> 
         met.append((": ".join(filter(None, (*where, error.what().rstrip(".")))), advice if advice != fix else ""))
     examples = []
     for use in uses:
-        found = "; ".join(_filled(use[name]).rstrip(".") for name in ("reason", "problem") if name in use)
-        advice = _filled(use[own[1]]) if own and own[1] in use else ""
-        if found:
-            examples.append((found, advice))
+        text = "; ".join(_filled(use[name]).rstrip(".") for name in ("reason", "problem") if name in use)
+        advice = _filled(use[match[1]]) if match and match[1] in use else ""
+        if text:
+            examples.append((text, advice))
     cause = re.sub(r":\w+:`~?(?:\w+\.)*([^`]+)`", r"`\1`", row.cause)
     return Explanation(
         code=row.code,
         cause=cause.replace("``", "`"),
         message=_filled(row.happened),
         fix=fix,
-        depends=own is not None,
+        depends=match is not None,
         examples=tuple(dict.fromkeys([*met, *sorted(examples, key=lambda example: not example[1])]))[:_EXAMPLES],
     )
 
@@ -145,7 +145,7 @@ def _uses(packages: tuple[str, ...], names: frozenset[str]) -> Mapping[str, Sequ
     if not names:
         return {}
     called = re.compile(rf"\b({'|'.join(sorted(names))})\(")
-    found: dict[str, list[Mapping[str, str]]] = {}
+    uses: dict[str, list[Mapping[str, str]]] = {}
     specs = filter(None, map(find_spec, packages))
     folders = [Path(folder) for spec in specs for folder in spec.submodule_search_locations or ()]
     for path in sorted(path for folder in folders for path in folder.rglob("*.py")):
@@ -157,8 +157,8 @@ def _uses(packages: tuple[str, ...], names: frozenset[str]) -> Mapping[str, Sequ
                 texts = {word.arg: _text(word.value) for word in node.keywords if word.arg}
                 texts = {name: text for name, text in texts.items() if " " in text}
                 if texts:
-                    found.setdefault(node.func.id, []).append(texts)
-    return found
+                    uses.setdefault(node.func.id, []).append(texts)
+    return uses
 
 
 def _text(node: ast.expr) -> str:

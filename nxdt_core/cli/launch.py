@@ -74,8 +74,8 @@ class LaunchGroup(SuggestingGroup):
 
             if args[0].startswith("-"):
                 raise
-            found = Kernel.start().registry.get("launcher", args[0])
-            raise CannotSubmit(launcher=found.record.name) from None
+            component = Kernel.start().registry.get("launcher", args[0])
+            raise CannotSubmit(launcher=component.record.name) from None
 
 
 launch = LaunchGroup(
@@ -159,7 +159,9 @@ def _option(name: str, annotation: Any, text: str) -> click.Option:
         text = f"{text.replace('{', '').replace('}', '')} May be repeated."
         return click.Option(names, multiple=True, metavar="NAME=VALUE", type=pair, help=text)
     if origin is Literal:
-        return click.Option(names, type=click.Choice([str(each) for each in arguments if each is not None]), help=text)
+        return click.Option(
+            names, type=click.Choice([str(argument) for argument in arguments if argument is not None]), help=text
+        )
     if main is bool:
         return click.Option([f"--{word}/--no-{word}", destination], default=None, help=text)
     return click.Option(names, type=kind, help=text)

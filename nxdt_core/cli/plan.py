@@ -118,7 +118,7 @@ def plan(
         if search and device is not None:
             from nxdt_core.train.plan import search as find
 
-            found = find(
+            result = find(
                 lambda settings: load(source, (*overrides, *world, *settings)),
                 product=device,
                 efficiency=reached,
@@ -130,7 +130,7 @@ def plan(
     finally:
         show_progress("")
     if search:
-        print_json(found.to_dict()) if json_output else print_ranking(found)
+        print_json(result.to_dict()) if json_output else print_ranking(result)
         return
     print_json(made.to_dict()) if json_output else print_report(made)
     ctx.exit(1 if made.fits is False else 0)

@@ -125,20 +125,20 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
 
     kernel = Kernel.start() if source is None else start_kernel_of(source, overrides)
     unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]
-    found = [*map(hide_secrets, (*complaints(kernel.plugins), *unused))]
+    problems = [*map(hide_secrets, (*complaints(kernel.plugins), *unused))]
     if json_output:
         seconds = {plugin.name: round(plugin.import_s, 6) for plugin in kernel.plugins if plugin.state == "ok"}
-        print_json({"import_s": seconds, "problems": found})
+        print_json({"import_s": seconds, "problems": problems})
     else:
         slowest = sorted(kernel.plugins, key=lambda plugin: -plugin.import_s)
         rows = [(each.name, each.dist, shade(each.state), f"{1000 * each.import_s:.1f}") for each in slowest]
         print_table(("NAME", "DIST", "STATE", "IMPORT MS"), rows)
         click.echo()
-        for line in found:
+        for line in problems:
             click.echo(f"{click.style('problem', fg='red')}: {visible(line)}")
-        if not found:
+        if not problems:
             click.echo(f"{click.style('ok', fg='green')}: nothing is wrong with {len(kernel.plugins)} plugins")
-    ctx.exit(1 if found else 0)
+    ctx.exit(1 if problems else 0)
 
 
 @plugins.command("check", examples=("nxdt plugins check llama", "nxdt plugins check path/to/my-plugin"))
@@ -156,15 +156,16 @@ def check(ctx: click.Context, name: str, json_output: bool) -> None:
         raise KitsMissing(name=name)
     kits = import_module(_KITS)
     results = kits.check_directory(Path(name)) if Path(name).is_dir() else kits.check_plugin(name)
-    components = set() if Path(name).is_dir() else {each.of for each in results} - {"plugin"}
-    tested = {each.of for each in results if each.of in components and each.state != "skip"}
+    components = set() if Path(name).is_dir() else {result.of for result in results} - {"plugin"}
+    tested = {result.of for result in results if result.of in components and result.state != "skip"}
     failed = sum(result.state == "fail" for result in results)
     if json_output:
-        print_json([attributes(each, "of", "requirement", "state", "text") for each in results])
+        print_json([attributes(result, "of", "requirement", "state", "text") for result in results])
     else:
         colours = {"pass": "green", "skip": "yellow", "fail": "red"}
         rows = [
-            (each.of, each.requirement, click.style(each.state, fg=colours[each.state]), each.text) for each in results
+            (result.of, result.requirement, click.style(result.state, fg=colours[result.state]), result.text)
+            for result in results
         ]
         print_table(("OF", "REQUIREMENT", "RESULT", "WHY"), rows)
         counted = f", {len(tested)} of {len(components)} components tested" if components else ""
@@ -213,7 +214,9 @@ def show(name: str, json_output: bool) -> None:
                 {
                     **_as_object(kernel, plugin),
                     **attributes(plugin, *more),
-                    "components": [{"kind": each.kind, **_described(each)} for each in _components(kernel, plugin)],
+                    "components": [
+                        {"kind": component.kind, **_described(component)} for component in _components(kernel, plugin)
+                    ],
                 }
                 for plugin in chosen
             ]
@@ -247,8 +250,8 @@ def hooks(json_output: bool) -> None:
     kernel = Kernel.start()
     rows, objects = [], []
     for hook, specification in HOOKS.items():
-        found = reversed(getattr(kernel.manager.hook, hook).get_hookimpls())  # the last one is called first
-        listeners = [each.plugin_name.rpartition(":")[2] for each in found]
+        implementations = reversed(getattr(kernel.manager.hook, hook).get_hookimpls())  # the last one is called first
+        listeners = [implementation.plugin_name.rpartition(":")[2] for implementation in implementations]
         sentence = (specification.__doc__ or "").split("\n", 1)[0].partition(". ")[0].rstrip(".")
         summary = re.sub(r"(:\w+:)?`+([^`]+)`+", r"\2", sentence)
         rows.append((hook, ", ".join(listeners) or "-", summary))
@@ -306,7 +309,7 @@ def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
 
     with traced_hooks() as calls:
         config = load(source, overrides)
-    values = {key: config.tree.as_shown(key) for key, origin in config.origins.items() if origin.kind == "plugin"}
+    values = {key: config.tree.as_displayed(key) for key, origin in config.origins.items() if origin.kind == "plugin"}
     defaults = [
         {"key": key, "plugin": config.origins[key].where, "value": value}
         for key, value in values.items()
@@ -375,8 +378,8 @@ def _newest(dist: str) -> str:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_S, check=False)
     except subprocess.TimeoutExpired:
         return ""
-    found = re.search(r"^Available versions: ([^,\s]+)", done.stdout, flags=re.MULTILINE)
-    return found[1] if found is not None and done.returncode == 0 else ""
+    match = re.search(r"^Available versions: ([^,\s]+)", done.stdout, flags=re.MULTILINE)
+    return match[1] if match is not None and done.returncode == 0 else ""
 
 
 def complaints(plugins: Iterable[PluginInfo]) -> Iterator[str]:

@@ -48,23 +48,23 @@ def list_(task: str | None, device_memory: int | None, json_output: bool) -> Non
     from nxdt_core.kernel import Kernel
 
     kernel = Kernel.start()
-    found = list_recipes(kernel)
-    tasks = tasks_of(found, kernel)
+    matching = list_recipes(kernel)
+    tasks = tasks_of(matching, kernel)
     known = sorted(set().union(*tasks.values()))
     if task is not None:  # "distillation" means "distill"
         wanted = {each for each in known if task.lower().replace("-", "").startswith(each)}
         if not wanted:
             raise click.BadParameter(f"no installed recipe is for {task!r}; the tasks are {', '.join(known)}.")
-        found = tuple(recipe for recipe in found if wanted & tasks[recipe])
+        matching = tuple(recipe for recipe in matching if wanted & tasks[recipe])
     if device_memory is not None:
-        needs = {recipe: _ONE_DEVICE.search(recipe.summary) for recipe in found}
-        found = tuple(recipe for recipe, named in needs.items() if named and int(named[1]) <= device_memory)
+        needs = {recipe: _ONE_DEVICE.search(recipe.summary) for recipe in matching}
+        matching = tuple(recipe for recipe, named in needs.items() if named and int(named[1]) <= device_memory)
     if json_output:
-        print_json([{"name": r.name, "plugin": r.plugin, "summary": r.summary} for r in found])
-    elif found:
+        print_json([{"name": r.name, "plugin": r.plugin, "summary": r.summary} for r in matching])
+    elif matching:
         whole = task is None and device_memory is None
-        first = sorted((recipe for recipe in found if whole and recipe.rank), key=attrgetter("rank"))
-        rest = sorted((recipe for recipe in found if recipe not in first), key=attrgetter("plugin"))
+        first = sorted((recipe for recipe in matching if whole and recipe.rank), key=attrgetter("rank"))
+        rest = sorted((recipe for recipe in matching if recipe not in first), key=attrgetter("plugin"))
         rows: list[tuple[str, str]] = []
         for title, own in chain([("start here", first)] if first else [], groupby(rest, attrgetter("plugin"))):
             rows += [(click.style(title, bold=True), ""), *((f"  {recipe.name}", recipe.summary) for recipe in own)]
@@ -93,10 +93,10 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
 
     def selected(name: str, key: str) -> str | None:
         for _ in trees:  # a chain of bases that leads back to its start ends, too
-            found = trees[name].get(f"{key}.name")
+            component_name = trees[name].get(f"{key}.name")
             name = str(trees[name].get("base")).rpartition(":")[2]
-            if found is not None or name not in trees:
-                return found and str(found)
+            if component_name is not None or name not in trees:
+                return component_name and str(component_name)
         return None
 
     def of(name: str) -> Iterator[str]:

@@ -145,11 +145,11 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
 def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
     """Points that can be drawn, thinned to the smallest and largest of each stretch of steps."""
     kept = [(step, value) for step, value in sorted(points.items()) if fits_axes(value) and (value > 0 or not log)]
-    found = [(step, math.log10(value) if log else value) for step, value in kept]
-    if len(found) <= _MOST_POINTS:
-        return found
-    size = math.ceil(2 * len(found) / _MOST_POINTS)
-    stretches = (found[start : start + size] for start in range(0, len(found), size))
+    scaled = [(step, math.log10(value) if log else value) for step, value in kept]
+    if len(scaled) <= _MOST_POINTS:
+        return scaled
+    size = math.ceil(2 * len(scaled) / _MOST_POINTS)
+    stretches = (scaled[start : start + size] for start in range(0, len(scaled), size))
     ends = ({min(part, key=lambda point: point[1]), max(part, key=lambda point: point[1])} for part in stretches)
     return [point for pair in ends for point in sorted(pair)]
 

@@ -146,8 +146,8 @@ def _with_hidden(value: Any, message: bool = False) -> Any:
 def complete_source(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Return recipes with their prefix, and let the shell complete files."""
     recipes = [f"recipe:{name}" for name in _recipes()]
-    found = [CompletionItem(name) for name in recipes if name.startswith(incomplete)]
-    return found if incomplete.startswith("recipe:") else [*found, CompletionItem(incomplete, type="file")]
+    items = [CompletionItem(name) for name in recipes if name.startswith(incomplete)]
+    return items if incomplete.startswith("recipe:") else [*items, CompletionItem(incomplete, type="file")]
 
 
 def complete_recipe(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -330,8 +330,8 @@ class SuggestingGroup(WithExamples, click.Group):
             dist = missing_dist("command", f"{self.place} {args[0]}".strip(), Kernel.start().plugins)
             if dist is not None:
                 raise click.UsageError(f"{error.message} Install it: pip install {dist}", ctx) from None
-            known = self.list_commands(ctx)
-            close = get_close_matches(_NAMES_ELSEWHERE.get(args[0], args[0]), known, n=1)
+            commands = self.list_commands(ctx)
+            close = get_close_matches(_NAMES_ELSEWHERE.get(args[0], args[0]), commands, n=1)
             if not close:
                 raise
             raise click.UsageError(f"{error.message} Did you mean '{close[0]}'?", ctx) from None

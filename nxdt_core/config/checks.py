@@ -75,8 +75,8 @@ class Checked:
 
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
         """Return the values of ``keys``, or None where one of them is absent, ``null`` or no number."""
-        found = tuple(map(self.values.get, keys))
-        return None if any(type(value) not in (int, float) for value in found) else found  # type: ignore[return-value]
+        numbers = tuple(map(self.values.get, keys))
+        return None if any(type(value) not in (int, float) for value in numbers) else numbers  # type: ignore[return-value]
 
     def origin(self, key: str) -> Origin:
         """Return where the value of ``key``, such as ``objective.rewards[0]``, comes from; where there is none, where

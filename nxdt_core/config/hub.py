@@ -107,8 +107,8 @@ def resolve(text: str, *, as_data: bool = False) -> HubName:
         if not name.commit:
             key = (name.kind, name.repo, name.revision)
             if key not in _COMMITS:
-                found = hub.resolve_revision(name.repo, repo_type=name.kind, revision=name.revision)
-                _COMMITS[key] = found.resolved
+                revision = hub.resolve_revision(name.repo, repo_type=name.kind, revision=name.revision)
+                _COMMITS[key] = revision.resolved
             name = replace(name, commit=_COMMITS[key])
         files = _files(hub, name)
         wanted = _matching(name, files)
@@ -141,7 +141,7 @@ def complete(path: Path | str, *, download: bool = True) -> None:
     if (name := _LOCAL.get(Path(path))) is not None:
         with _library(name) as hub:
             files = _files(hub, name)
-            wanted = _matching(name, files) if name.file else [each for each in files if each.endswith(".safetensors")]
+            wanted = _matching(name, files) if name.file else [file for file in files if file.endswith(".safetensors")]
             if not wanted:
                 raise rows.HubNoSafetensors(name=str(replace(name, commit="")), files=files)
             if download:

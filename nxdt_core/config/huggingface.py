@@ -32,10 +32,12 @@ def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     Raises:
         HFFileDamaged: they are not a list of strings.
     """
-    found = hf_config.get("architectures") or []
-    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise HFFileDamaged(path="config.json", reason=f"architectures must be a list of names, and is {found!r}")
-    return tuple(found)
+    architectures = hf_config.get("architectures") or []
+    if not isinstance(architectures, list) or not all(isinstance(name, str) for name in architectures):
+        raise HFFileDamaged(
+            path="config.json", reason=f"architectures must be a list of names, and is {architectures!r}"
+        )
+    return tuple(architectures)
 
 
 _WEIGHTS = "model.safetensors"
@@ -152,10 +154,10 @@ def with_published_model(tree: Tree) -> tuple[Tree, bool]:
     if not other and any(os.path.isfile(directory / name) for name in _TOKENIZER):
         given["data"] = {"tokenizer": {"library": "huggingface", "model": value}}
     written = origin.at(_START)["place"]
-    follows = Origin(kind="hf", where=_START, line=origin.line, written=written, directory=origin.directory)
+    default_origin = Origin(kind="hf", where=_START, line=origin.line, written=written, directory=origin.directory)
     if tree.get("model") is None:  # a section without keys
         tree.remove("model")
-    below = Tree.of(given, follows)
+    below = Tree.of(given, default_origin)
     below.merge(tree)
     return below, True
 

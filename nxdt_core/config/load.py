@@ -182,7 +182,7 @@ def load(
     problems += find_problems(checked, components, kernel, asks_plugins=not problems)
     run = reading.instance
     if problems or run is None:
-        raise _refused(written.label, problems, keys.followers)
+        raise _refused(written.label, problems, keys.default_sources)
     notes = [
         *notes,
         *composition.notes,
@@ -419,13 +419,15 @@ def _merged(tree: Tree, above: Iterable[Tree]) -> Tree:
     return found
 
 
-def _refused(label: str, problems: Iterable[ConfigProblem], followers: Mapping[str, str] | None = None) -> ConfigError:
+def _refused(
+    label: str, problems: Iterable[ConfigProblem], default_sources: Mapping[str, str] | None = None
+) -> ConfigError:
     """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
 
     Args:
         label: What the user named.
         problems: In any order; the first of each line and key counts.
-        followers: Key → key that it takes its value from; where both have a problem, the latter is reported.
+        default_sources: Key → key that it takes its value from; where both have a problem, the latter is reported.
     """
     misfits: dict[str, list[Misfit]] = {}
     for problem in problems:
@@ -442,7 +444,7 @@ def _refused(label: str, problems: Iterable[ConfigProblem], followers: Mapping[s
             own = f"Set it to {fitting} or a divisor of it" if fitting > 1 else "Set it to 1"
             reason, advice = f"{group[0].divisor} fits none of {values}", f"{own}, or change those values."
             problem = ImpossibleCombination(**group[0].place, reason=reason, advice=advice)
-        if (followers or {}).get(problem.key) not in keys:
+        if (default_sources or {}).get(problem.key) not in keys:
             distinct.setdefault((problem.place, problem.key, problem.row()), problem)
     if not distinct:
         raise RuntimeError(f"{label} was refused without a problem that says why: {problems}")
@@ -481,7 +483,7 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
         sections = [tree.get(tuple(around[: depth + 1])) for depth in range(len(around))]
         name = view.get(slot.key)
         name = _default(slot) if name is None else name
-        mappings = all(isinstance(each, (dict, type(None))) for each in sections)
+        mappings = all(isinstance(section, (dict, type(None))) for section in sections)
         if not mappings or not isinstance(name, (str, type(None))):
             composition.open.add(slot.section)  # reported when it is read
             continue

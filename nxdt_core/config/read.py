@@ -62,7 +62,7 @@ class Keys:
     models: list[tuple[KeyPath, type]] = field(default_factory=list)
     """Path and class of each model that reads some of them: the components' first, so that their types count."""
     leaves: dict[KeyPath, Key] = field(default_factory=dict)
-    followers: dict[str, str] = field(default_factory=dict)
+    default_sources: dict[str, str] = field(default_factory=dict)
     """Key → key that it takes its value from: a wrong value is reported at the latter."""
     names: dict[KeyPath, str] = field(default_factory=dict)
     """Dotted path of every key and section, in the order of the schema."""
@@ -89,9 +89,9 @@ def fill(tree: Tree, cls: type, components: Mapping[str, type] | None = None) ->
         value, origin = tree.get(link.key), tree.origin(link.key)
         value = f"${{{link.key}}}" if has_interpolation(value) else value
         place = origin.at(link.key)["place"]
-        follows = replace(DEFAULT, where=link.key, line=origin.line, written=place, directory=origin.directory)
-        tree.set(at, value, follows, tree.shown.get(parts_of(link.key)))
-        keys.followers[keys.names[at]] = link.key
+        default_origin = replace(DEFAULT, where=link.key, line=origin.line, written=place, directory=origin.directory)
+        tree.set(at, value, default_origin, tree.shown.get(parts_of(link.key)))
+        keys.default_sources[keys.names[at]] = link.key
     return keys
 
 
@@ -445,21 +445,21 @@ def _problems_of(
             key = keys_of(section).get(str(at[-1]))
             inner = key.section if key is not None and isinstance(tree.get(at), dict) else None
         value = tree.get(at)
-        found, depth = describe_value(value), int(bool(rest) and kind == "missing")
+        described, depth = describe_value(value), int(bool(rest) and kind == "missing")
         if isinstance(value, list) and kind in ("missing", "too_long", "too_short"):
-            found, depth, rest = f"a list of {len(value)}", 1, []
+            described, depth, rest = f"a list of {len(value)}", 1, []
         for part in rest:  # members of a union are passed over
             if isinstance(value, list) and isinstance(part, int):
                 value, depth = value[part], depth + 1
-                found = f"{describe_value(value)} as item {part + 1} of the list"
+                described = f"{describe_value(value)} as item {part + 1} of the list"
             elif isinstance(value, dict) and part in value:
                 value, depth = value[part], depth + 1
-                found = f"{describe_value(value)} under {part!r}"
+                described = f"{describe_value(value)} under {part!r}"
         types.setdefault(at, set()).add(kind)
         if at not in innermost or depth > innermost[at][0]:
-            innermost[at] = depth, kind, found, str(details.get("ctx", {}).get("error", "")), section
+            innermost[at] = depth, kind, described, str(details.get("ctx", {}).get("error", "")), section
 
-    for at, (depth, kind, found, raised, section) in innermost.items():
+    for at, (depth, kind, described, raised, section) in innermost.items():
         where, leaf = join(prefix, dotted(at)) if at else prefix, keys.leaves.get(at)
         if kind == "extra_forbidden" and not depth:  # in a section that is another one by reference
             yield at, _unknown_key(tree, at, keys_of(section), keys, prefix)
@@ -474,9 +474,9 @@ def _problems_of(
         elif leaf is None:
             yield at, ComponentFinding(**tree.origin(at).at(where), message=f"{raised}.")
         else:
-            found = tree.describe(at) if tree.hides(at) else found
+            described = tree.describe(at) if tree.hides(at) else described
             reason = f"{raised[0].upper()}{raised[1:]}." if raised else ""
-            yield at, _wrong_value(tree, at, leaf, prefix, found, _hint(tree, at, leaf, types[at], where) or reason)
+            yield at, _wrong_value(tree, at, leaf, prefix, described, _hint(tree, at, leaf, types[at], where) or reason)
 
 
 def _unknown_key(tree: Tree, at: KeyPath, known: Iterable[str], keys: Keys, prefix: str) -> UnknownKey:
@@ -529,6 +529,8 @@ def _hint(tree: Tree, at: KeyPath, key: Key, types: set[str], where: str) -> str
         return f'Write it in quotes: {where}="{text}".' if origin.kind == "override" else f"Write it in quotes: {text}."
     if isinstance(value, str) and types & {"tuple_type", "list_type", "iterable_type"}:
         return f"Write a list: [{value}]."
-    choices = [choice for each in members(key.annotation) if get_origin(each) is Literal for choice in get_args(each)]
-    close = get_close_matches(str(value), [each for each in choices if isinstance(each, str)], n=1)
+    choices = [
+        choice for member in members(key.annotation) if get_origin(member) is Literal for choice in get_args(member)
+    ]
+    close = get_close_matches(str(value), [choice for choice in choices if isinstance(choice, str)], n=1)
     return f"Did you mean {close[0]!r}?" if close and isinstance(value, str) else ""

@@ -700,10 +700,10 @@ class ResolvedConfig:
 
     def selected(self, slot: str) -> Selected:
         """Return the component of a slot that is never empty."""
-        found = self.components[slot]
-        if found is None:
+        selected = self.components[slot]
+        if selected is None:
             raise KeyError(slot)
-        return found
+        return selected
 
     def values(self) -> Iterator[tuple[str, Any]]:
         """Yield the key path and plain value of every leaf, in the order of the schema."""
@@ -715,7 +715,7 @@ class ResolvedConfig:
         It can be written: what comes from the environment is the reference to it (``${oc.env:NAME}``), and secrets
         are masked. A configuration with a masked secret does not load.
         """
-        shown: dict[str, Any] = self.tree.as_shown()
+        shown: dict[str, Any] = self.tree.as_displayed()
         return shown
 
     def to_values(self) -> dict[str, Any]:

@@ -139,8 +139,8 @@ class Key:
     def json_schema(self) -> dict[str, Any]:
         """Return the JSON Schema of its values, without documentation and default."""
         schema = _schema_of(self.owner)
-        found: dict[str, Any] = _plain(schema["properties"][self.name], schema.get("$defs", {}))
-        return found
+        property_schema: dict[str, Any] = _plain(schema["properties"][self.name], schema.get("$defs", {}))
+        return property_schema
 
     def describe(self) -> str:
         """Return what is allowed, as the object of a sentence."""
@@ -175,11 +175,11 @@ def keys_of(cls: type) -> dict[str, Key]:
 @cache
 def sections_of(cls: type, path: str = "") -> dict[str, type]:
     """Return a model and those of all sections below it by key path, outer ones first."""
-    found = {path: cls}
+    sections = {path: cls}
     for name, key in keys_of(cls).items():
         if key.section is not None:
-            found |= sections_of(key.section, join(path, name))
-    return found
+            sections |= sections_of(key.section, join(path, name))
+    return sections
 
 
 def is_model(cls: Any) -> bool:
@@ -232,8 +232,8 @@ _ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a nu
 
 @cache
 def _schema_of(cls: Any) -> dict[str, Any]:
-    found: dict[str, Any] = cls.model_json_schema()
-    return found
+    schema: dict[str, Any] = cls.model_json_schema()
+    return schema
 
 
 def _plain(schema: Any, defs: Mapping[str, Any]) -> Any:
@@ -312,7 +312,7 @@ def nearest_keys(key: str, known: Iterable[str], limit: int = 2) -> tuple[str, .
     # A name of another section must be nearer than one of the same section: there are ten times as many.
     names = {path.rpartition(".")[2]: path for path in reversed(known)}
     similar = difflib.get_close_matches(name, names, n=1, cutoff=0.87)
-    found = [*(here[match] for match in close), *elsewhere, *(names[match] for match in similar)]
-    if not found:
-        found = [here[match] for match in difflib.get_close_matches(name, here, n=1, cutoff=0.6)]
-    return tuple(dict.fromkeys(found))[:limit]
+    nearest = [*(here[match] for match in close), *elsewhere, *(names[match] for match in similar)]
+    if not nearest:
+        nearest = [here[match] for match in difflib.get_close_matches(name, here, n=1, cutoff=0.6)]
+    return tuple(dict.fromkeys(nearest))[:limit]

@@ -145,7 +145,7 @@ def _lines(tree: Tree, path: KeyPath, only_set: bool) -> list[str]:
         return [name, *below] if below else []
     if only_set and origin.kind == "default":
         return []
-    text = f"{name} {_scalar(tree.as_shown(path))}"
+    text = f"{name} {_scalar(tree.as_displayed(path))}"
     return [f"{text:<{_COLUMN}}  # {hide_secrets(str(origin))}"]
 
 

@@ -78,8 +78,8 @@ class Recipe:
     @property
     def rank(self) -> int:
         """Return the recipe's place among those to start with, from a line ``# Start here: 1``; 0 without one."""
-        found = re.search(r"^# Start here: (\d+)$", self.text, re.MULTILINE)
-        return int(found[1]) if found else 0
+        match = re.search(r"^# Start here: (\d+)$", self.text, re.MULTILINE)
+        return int(match[1]) if match else 0
 
     @property
     def text(self) -> str:
@@ -122,7 +122,7 @@ def find_recipe(kernel: Kernel, name: str, named: Place | None = None) -> Recipe
     elif meant:
         reason = "several plugins have a recipe of that name"
         candidates = tuple(f"{RECIPE_SCHEME}{recipe.plugin}:{recipe.name}" for recipe in meant)
-    elif unusable := next((each for each in others if any(_recipes([each], short, usable=False))), None):
+    elif unusable := next((other for other in others if any(_recipes([other], short, usable=False))), None):
         reason = f"the recipe {short!r} belongs to a plugin that is not used: {diagnose(unusable)}"
         advice = advise(unusable)
     elif dist := missing_dist("recipe", short, kernel.plugins):
@@ -196,8 +196,8 @@ def read_source(
             return Source(label=label, tree=nothing, problems=(problem,), readable=False)
         tree, problems = parse_yaml(text, label, directory)
     if not isinstance(tree.data, dict):
-        place, found = tree.origins[()].at(""), "no mapping at the top"
-        problems = [WrongValue(**place, found=found, allowed="a mapping of keys and values")]
+        place, reason = tree.origins[()].at(""), "no mapping at the top"
+        problems = [WrongValue(**place, found=reason, allowed="a mapping of keys and values")]
         return Source(label=label, tree=nothing, problems=tuple(problems), readable=False)
     readable = not (problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)))
     return Source(label=label, tree=tree, problems=tuple(problems), path=path, stem=stem, readable=readable)
@@ -212,11 +212,11 @@ def file_problem(
     """
     if isinstance(error, FileNotFoundError):
         recipes = list_recipes(find_kernel()) if find_kernel else ()
-        meant = tuple(f"{RECIPE_SCHEME}{each.name}" for each in recipes if each.name == path.name)
-        beside: list[str] = []
+        meant = tuple(f"{RECIPE_SCHEME}{recipe.name}" for recipe in recipes if recipe.name == path.name)
+        neighbours: list[str] = []
         with suppress(OSError):
-            beside = sorted(entry.name for entry in path.parent.iterdir())
-        near = tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, beside, n=3))
+            neighbours = sorted(entry.name for entry in path.parent.iterdir())
+        near = tuple(str(path.parent / name) for name in difflib.get_close_matches(path.name, neighbours, n=3))
         return ConfigFileNotFound(**place, path=str(path), candidates=meant or near)
     if isinstance(error, UnicodeDecodeError):
         reason = f"byte {error.start} is no UTF-8"
@@ -273,8 +273,8 @@ def find_base(tree: Tree, seen: Sequence[str]) -> str | ConfigProblem:
     except PackageNotFound as error:
         return WrongValue(**origin.at(BASE), found=f"{text!r}, but {error}", allowed=allowed)
     if named in seen:
-        found = f"{text!r}, which is itself based on this file"
-        return WrongValue(**origin.at(BASE), found=found, allowed="a file that is not")
+        reason = f"{text!r}, which is itself based on this file"
+        return WrongValue(**origin.at(BASE), found=reason, allowed="a file that is not")
     return named
 
 
@@ -303,10 +303,10 @@ def migrate(source: Path, target: Path, name: str | None, kernel: Kernel) -> Mig
     read = read_source(source, lambda: kernel)
     if read.problems:
         raise ConfigError(source=str(source), problems=read.problems)
-    found = _recognising(read, kernel)
-    if found is None:
+    recognising = _recognising(read, kernel)
+    if recognising is None:
         raise _unknown(read.label, kernel)
-    return found[1].migrate(source, target, kernel, {})
+    return recognising[1].migrate(source, target, kernel, {})
 
 
 def converted(
@@ -327,14 +327,14 @@ def converted(
         MigrationUnknown: keys show that it is of a program whose migration is not installed.
         NxdtError: the migration refuses it.
     """
-    found, path = _recognising(source, kernel), source.path
+    recognising, path = _recognising(source, kernel), source.path
     assert path is not None
-    if found is None:
+    if recognising is None:
         if any(kernel.registry.not_offered(_KIND)) and any(key in source.tree for key in showing_migrations()):
             raise _unknown(source.label, kernel)
         return source, overrides, {}, ()
-    component, migration = found
-    given = {dotted(at): value for each in overrides for at, value in each.leaves()}
+    component, migration = recognising
+    given = {dotted(at): value for override in overrides for at, value in override.leaves()}
     done = migration.migrate(path, path, kernel, given)
     tree, _ = parse_yaml(done.text, source.label)
     before = {row.target: row.key for row in done.keys if row.target}
@@ -393,11 +393,11 @@ def summary(migration: MigratedConfig) -> list[tuple[Verdict, str]]:
 def _recognising(source: Source, kernel: Kernel) -> tuple[RegisteredComponent, Migration] | None:
     """Return the installed migration that recognises a source, of several the preferred one; None where none does."""
     config = plain(source.tree.data)
-    found = {component: migration for component, migration in _usable(kernel) if migration.recognise(config)}
-    if not found:
+    recognising = {component: migration for component, migration in _usable(kernel) if migration.recognise(config)}
+    if not recognising:
         return None
-    component = kernel.registry.choose(_KIND, source.label, list(found))
-    return component, found[component]
+    component = kernel.registry.choose(_KIND, source.label, list(recognising))
+    return component, recognising[component]
 
 
 def _unknown(label: str, kernel: Kernel) -> NxdtError:

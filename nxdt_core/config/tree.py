@@ -160,15 +160,17 @@ class Tree:
             else:
                 yield path, value
 
-    def as_shown(self, path: str | KeyPath = ()) -> Any:
+    def as_displayed(self, path: str | KeyPath = ()) -> Any:
         """Return the data at a path with references and masks in place of the values that must not be shown."""
         parts = parts_of(path)
         value = self.get(parts)
         if parts in self.shown:
             return self.shown[parts]
         if isinstance(value, dict):
-            return {key: self.as_shown((*parts, key)) for key in value}
-        return [self.as_shown((*parts, number)) for number in range(len(value))] if isinstance(value, list) else value
+            return {key: self.as_displayed((*parts, key)) for key in value}
+        return (
+            [self.as_displayed((*parts, number)) for number in range(len(value))] if isinstance(value, list) else value
+        )
 
     def shown_at(self, path: str | KeyPath) -> str | None:
         """Return what is shown in place of the value at a path; None: the value itself."""
@@ -185,7 +187,7 @@ class Tree:
         if not self.hides(path):
             return value
         kind = value.rpartition(" (")[2].rstrip(")")
-        return f"{describe_value(self.as_shown(path)).rpartition(' (')[0]} ({kind})"
+        return f"{describe_value(self.as_displayed(path)).rpartition(' (')[0]} ({kind})"
 
 
 def parts_of(path: str | KeyPath) -> KeyPath:
@@ -369,14 +371,14 @@ class _Document:
 
     def _mapping(self, node: Any, path: KeyPath) -> dict[str, Any]:
         """Return a mapping. What ``<<`` brings is below its own keys; of several such mappings the first wins."""
-        found: dict[str, Any] = {}
-        own: dict[str, Origin] = {}
+        content: dict[str, Any] = {}
+        origins: dict[str, Origin] = {}
         brought = [value for key, value in node.value if key.tag == _MERGE]
         parts = [part for each in brought for part in (each.value if isinstance(each, yaml.SequenceNode) else [each])]
         for mapping in reversed(parts):
             value = self._value(mapping, path, self.origins[path])
             if isinstance(value, dict):
-                found |= value
+                content |= value
             else:
                 origin = self._origin(mapping.start_mark)
                 self._wrong((*path, "<<"), origin, "no mapping", "a mapping or a list of mappings")
@@ -388,12 +390,12 @@ class _Document:
                 self._wrong(path, origin, "a key that is a list or mapping", "keys that are text")
                 continue
             name = key.value  # the text, so that `on:` and `1:` are keys as written
-            if name in own:
+            if name in origins:
                 place = origin.at(dotted((*path, name)))
-                self.problems.append(DuplicateKey(**place, first=own[name].where))
-            own[name] = origin
-            found[name] = self._value(value, (*path, name), origin)
-        return found
+                self.problems.append(DuplicateKey(**place, first=origins[name].where))
+            origins[name] = origin
+            content[name] = self._value(value, (*path, name), origin)
+        return content
 
     def _scalar(self, node: Any, path: KeyPath, origin: Origin) -> Any:
         if node.tag in _TEXTS:

@@ -142,7 +142,7 @@ def cached_arrays(
     name: str,
     kind: type[T],
     make: Callable[[], T],
-    unkept: Callable[[OSError], None],
+    on_error: Callable[[OSError], None],
     fits: Callable[[T], bool],
     *,
     most_bytes: int | None = None,
@@ -154,7 +154,7 @@ def cached_arrays(
         name: stands for all that decides the arrays; it ends with a :func:`digest` of it.
         kind: a dataclass of arrays.
         make: is called by one process of a node.
-        unkept: receives the reason why nothing can be kept. Where it returns, the arrays stay in the memory of this
+        on_error: receives the reason why nothing can be kept. Where it returns, the arrays stay in the memory of this
             process.
         fits: whether mapped arrays have the types and lengths of each other, as in :func:`is_array` and
             :func:`are_offsets`; what does not is damaged.
@@ -170,7 +170,7 @@ def cached_arrays(
         while (lock := _try_lock(directory / f"{name}.lock", note)) is None:
             time.sleep(_LOOK_AGAIN_S)
     except OSError as error:
-        unkept(error)
+        on_error(error)
         return make()
     with _released(directory / f"{name}.lock", lock):
         try:
@@ -183,7 +183,7 @@ def cached_arrays(
             _store(place, made, fits)
             _remove_oldest(place, most_bytes)
         except OSError as error:
-            unkept(error)
+            on_error(error)
         with suppress(*_DAMAGED):
             return _mapped(place, kind, fits)
         return made

@@ -20,13 +20,13 @@ from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.torch_versions import (
     all_gather_single,
-    begun_all_to_all,
+    begin_all_to_all,
     ended,
     reduce_scatter_single,
     traced,
 )
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 
 __all__ = [
     "BUCKET_BYTES",
@@ -74,14 +74,14 @@ def gather_whole(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup | None
 def gather_shard(tensor: torch.Tensor, shard: ParameterShard) -> torch.Tensor:
     """Return the whole of what ``tensor`` is this rank's part of, on each rank that has a part. Collective.
 
-    This rank's part of a whole is ``whole[shard.box.within(Box.whole(shard.shape))]``.
+    This rank's part of a whole is ``whole[shard.region.within(TensorSlice.whole(shard.shape))]``.
 
     Args:
         tensor: of the shape of the local parameter, such as its gradient.
         shard: of the parameter.
     """
     whole = tensor.new_zeros(shard.shape)
-    whole[shard.box.within(Box.whole(shard.shape))] = shard.real(tensor)
+    whole[shard.region.within(TensorSlice.whole(shard.shape))] = shard.real(tensor)
     for group in shard.groups:
         dist.all_reduce(whole, group=group)
     return whole
@@ -173,7 +173,7 @@ class _Exchange:
         self._splits = (list(outgoing), list(incoming))
         self._group = group
         self._sent = _Sent.apply(tensor)  # type: ignore[no-untyped-call]
-        self._begun = begun_all_to_all(self._sent.detach().contiguous(), incoming, outgoing, group)
+        self._begun = begin_all_to_all(self._sent.detach().contiguous(), incoming, outgoing, group)
 
     def end(self) -> torch.Tensor:
         """Return what has arrived."""
@@ -270,7 +270,7 @@ class _Arrived(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        return begun_all_to_all(grad.contiguous(), ctx.outgoing, ctx.incoming, ctx.group), None, None, None, None
+        return begin_all_to_all(grad.contiguous(), ctx.outgoing, ctx.incoming, ctx.group), None, None, None, None
 
 
 def _same(tensor: torch.Tensor, dim: int, group: dist.ProcessGroup) -> torch.Tensor:
@@ -366,7 +366,7 @@ def _exchanged(
     if not profile_of(tensor.device).all_to_all:
         return _exchanged_by_gathers(tensor, output_splits, input_splits, group, equal=equal)
     if torch.compiler.is_compiling():
-        return ended(begun_all_to_all(tensor.contiguous(), output_splits, input_splits, group))
+        return ended(begin_all_to_all(tensor.contiguous(), output_splits, input_splits, group))
     received = tensor.new_empty((sum(output_splits), *tensor.shape[1:]))
     dist.all_to_all_single(received, tensor.contiguous(), output_splits, input_splits, group=group)
     return received

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +24,7 @@ __all__ = [
     "is_dtensor",
     "is_fsdp_module",
     "local_of",
-    "piece_of",
+    "local_shard_of",
     "placed_like",
     "shard_over_mesh",
     "sharded_over",
@@ -77,8 +77,8 @@ def placed_like(local: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     return placed
 
 
-def piece_of(tensor: torch.Tensor | Piece, name: str = "a tensor") -> Piece:
-    """Return this rank's elements of ``tensor`` and their box in the whole; a piece is returned unchanged.
+def local_shard_of(tensor: torch.Tensor | LocalShard, name: str = "a tensor") -> LocalShard:
+    """Return this rank's elements of ``tensor`` and their region in the whole; a shard is returned unchanged.
 
     Args:
         tensor: plain tensors are whole.
@@ -88,11 +88,11 @@ def piece_of(tensor: torch.Tensor | Piece, name: str = "a tensor") -> Piece:
         TensorStateUnsupported: the tensor is distributed as partial sums, or torch gives another place than the one
             that its local elements fill.
     """
-    if isinstance(tensor, Piece):
+    if isinstance(tensor, LocalShard):
         return tensor
     shape = tuple(tensor.shape)
     if not is_dtensor(tensor):
-        return Piece(tensor, shape, Box.whole(shape))
+        return LocalShard(tensor, shape, TensorSlice.whole(shape))
     if any(placement.is_partial() for placement in tensor.placements):
         raise TensorStateUnsupported(where=name, reason="it is distributed as partial sums")
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -103,7 +103,7 @@ def piece_of(tensor: torch.Tensor | Piece, name: str = "a tensor") -> Piece:
         reason = f"torch places {sizes} of it here, and {tuple(local.shape)} are here ({tensor.placements})"
         raise TensorStateUnsupported(where=name, reason=reason)
     # An empty shard has no place; torch puts it at the end, on the border of the tensor.
-    return Piece(local, shape, Box(tuple(offsets), sizes))
+    return LocalShard(local, shape, TensorSlice(tuple(offsets), sizes))
 
 
 def sharded_over(tensor: torch.Tensor) -> frozenset[str]:

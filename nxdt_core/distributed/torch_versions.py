@@ -50,7 +50,7 @@ def forget_shardings() -> None:
     clear()
 
 
-def begun_all_to_all(
+def begin_all_to_all(
     tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int], group: dist.ProcessGroup
 ) -> torch.Tensor:
     """Return what an all-to-all will have put there when it is :func:`ended`. Torch has no public call that does not

@@ -24,7 +24,7 @@ from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches
-from nxdt_core.models.step_border import at_border, step_of
+from nxdt_core.models.step_boundary import at_step_boundary, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
 _log = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, stati
         static_shapes: compile again for each shape; otherwise, a second shape gets a graph for any shape.
     """
     torch._dynamo.config.capture_scalar_outputs = True  # how many rows an expert gets is a size in the graph
-    in_pieces: set[type[nn.Module]] = set()
+    in_graphs: set[type[nn.Module]] = set()
     for path, part in module.named_modules():
         if matches(plan.recompute_layer, path) and not isinstance(part, nn.Identity):
             # Not part.compile(): that would take the hooks in, and leaves recomputed layers uncompiled (torch 2.13).
@@ -61,7 +61,7 @@ def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, stati
             # backward, in which torch 2.13 cannot save the meshes of DTensors.
             forward = "computed" if is_recomputed(part) else "forward"
             dynamic = False if static_shapes else None
-            compiled = _CompiledForward(path, part, getattr(part, forward), in_pieces, backend=backend, dynamic=dynamic)
+            compiled = _CompiledForward(path, part, getattr(part, forward), in_graphs, backend=backend, dynamic=dynamic)
             setattr(part, forward, compiled)
 
 
@@ -73,13 +73,13 @@ class _CompiledForward:
         path: str,
         layer: nn.Module,
         forward: Callable[..., Any],
-        in_pieces: set[type[nn.Module]],
+        in_graphs: set[type[nn.Module]],
         **options: Any,
     ) -> None:
-        """``in_pieces``: classes of layers that cannot be one graph, shared by the layers of a model."""
-        self._path, self._kind, self._in_pieces = path, type(layer), in_pieces
+        """``in_graphs``: classes of layers that cannot be one graph, shared by the layers of a model."""
+        self._path, self._kind, self._in_graphs = path, type(layer), in_graphs
         self._whole = one_graph(forward, **options)
-        self._pieces = torch.compile(forward, **options)
+        self._graphs = torch.compile(forward, **options)
         cores: list[Any] = [part for part in layer.modules() if isinstance(getattr(part, "masks", None), DocumentMasks)]
         self._cores = [core for core in cores if hasattr(core, "made")]
         """Attention cores whose document masks are made before the graph runs; all layers share them."""
@@ -99,19 +99,19 @@ class _CompiledForward:
         step = replace(step_of(kwargs.get("step")), masks=masks)
         if "step" in kwargs:
             return self._compiled(*args, **{**kwargs, "step": step})
-        with at_border(step):
+        with at_step_boundary(step):
             return self._compiled(*args, **kwargs)
 
     def _compiled(self, *args: Any, **kwargs: Any) -> Any:
-        if self._kind in self._in_pieces:
-            return self._pieces(*args, **kwargs)
+        if self._kind in self._in_graphs:
+            return self._graphs(*args, **kwargs)
         exc = torch._dynamo.exc
         try:
             return self._whole(*args, **kwargs)
         except (exc.FailOnRecompileLimitHit, exc.UncapturedHigherOrderOpError, exc.Unsupported, exc.UserError) as error:
             # Tracing has run nothing yet. Where it is the model that fails, that comes out here.
-            output = self._pieces(*args, **kwargs)
-            self._in_pieces.add(self._kind)
+            output = self._graphs(*args, **kwargs)
+            self._in_graphs.add(self._kind)
             kind = TooManyGraphs if isinstance(error, exc.FailOnRecompileLimitHit) else LayerNotWhole
             reason = " ".join(str(error).partition("\n\n")[0].split()).rstrip(".")  # without torch's hints
             _log.warning("%s", kind(path=self._path, layer=self._kind.__qualname__, reason=reason))

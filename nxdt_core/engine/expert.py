@@ -101,7 +101,7 @@ class ExchangingDispatcher(LocalDispatcher):
         sent = counts.view(self.chunks, ranks, -1).transpose(0, 1)  # [ranks, chunks, experts of one rank]
         received = all_to_all_rows(sent.contiguous(), self.group)
         outgoing, incoming, sizes = _sizes(sent, received, len(rows))
-        narrow = rows.to(compute_dtype(rows))  # which the experts would do
+        low_precision = rows.to(compute_dtype(rows))  # which the experts would do
         numbers = torch.arange(received.shape[2], device=rows.device).repeat(ranks)
         arrivals = [
             TokenPermutation.ordered(numbers.repeat_interleave(here.flatten(), output_size=sum(coming)))
@@ -113,10 +113,10 @@ class ExchangingDispatcher(LocalDispatcher):
             return unpermute(experts(permute(arrived, arrivals[chunk]), groups), arrivals[chunk]).squeeze(1)
 
         if self.chunks == 1:
-            arrived = all_to_all(narrow, incoming[0], outgoing[0], self.group)
+            arrived = all_to_all(low_precision, incoming[0], outgoing[0], self.group)
             return all_to_all(compute(0, arrived), outgoing[0], incoming[0], self.group)
         bounds = _bounds(len(rows), self.chunks)
-        parts = [narrow[start:end] for start, end in pairwise(bounds)]
+        parts = [low_precision[start:end] for start, end in pairwise(bounds)]
         return torch.cat(overlap_all_to_all(compute, parts, list(zip(outgoing, incoming, strict=True)), self.group))
 
     def run_padded(self, rows: torch.Tensor, experts: nn.Module) -> torch.Tensor:
@@ -125,7 +125,7 @@ class ExchangingDispatcher(LocalDispatcher):
         if self.group is None:
             return super().run_padded(rows, experts)
         ranks, (count, capacity, hidden) = self.group.size(), rows.shape
-        narrow = rows.to(compute_dtype(rows))
+        low_precision = rows.to(compute_dtype(rows))
         sizes = [end - start for start, end in pairwise(_bounds(capacity, self.chunks))]
         splits = [[count // ranks * size] * ranks for size in sizes]
 
@@ -137,9 +137,9 @@ class ExchangingDispatcher(LocalDispatcher):
 
         if self.chunks == 1:
             (equal,) = splits
-            arrived = all_to_all(narrow.flatten(0, 1), equal, equal, self.group, equal=True)
+            arrived = all_to_all(low_precision.flatten(0, 1), equal, equal, self.group, equal=True)
             return all_to_all(compute(0, arrived), equal, equal, self.group, equal=True).view(rows.shape)
-        parts = [part.flatten(0, 1) for part in torch.split(narrow, sizes, 1)]
+        parts = [part.flatten(0, 1) for part in torch.split(low_precision, sizes, 1)]
         outputs = overlap_all_to_all(compute, parts, [(equal, equal) for equal in splits], self.group)
         pairs = zip(outputs, sizes, strict=True)
         return torch.cat([output.view(count, size, hidden) for output, size in pairs], 1)
@@ -216,12 +216,12 @@ class AllToAllDispatcher(ExchangingDispatcher):
 
         features = hidden.narrow(-1, tensor_group.rank() * width, width)
         mixed = self.mixed(features.flatten(0, 1), routing, cast(nn.Module, of_slices)).view_as(features)
-        narrow = mixed.to(compute_dtype(mixed))
+        low_precision = mixed.to(compute_dtype(mixed))
         if not self.sequence_parallel:
-            return gather_whole(narrow, -1, tensor_group).to(mixed.dtype)
+            return gather_whole(low_precision, -1, tensor_group).to(mixed.dtype)
         # This rank's part of the sequence with all features, from its slice of the features of the whole sequence.
-        ranks, (batch, seq, _) = tensor_group.size(), narrow.shape
-        parts = narrow.view(batch, ranks, -1, width).transpose(0, 1)  # [ranks, batch, seq / ranks, width]
+        ranks, (batch, seq, _) = tensor_group.size(), low_precision.shape
+        parts = low_precision.view(batch, ranks, -1, width).transpose(0, 1)  # [ranks, batch, seq / ranks, width]
         splits = [batch * seq // ranks] * ranks
         arrived = all_to_all(parts.flatten(0, 2), splits, splits, tensor_group, equal=True)
         return arrived.view(ranks, batch, -1, width).permute(1, 2, 0, 3).flatten(2).to(mixed.dtype)
@@ -230,9 +230,11 @@ class AllToAllDispatcher(ExchangingDispatcher):
         """Return the sum of what the tensor parallel ranks computed, whole or this rank's part of the sequence."""
         if self.tensor_group is None:
             return mixed
-        narrow = mixed.to(compute_dtype(mixed))  # as the product of a matrix that the ranks share
-        prefetch_block_input(self, narrow)
-        return sum_over_ranks(narrow, self.tensor_group, sequence_parallel=self.sequence_parallel).to(mixed.dtype)
+        low_precision = mixed.to(compute_dtype(mixed))  # as the product of a matrix that the ranks share
+        prefetch_block_input(self, low_precision)
+        return sum_over_ranks(low_precision, self.tensor_group, sequence_parallel=self.sequence_parallel).to(
+            mixed.dtype
+        )
 
 
 def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, ranks: int) -> None:
@@ -395,7 +397,7 @@ def _sharded_dims(
         owner, _, leaf = name.rpartition(".")
         update, matrix, shared_dim = experts.get_submodule(owner), name, None
         if isinstance(update, Update):
-            matrix, shared_dim = owner.rpartition(".")[2], update.follows.get(leaf, -1)
+            matrix, shared_dim = owner.rpartition(".")[2], update.sharded_like.get(leaf, -1)
         full_name = f"{path}.{matrix}"
         side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, full_name)), None)
         if side is None:

@@ -26,7 +26,7 @@ from torch import nn
 
 from nxdt_core.config.schema import RunConfig
 from nxdt_core.distributed.devices import CPU, DeviceProfile
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.attention import apply_context_parallel
 from nxdt_core.engine.context.blocks import zigzag_runs
@@ -53,7 +53,7 @@ from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_fr
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
 from nxdt_core.engine.tensor.layers import PaddedDim, padded_parameters, unpadded_shard
-from nxdt_core.engine.weights import allocate, build_whole, draw_piece, set_dtypes
+from nxdt_core.engine.weights import allocate, build_whole, draw_local_shard, set_dtypes
 from nxdt_core.errors.layouts import (
     BaseNotQuantised,
     ExchangeInOnePart,
@@ -68,7 +68,7 @@ from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.patterns import matches_within
 from nxdt_core.models.quantised import BaseDtype
 from nxdt_core.models.random.dropout import Dropout, MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
-from nxdt_core.models.step_border import let_take_step
+from nxdt_core.models.step_boundary import accept_step
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.mesh import MeshSizes, stages_of_rank
 from nxdt_core.protocols.model import ModelBuilder
@@ -126,7 +126,7 @@ class LayoutOptions:
     sequence_parallel: bool = False
     async_tensor_parallel: bool = False
     """Let compiled layers send parts of tensors while they compute with others."""
-    gathers_again: bool = False
+    regathers: bool = False
     """Gather the inputs of tensor blocks again in backward."""
     pad_heads: bool = False
     context_parallel_method: Literal["ring", "gather"] = "ring"
@@ -174,7 +174,7 @@ class LayoutOptions:
             profile=profile,
             sequence_parallel=run.distributed_strategy.sequence_parallel and sizes.tp > 1,
             async_tensor_parallel=run.distributed_strategy.async_tensor_parallel and sizes.tp > 1,
-            gathers_again=run.distributed_strategy.sequence_parallel_regather,
+            regathers=run.distributed_strategy.sequence_parallel_regather,
             pad_heads=run.distributed_strategy.pad_heads,
             context_parallel_method=run.distributed_strategy.context_parallel_method or profile.context_parallel_method,
             sliced_tokens=sliced,
@@ -234,7 +234,7 @@ def parallelize(
         NxdtError: the model's plan does not allow the layout.
     """
     sequence_parallel, compiled = options.sequence_parallel, options.compile_backend is not None
-    regather = sequence_parallel and options.gathers_again
+    regather = sequence_parallel and options.regathers
     recompute = options.recompute_granularity is not None
     check_whole_backward(mesh.sizes.schedule, recompute=recompute, compiled=compiled, regather=regather)
     built = build_whole(builder, adapters)
@@ -258,7 +258,7 @@ def parallelize(
     if profile.shared_heads is not None:
         shared = frozenset(getattr(torch, name) for name in profile.shared_heads)
     for module in modules:
-        let_take_step(module)
+        accept_step(module)
         # Tensor, expert and context parallelism.
         if mesh.sizes.tp > 1:
             apply_tensor_parallel(
@@ -266,7 +266,7 @@ def parallelize(
                 plan,
                 mesh,
                 sequence_parallel=sequence_parallel,
-                gathers_again=options.gathers_again,
+                regathers=options.regathers,
                 pad_heads=options.pad_heads,
             )
         # A frozen model without experts may be next to one that has some.
@@ -396,8 +396,8 @@ def materialise(layout: Layout, device: torch.device, *, seed: int, base: bool =
         for name, parameter in module.named_parameters():
             if base or name in layout.added:
                 name = owners.get(name, name)  # a stage with the user of a tied pair alone draws the owner's elements
-                piece = piece_of(parameter)
+                shard = local_shard_of(parameter)
                 if name in layout.padded:
-                    piece.tensor.zero_()
-                    piece = unpadded_shard(parameter, layout.padded[name])
-                draw_piece(piece, name, layout.rules, seed=seed)
+                    shard.tensor.zero_()
+                    shard = unpadded_shard(parameter, layout.padded[name])
+                draw_local_shard(shard, name, layout.rules, seed=seed)

@@ -251,15 +251,15 @@ def _find_pipeline_problems(settings: Settings) -> Iterator[ImpossibleCombinatio
             )
     if sizes is None or sizes.schedule != "zbv":
         return
-    apart, other = "the schedule zbv takes the backward of layers apart, and", "or choose 1f1b or interleaved."
+    zbv, other = "the schedule zbv takes the backward of layers apart, and", "or choose 1f1b or interleaved."
     if values.get(_COMPILE):
-        reason = f"{apart} that of a compiled layer is one piece"
+        reason = f"{zbv} that of a compiled layer is one piece"
         yield _problem(settings, (_COMPILE, _SCHEDULE), reason, f"Set {_COMPILE} to false, {other}")
     if values.get(_RECOMPUTE):
-        reason = f"{apart} would recompute each of them many times"
+        reason = f"{zbv} would recompute each of them many times"
         yield _problem(settings, (_RECOMPUTE, _SCHEDULE), reason, f"Set {_RECOMPUTE} to null, {other}")
     if sizes.tp > 1 and values.get(_SP) and values.get(_REGATHER):
-        reason = f"{apart} would gather inputs in both parts"
+        reason = f"{zbv} would gather inputs in both parts"
         yield _problem(settings, (_REGATHER, _SCHEDULE), reason, f"Set {_REGATHER} to false, {other}")
 
 

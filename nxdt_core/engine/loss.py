@@ -36,7 +36,7 @@ from nxdt_core.models.loss import (
     whole_vocabulary_cross_entropies,
 )
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 

@@ -52,13 +52,13 @@ from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models.attention.cache import KeyValueCache
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs
 from nxdt_core.models.random.dropout import step_numbers
-from nxdt_core.models.step_border import called_with_step
+from nxdt_core.models.step_boundary import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, check_weight
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, ParallelModel, StepLoss, TokenMeasure
-from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import SequenceShards, StepContext, VocabularyLoss
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 if TYPE_CHECKING:
     from nxdt_core.engine.pipeline.runner import PipelineRunner
@@ -480,21 +480,21 @@ class TorchModel(ParallelModel):
         if self._pipeline is not None:
             of_last = iter(values)
             values = [self._pipeline.broadcast_from_last(next(of_last, None)) for _ in micro_batches]
-        return [unshard_sequence(each, self._mesh) for each in values]
+        return [unshard_sequence(value, self._mesh) for value in values]
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield the parameters under their global names; a tied one under its owner's."""
         return iter(self._parameters.by_name.items())
 
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Return the parameters and saved buffers; a tied one once, and of a padded one the real elements."""
-        state: dict[str, torch.Tensor | Piece] = {}
+        state: dict[str, torch.Tensor | LocalShard] = {}
         for name, parameter in self._parameters.by_name.items():
             padded = self.padded.get(name)
             state[name] = parameter.detach() if padded is None else unpadded_shard(parameter.detach(), padded)
         return state | self._buffers
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard], *, strict: bool = True) -> None:
         """Copy ``state`` into the parameters: whole tensors in one process, else shards of this layout.
 
         Raises:
@@ -505,7 +505,7 @@ class TorchModel(ParallelModel):
         with torch.no_grad():
             for name, value in state.items():
                 if name in target:
-                    own, new = (v.tensor if isinstance(v, Piece) else local_of(v) for v in (target[name], value))
+                    own, new = (v.tensor if isinstance(v, LocalShard) else local_of(v) for v in (target[name], value))
                     own.copy_(new)
         self.sync_tied_copies()
 

@@ -12,16 +12,16 @@ import torch.distributed as dist
 from torch import nn
 
 from nxdt_core.config.schema import ParamGroupConfig
-from nxdt_core.distributed.placement import is_dtensor, piece_of, sharded_over
+from nxdt_core.distributed.placement import is_dtensor, local_shard_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
 from nxdt_core.models.patterns import matches_any, matches_within
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
-from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 
 class StageParameters:
@@ -73,7 +73,7 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
         padded: the dimension that has zeros, which no optimizer counts; None where it has none.
         matrix: whether it is one of a hidden layer.
     """
-    piece = piece_of(parameter) if padded is None else unpadded_shard(parameter, padded)
+    shard = local_shard_of(parameter) if padded is None else unpadded_shard(parameter, padded)
     groups: tuple[dist.ProcessGroup, ...] = ()
     if is_dtensor(parameter):
         mesh = parameter.device_mesh
@@ -82,7 +82,9 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
             for dim, placement in enumerate(parameter.placements)
             if not placement.is_replicate() and mesh.size(dim) > 1
         )
-    return ParameterShard(shape=piece.shape, box=piece.box, groups=groups, matrix=matrix and len(piece.shape) >= 2)
+    return ParameterShard(
+        shape=shard.shape, region=shard.region, groups=groups, matrix=matrix and len(shard.shape) >= 2
+    )
 
 
 def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
@@ -151,7 +153,7 @@ def parameter_groups(
 
 
 def check_loadable(
-    own: Mapping[str, torch.Tensor | Piece], state: Mapping[str, torch.Tensor | Piece], *, strict: bool
+    own: Mapping[str, torch.Tensor | LocalShard], state: Mapping[str, torch.Tensor | LocalShard], *, strict: bool
 ) -> None:
     """Check that ``state`` can be copied into ``own``.
 

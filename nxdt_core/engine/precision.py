@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from nxdt_core.distributed.placement import local_of, piece_of, placed_like
+from nxdt_core.distributed.placement import local_of, local_shard_of, placed_like
 from nxdt_core.engine.optim.updates import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
 from nxdt_core.engine.tensor.layers import (
     ColumnParallelLinear,
@@ -72,16 +72,19 @@ def quantise_frozen(module: nn.Module, plan: ParallelPlan, dtype: BaseDtype) -> 
         BaseNotQuantised: a weight has no codes in this layout.
     """
     for path, layer in [*frozen_layers(module, plan)]:
-        piece = piece_of(layer.weight)
+        local_shard = local_shard_of(layer.weight)
         reason, instead = "", "Use another tensor_model_parallel_size"
         if getattr(layer, "padded", None):
             reason = f"'{path}' has rows or columns of zeros on each rank (distributed_strategy.pad_heads)"
-        elif piece.tensor.dtype == torch.float64:
+        elif local_shard.tensor.dtype == torch.float64:
             reason, instead = f"'{path}' has float64 weights", "Train in another dtype (precision.type)"
         if reason:
             raise BaseNotQuantised(dtype=dtype, reason=reason, instead=instead)
-        places = [row * piece.box.shape[1] + column for _, (row, column) in piece.box.samples(piece.shape)]
-        quantised = QuantisedWeight.empty(piece.tensor, dtype, places)
+        places = [
+            row * local_shard.region.shape[1] + column
+            for _, (row, column) in local_shard.region.samples(local_shard.shape)
+        ]
+        quantised = QuantisedWeight.empty(local_shard.tensor, dtype, places)
         layer.weight = nn.Parameter(placed_like(quantised, layer.weight), requires_grad=False)
 
 

@@ -34,7 +34,7 @@ from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import HostValues
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.models.step_border import at_border, step_of
+from nxdt_core.models.step_boundary import at_step_boundary, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
 
@@ -142,7 +142,7 @@ def wrap_forward(module: nn.Module, forward: Callable[..., Any], *, inner: str) 
     module.forward = MethodType(forward, module)
 
 
-def discarded_in(part: nn.Module) -> DiscardedTensors | None:
+def discards_of(part: nn.Module) -> DiscardedTensors | None:
     """Return the discarded tensors of the layer of ``part`` while that runs forward; None in layers that discard
     nothing, in compiled ones and in backward."""
     if torch.compiler.is_compiling() or not torch.is_grad_enabled():
@@ -182,7 +182,7 @@ def discarded_output(
 
 def cast_discarded(part: nn.Module, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return ``tensor``, an input of ``part``, in ``dtype``; the copy of a discarded one is discarded as well."""
-    cast, discarded = tensor.to(dtype), discarded_in(part)
+    cast, discarded = tensor.to(dtype), discards_of(part)
     if cast is not tensor and discarded is not None and discarded.recipe(tensor) is not None:
         discarded.add(cast, _RecomputedTensor(lambda source: source.to(dtype), (tensor,), discarded))
     return cast
@@ -269,7 +269,7 @@ def gather_discarded(
     if torch.compiler.is_compiling():  # the graph contains the gather twice
         again: torch.Tensor = checkpoint(gather_along, part, dim, group, use_reentrant=False)
         return again
-    whole, discarded = gather_along(part, dim, group), discarded_in(block)
+    whole, discarded = gather_along(part, dim, group), discards_of(block)
     if discarded is not None:
         source = discarded.recipe(hidden)
         recipe = _GatheredAgain(part.detach() if source is None else source.use(), dtype, dim, group)
@@ -281,7 +281,7 @@ def gather_discarded(
 def prefetch_block_input(part: nn.Module, partial: torch.Tensor) -> None:
     """Start to gather the input of the block that ``part`` ends when the gradient of ``partial``, the block's last
     product, is known."""
-    discarded = discarded_in(part)
+    discarded = discards_of(part)
     if discarded is not None and discarded.block is not None and partial.requires_grad:
         partial.register_hook(functools.partial(_begin, discarded.block))  # type: ignore[no-untyped-call]
 
@@ -299,7 +299,7 @@ def enter_within(block: Any, entry: Callable[[nn.Module, tuple[Any, ...]], tuple
 class _Entering:
     @staticmethod
     def forward(block: Any, *args: Any, **kwargs: Any) -> Any:
-        discarded = discarded_in(block)
+        discarded = discards_of(block)
         if discarded is None:
             return block.entered(*block.entry(block, args), **kwargs)
         around, discarded.block = discarded.block, None
@@ -414,7 +414,7 @@ def routes_tokens(path: str, block: nn.Module, plan: ParallelPlan) -> bool:
 
 
 def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    discarded = discarded_in(block)
+    discarded = discards_of(block)
     if discarded is None or not args or not isinstance(args[0], torch.Tensor) or discarded.recipe(args[0]) is None:
         return args
     return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]
@@ -430,12 +430,12 @@ class _Recomputed:
     def forward(part: Any, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # what masks of dropout depend on is an input of the graph
             return checkpoint(part.computed, *args, use_reentrant=False, **kwargs)
-        discarded = discarded_in(part) if part.discards_output and not kwargs else None
+        discarded = discards_of(part) if part.discards_output and not kwargs else None
         if discarded is not None:
             return discarded_output(part, part.computed, args, discarded)
         # The second computation may run during another micro-batch.
         values, step = HostValues(), step_of(None)
-        contexts = values.recorded(), _Both(at_border(step), values.repeated())
+        contexts = values.recorded(), _Both(at_step_boundary(step), values.repeated())
         return checkpoint(part.computed, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
 

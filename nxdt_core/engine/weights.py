@@ -17,9 +17,9 @@ from nxdt_core.models.quantised import BaseDtype, QuantisedWeight
 from nxdt_core.models.random.init import complete_init_rules, fill, rule_for
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 _BIASES = ParallelPlan().no_weight_decay
 """Patterns that need not match: not every model has biases."""
@@ -151,13 +151,13 @@ def reset_buffers(module: nn.Module) -> None:
             reset()
 
 
-def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int) -> None:
+def draw_local_shard(shard: LocalShard, name: str, rules: Sequence[InitRule], *, seed: int) -> None:
     """Fill a rank's part of a parameter with its initial values, bitwise equal to those elements of the whole.
 
     They are drawn by name and position, so that no rank draws what another one holds.
 
     Args:
-        piece: this rank's elements and their place in the whole parameter.
+        shard: this rank's elements and their place in the whole parameter.
         name: the global one; of a tied parameter that of its owner.
         rules: initialisation rules, those of adapters first.
         seed: the run's, from which all initial weights follow.
@@ -165,4 +165,4 @@ def draw_piece(piece: Piece, name: str, rules: Sequence[InitRule], *, seed: int)
     Raises:
         NoInitRule: no rule is for the parameter.
     """
-    fill(piece.tensor, rule_for(name, rules), name=name, seed=seed, shape=piece.shape, offsets=piece.box.offsets)
+    fill(shard.tensor, rule_for(name, rules), name=name, seed=seed, shape=shard.shape, offsets=shard.region.offsets)

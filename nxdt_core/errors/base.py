@@ -91,9 +91,9 @@ class NxdtError(Exception):
         """Values that the two templates may name; subclasses add what they compute."""
         if self._names is None:
             return {name: getattr(self, name) for name in self._fields()}
-        found = {name: getattr(self, name) for name in self._names}
-        listed = {name: _Listed(value) for name, value in found.items() if type(value) in (tuple, list)}
-        return {**found, **listed, **(self._also(self) if self._also else {})}
+        values = {name: getattr(self, name) for name in self._names}
+        listed = {name: _Listed(value) for name, value in values.items() if type(value) in (tuple, list)}
+        return {**values, **listed, **(self._also(self) if self._also else {})}
 
     def __str__(self) -> str:
         return visible(f"[{self.code}] {self.what()}\n  {self.do()}")

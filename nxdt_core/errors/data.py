@@ -7,7 +7,7 @@ from typing import Any
 from nxdt_core.errors.base import NxdtError, listing
 
 
-def found_nearby(error: Any) -> dict[str, str]:
+def nearby_paths(error: Any) -> dict[str, str]:
     """Return the end of a sentence: the close names of a path that is not there."""
     return {"near": f"; found nearby: {listing(error.candidates)}" if error.candidates else ""}
 
@@ -18,7 +18,7 @@ DataFileNotFound = NxdtError.define(
     "{key}: nothing is found at '{path}'{near}.",
     "Correct the path; a relative path starts at the directory of the file that names it.",
     defaults={"candidates": ()},
-    also=found_nearby,
+    also=nearby_paths,
     example={"key": "data.train_files", "path": "shrot.txt", "candidates": ("short.txt",)},
 )
 
@@ -176,7 +176,7 @@ TokenizerFileNotFound = NxdtError.define(
     "{key}: '{path}' is not a {wanted}{near}.",
     "Correct the path, or download the tokenizer's files there first.",
     defaults={"candidates": ()},
-    also=found_nearby,
+    also=nearby_paths,
     example={"key": "data.tokenizer.model", "path": "my-tokenizer", "wanted": "tokenizer.json or directory with one"},
 )
 

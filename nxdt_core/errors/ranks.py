@@ -98,14 +98,14 @@ RankDied = NxdtError.define(
 def _rank_hung(error: Any) -> dict[str, str]:
     names = "; ".join(_some(error.ranks, 4))
     if error.kind == "silent":
-        found = f"No heartbeat came for {error.seconds:.0f} s from {names}."
+        summary = f"No heartbeat came for {error.seconds:.0f} s from {names}."
     elif error.waits:
-        found = f"Other ranks have waited for {error.seconds:.0f} s for {names}."
+        summary = f"Other ranks have waited for {error.seconds:.0f} s for {names}."
     else:
-        found = f"No rank has made progress for {error.seconds:.0f} s: {names}."
+        summary = f"No rank has made progress for {error.seconds:.0f} s: {names}."
     waiting = f" Waiting: {'; '.join(_some(error.waits, 4))}." if error.waits else ""
     where = f"The Python stacks of the ranks are in {error.stacks}. " if error.stacks else ""
-    return {"found": found, "waiting": waiting, "where": where}
+    return {"found": summary, "waiting": waiting, "where": where}
 
 
 def _some(lines: Sequence[str], limit: int) -> list[str]:

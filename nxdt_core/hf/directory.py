@@ -33,9 +33,9 @@ from nxdt_core.hf.key_map import HFTensor, room_for, sources
 from nxdt_core.hf.reader import INDEX, WEIGHTS, HFWeights
 from nxdt_core.models.rope_scaling import older_rope
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.protocols.tokenizer import Tokenizer
 
 __all__ = [
@@ -353,15 +353,18 @@ def read_from(
     places = manifest.tensors.get("model", {}) if index is None else index
 
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
-        pieces, owners, made = {}, {}, {}
+        local_shards, owners, made = {}, {}, {}
         for name, parts in shard.tensors.items():
-            boxes, made[name] = room_for(parts, getattr(torch, shard.specs[name].dtype))
-            for part, box in zip(parts, boxes, strict=True):
+            regions, made[name] = room_for(parts, getattr(torch, shard.specs[name].dtype))
+            for part, region in zip(parts, regions, strict=True):
                 key = f"{name} of {part.parameter}"
-                pieces[key], owners[key] = Piece(box, part.parameter_shape, part.box), places[part.parameter]
+                local_shards[key], owners[key] = (
+                    LocalShard(region, part.parameter_shape, part.region),
+                    places[part.parameter],
+                )
         entries = {key: entry if entry.same_as is None else places[entry.same_as] for key, entry in owners.items()}
         with explained_os_errors(f"{storage.uri}/{manifest.prefix}model"):
-            fill(storage, manifest, pieces, entries)
+            fill(storage, manifest, local_shards, entries)
         return {name: make() for name, make in made.items()}
 
     return read
@@ -428,13 +431,16 @@ def save_hf(
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         for name, parts in shard.tensors.items():
-            boxes = [state_dict[part.parameter][part.box.within(Box.whole(part.parameter_shape))] for part in parts]
+            regions = [
+                state_dict[part.parameter][part.region.within(TensorSlice.whole(part.parameter_shape))]
+                for part in parts
+            ]
             if len(parts) == 1:  # without a copy
-                tensors[name] = parts[0].transform.write(boxes[0])
+                tensors[name] = parts[0].transform.write(regions[0])
                 continue
-            targets, make = room_for(parts, boxes[0].dtype)
-            for target, box in zip(targets, boxes, strict=True):
-                target.copy_(box)
+            targets, make = room_for(parts, regions[0].dtype)
+            for target, region in zip(targets, regions, strict=True):
+                target.copy_(region)
             tensors[name] = make()
         return tensors
 

@@ -18,7 +18,7 @@ from nxdt_core.checkpoint.format.shards import filled_up
 from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors.models import KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 
 __all__ = ["HFTensor", "Source", "room_for", "sources"]
 
@@ -34,44 +34,47 @@ class _Copy:
         """Return why a parameter of this shape cannot be made of so many named tensors; None where it can."""
         return None
 
-    def boxes(self) -> list[Box]:
-        """Return the box of the parameter that each tensor of the directory is, in their order."""
-        return [Box.whole(self.shape)]
+    def regions(self) -> list[TensorSlice]:
+        """Return the region of the parameter that each tensor of the directory is, in their order."""
+        return [TensorSlice.whole(self.shape)]
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Return the parameter that the tensors of the directory make."""
         return tensors[0]
 
-    def hf_shape(self, box: Box) -> tuple[int, ...]:
-        """Return the shape in the directory of a tensor that is ``box``."""
-        return box.shape
+    def hf_shape(self, region: TensorSlice) -> tuple[int, ...]:
+        """Return the shape in the directory of a tensor that is ``region``."""
+        return region.shape
 
     def write(self, elements: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of the directory for the elements of its box: a view, or a copy where rows move."""
+        """Return the tensor of the directory for the elements of its region: a view, or a copy where rows move."""
         return elements
 
     def within(self, whole: torch.Tensor) -> torch.Tensor:
         """Return the parameter as a view of a tensor of the directory that several share."""
         return whole
 
-    def _rows(self, counts: Sequence[int]) -> list[Box]:
-        """Return a box of each number of rows, one after the other."""
+    def _rows(self, counts: Sequence[int]) -> list[TensorSlice]:
+        """Return a region of each number of rows, one after the other."""
         rest = self.shape[1:]
         starts = accumulate(counts, initial=0)
-        return [Box((first, *(0,) * len(rest)), (count, *rest)) for first, count in zip(starts, counts, strict=False)]
+        return [
+            TensorSlice((first, *(0,) * len(rest)), (count, *rest))
+            for first, count in zip(starts, counts, strict=False)
+        ]
 
 
 class _Stack(_Copy):
     """One tensor per expert, along a new leading dimension."""
 
-    def boxes(self) -> list[Box]:
+    def regions(self) -> list[TensorSlice]:
         return self._rows((1,) * self.shape[0])
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return torch.stack([*tensors])
 
-    def hf_shape(self, box: Box) -> tuple[int, ...]:
-        return box.shape[1:]
+    def hf_shape(self, region: TensorSlice) -> tuple[int, ...]:
+        return region.shape[1:]
 
     def write(self, elements: torch.Tensor) -> torch.Tensor:
         return elements.squeeze(0)
@@ -85,7 +88,7 @@ class _Concat(_Copy):
             return f"sections {self.sections} do not add up to its {self.shape[0]} rows"
         return None
 
-    def boxes(self) -> list[Box]:
+    def regions(self) -> list[TensorSlice]:
         return self._rows(self.sections)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -104,7 +107,7 @@ class _Pad(_Copy):
             return f"its {self.shape[0]} rows are not {self.sections} and padding"
         return None
 
-    def boxes(self) -> list[Box]:
+    def regions(self) -> list[TensorSlice]:
         return self._rows(self.sections)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -143,8 +146,8 @@ class _Part(_Copy):
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.within(tensors[0]).contiguous()
 
-    def hf_shape(self, box: Box) -> tuple[int, ...]:
-        return box.shape[0], box.shape[1] * self.sections[1], *box.shape[2:]
+    def hf_shape(self, region: TensorSlice) -> tuple[int, ...]:
+        return region.shape[0], region.shape[1] * self.sections[1], *region.shape[2:]
 
 
 _TRANSFORMS: Mapping[str, type[_Copy]] = {
@@ -174,8 +177,8 @@ class _Transposed(_Copy):
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return self.inner.read([tensor.mT for tensor in tensors]).contiguous()
 
-    def hf_shape(self, box: Box) -> tuple[int, ...]:
-        *outer, rows, columns = self.inner.hf_shape(box)
+    def hf_shape(self, region: TensorSlice) -> tuple[int, ...]:
+        *outer, rows, columns = self.inner.hf_shape(region)
         return *outer, columns, rows
 
     def write(self, elements: torch.Tensor) -> torch.Tensor:
@@ -192,13 +195,13 @@ def _transform(name: str, shape: tuple[int, ...], sections: tuple[int, ...]) -> 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFTensor:
-    """One tensor of a Hugging Face directory, made of a box of one parameter, or part of one that several share."""
+    """One tensor of a Hugging Face directory, made of a region of one parameter, or part of one that several share."""
 
     name: str
     """Name of the tensor in the directory."""
     parameter: str
     """Global name of the parameter."""
-    box: Box
+    region: TensorSlice
     transform: _Copy
     """How the whole parameter is made of the tensors of the directory."""
 
@@ -210,14 +213,14 @@ class HFTensor:
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the tensor's shape in the directory."""
-        return self.transform.hf_shape(self.box)
+        return self.transform.hf_shape(self.region)
 
 
 def room_for(parts: Sequence[HFTensor], dtype: torch.dtype) -> tuple[list[torch.Tensor], Callable[[], torch.Tensor]]:
-    """Return an empty tensor for the box of each part, and a function that makes the directory's tensor of them."""
+    """Return an empty tensor for the region of each part, and a function that makes the directory's tensor of them."""
     if len(parts) == 1:
-        box = torch.empty(parts[0].box.shape, dtype=dtype)
-        return [box], lambda: parts[0].transform.write(box)
+        region = torch.empty(parts[0].region.shape, dtype=dtype)
+        return [region], lambda: parts[0].transform.write(region)
     whole = torch.empty(parts[0].shape, dtype=dtype)
     return [part.transform.within(whole) for part in parts], lambda: whole
 
@@ -257,8 +260,8 @@ class Source:
     def tensors(self) -> Iterator[HFTensor]:
         """Yield the Hugging Face tensors that the parameter is written as, in order."""
         transform = _transform(self.transform, self.shape, self.sections)
-        for name, box in zip(self.hf_names, transform.boxes(), strict=True):
-            yield HFTensor(name=name, parameter=self.name, box=box, transform=transform)
+        for name, region in zip(self.hf_names, transform.regions(), strict=True):
+            yield HFTensor(name=name, parameter=self.name, region=region, transform=transform)
 
 
 def sources(builder: ModelBuilder, key_map: Sequence[KeyMap] | None = None) -> list[Source]:

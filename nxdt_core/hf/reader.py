@@ -27,7 +27,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.protocols.tensor_shards import Listing, ShardInfo, TensorKey, TensorSlice
 from nxdt_core.system.regular_files import require_fetched, require_inside
 
 __all__ = [
@@ -343,7 +343,9 @@ class HFReader(CheckpointReader):
             dtypes = {name: weights.dtype_of(source) for name, source in self._sources.items()}
         return {
             ("model", name): ShardInfo(
-                dtype=str(dtypes[name]).removeprefix("torch."), shape=source.shape, box=Box.whole(source.shape)
+                dtype=str(dtypes[name]).removeprefix("torch."),
+                shape=source.shape,
+                region=TensorSlice.whole(source.shape),
             )
             for name, source in self._sources.items()
         }

@@ -83,7 +83,7 @@ def _facts(config: ResolvedConfig, salt: str) -> dict[str, str]:
             facts[f"plugin {plugin.name}"] = f"{plugin.dist} {plugin.version} {digest_plugin(plugin)[:8]}".strip()
     for path, value in config.tree.leaves():
         if (key := dotted(path)) not in _MAY_DIFFER:
-            facts[key] = json.dumps(config.tree.as_shown(path))
+            facts[key] = json.dumps(config.tree.as_displayed(path))
             if config.tree.hides(path):
                 digest = hashlib.sha256(f"{salt}{json.dumps(value)}".encode()).hexdigest()
                 facts[key] += f" (value {digest[:8]})"

@@ -14,7 +14,7 @@ from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
 from nxdt_core.models.random.dropout import EmbeddingNoise
 from nxdt_core.models.rotary import RotaryEmbedding
-from nxdt_core.models.step_border import let_take_step, takes_step
+from nxdt_core.models.step_boundary import accept_step, takes_step
 from nxdt_core.protocols.step_context import StepContext
 
 
@@ -26,7 +26,7 @@ class RotaryDecoderLayer(nn.Module):
         masks: shared by all layers of a model.
         feed_forward: maps [batch, seq, hidden] to the same shape, such as :class:`~nxdt_core.models.mlp.SwiGLU`; it is
             called with ``step`` where its forward has that parameter, or else one of its parts, which then finds the
-            context at the border (:mod:`nxdt_core.models.step_border`).
+            context at the border (:mod:`nxdt_core.models.step_boundary`).
         name: attribute of the feed-forward block, part of the names of its parameters.
     """
 
@@ -48,7 +48,7 @@ class RotaryDecoderLayer(nn.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.feed_forward_name = name
         if any(takes_step(part) for part in feed_forward.modules()):
-            let_take_step(feed_forward)
+            accept_step(feed_forward)
         self.feed_forward_takes_step = takes_step(feed_forward)
         self.add_module(name, feed_forward)
 

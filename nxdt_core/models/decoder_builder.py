@@ -237,11 +237,11 @@ def residual_init_rules(
         scaled: whether the matrices in ``residual_writers`` start narrower.
         norm_weight: scale of the norms at the start.
     """
-    narrow = std / math.sqrt(2 * num_layers) if scaled else std
+    residual_std = std / math.sqrt(2 * num_layers) if scaled else std
     return (
         *(InitRule(pattern=f"{norm}.weight", distribution="constant", mean=norm_weight) for norm in norms),
         InitRule(pattern="*.bias", distribution="constant"),
-        *(InitRule(pattern=path, distribution="normal", std=narrow) for path in residual_writers),
+        *(InitRule(pattern=path, distribution="normal", std=residual_std) for path in residual_writers),
         InitRule(pattern="*", distribution="normal", std=std),
     )
 

@@ -20,7 +20,7 @@ from nxdt_core.distributed.collectives import reduce_from_group
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import is_dtensor
 from nxdt_core.errors.models import LossesAreNotLogits
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext

@@ -63,12 +63,12 @@ class QuantisedWeight(torch.Tensor):
         places: tuple[int, ...],
     ) -> QuantisedWeight:
         """``parts``: codes, scales, groups and samples."""
-        made: QuantisedWeight = torch.Tensor._make_wrapper_subclass(
+        quantised_weight: QuantisedWeight = torch.Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=parts[0].device, requires_grad=False
         )
-        made.codes, made.scales, made.groups, made.samples = parts
-        made.places = places
-        return made
+        quantised_weight.codes, quantised_weight.scales, quantised_weight.groups, quantised_weight.samples = parts
+        quantised_weight.places = places
+        return quantised_weight
 
     @classmethod
     def empty(cls, weight: torch.Tensor, dtype: BaseDtype, places: Sequence[int] = ()) -> Self:
@@ -94,7 +94,7 @@ class QuantisedWeight(torch.Tensor):
         return self.codes, self.scales, self.groups, self.samples
 
     @property
-    def held_bytes(self) -> int:
+    def storage_bytes(self) -> int:
         """Return the bytes of its parts."""
         return sum(part.nbytes for part in self.parts)
 

@@ -70,7 +70,7 @@ class RopeScalingConfig(Section):
         return self.rope_type or self.type or "default"
 
     @property
-    def follows_length(self) -> bool:
+    def depends_on_length(self) -> bool:
         """Return whether frequencies depend on the length of the document, beyond the original context."""
         return self.kind in _BY_LENGTH
 
@@ -100,7 +100,7 @@ class RopeScalingConfig(Section):
         ``max_positions`` is the longest sequence of the model.
         """
         original = self.original_max_position_embeddings
-        if not self.follows_length or original is None or max_positions <= original:
+        if not self.depends_on_length or original is None or max_positions <= original:
             return {}
         reason = (
             f"the rotary frequencies of rope_type {self.kind} follow from the length of each document, of which a rank "

@@ -108,7 +108,7 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self.head_dim, self.theta, self.max_positions = head_dim, theta, max_positions
         self.scaling = scaling
-        self.original = scaling.original_max_position_embeddings if scaling and scaling.follows_length else None
+        self.original = scaling.original_max_position_embeddings if scaling and scaling.depends_on_length else None
         """Longest document, in tokens, whose frequencies do not follow from its length; None: all of them."""
         self.attention = 1.0 if scaling is None else scaling.attention(max_positions)
         self.register_buffer("frequency", torch.empty(head_dim // 2), persistent=False)
@@ -147,7 +147,7 @@ class RotaryEmbedding(nn.Module):
             return angle.cos(), angle.sin()
         return angle.cos() * self.attention, angle.sin() * self.attention
 
-    def kept(self, shortest: int, longest: int) -> bool:
+    def keys_unchanged(self, shortest: int, longest: int) -> bool:
         """Return whether keys stay as they are while a text grows from ``shortest`` to ``longest`` tokens."""
         if self.original is None or longest <= self.original:
             return True

@@ -1,7 +1,7 @@
 """Layers with a slot for an update: what an adapter adds to a linear layer, an embedding or experts.
 
 A layer keeps its path and the names of its parameters; those of the update are below ``update`` (``q_proj.update.…``;
-of experts below ``updates.<matrix>``). Engines shard an update with its layer, by what it says in ``follows``.
+of experts below ``updates.<matrix>``). Engines shard an update with its layer, by what it says in ``sharded_like``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Update(nn.Module):
     of one cut by input features, ``product`` and what is returned are parts of a sum over the processes.
     """
 
-    follows: Mapping[str, int] = {}
+    sharded_like: Mapping[str, int] = {}
     """Parameter → the dimension that it shares with the layer's weight, at the same place in both; where the weight is
     cut along that, so is the parameter. One that is named nowhere is never cut."""
     inputs: int = 1

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Listing, TensorKey
+from nxdt_core.protocols.tensor_shards import Listing, TensorKey
 
 if TYPE_CHECKING:
     import torch
@@ -54,7 +54,7 @@ class CheckpointReader(ABC):
     def listing(self, builder: ModelBuilder, *, weights_only: bool = False) -> Listing:
         """Return what can be imported into the model of ``builder``: of each tensor its section and our global name
         (``("model", "layers.0.mlp.up_proj.weight")``, ``("optim", "<parameter>/exp_avg")``), dtype and whole shape;
-        its box is the whole. Tied parameters are listed once, under their owner. Reads no more than headers.
+        its region is the whole. Tied parameters are listed once, under their owner. Reads no more than headers.
 
         With ``weights_only``, the section ``"optim"`` is left out. Without it, optimizer state that was saved and is
         not whole is an error, never left out.

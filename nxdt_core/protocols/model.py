@@ -60,7 +60,7 @@ class ModelBuilder(ABC):
     ``step``, a :class:`~nxdt_core.protocols.step_context.StepContext`, is for the building blocks of
     ``nxdt_core.models``
     that take it. A forward without this parameter is not given it, and the blocks find it at the border
-    (:mod:`nxdt_core.models.step_border`).
+    (:mod:`nxdt_core.models.step_boundary`).
     Auxiliary losses are added to the graph with :func:`nxdt_core.models.moe.layer.add_aux_loss`.
     """
 

@@ -143,7 +143,7 @@ class Objective(ABC):
                 together, before any of them has logits of the run's model.
         """
 
-    def kept_bytes(self, logits: torch.Tensor) -> int:
+    def teacher_bytes(self, logits: torch.Tensor) -> int:
         """Return the bytes that it keeps of the other model's ``logits`` of one micro-batch."""
         return 0
 

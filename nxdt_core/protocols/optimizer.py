@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NotRequired, Protocol, TypedDict
 
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -32,7 +32,7 @@ class ParameterShard:
 
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
-    box: Box
+    region: TensorSlice
     """This rank's elements in it; there may be none."""
     groups: tuple[dist.ProcessGroup, ...] = ()
     """Process groups along which the parameter is sharded, the outermost first; none where this rank has all of it."""
@@ -40,9 +40,9 @@ class ParameterShard:
     """True for a matrix, or a stack of them, of a hidden layer: no embedding, output head, norm or bias."""
 
     def real(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the elements of ``box`` in a tensor of the local parameter's shape, which zeros may fill up; a
+        """Return the elements of ``region`` in a tensor of the local parameter's shape, which zeros may fill up; a
         view."""
-        return tensor[tuple(slice(0, size) for size in self.box.shape)]
+        return tensor[tuple(slice(0, size) for size in self.region.shape)]
 
 
 class ParameterGroup(TypedDict):
@@ -71,7 +71,9 @@ def shards_of(groups: Sequence[ParameterGroup]) -> Mapping[torch.Tensor, Paramet
     shards: dict[torch.Tensor, ParameterShard] = {}
     for group in groups:
         shapes = [tuple(parameter.shape) for parameter in group["params"]]
-        whole = [ParameterShard(shape=shape, box=Box.whole(shape), matrix=len(shape) >= 2) for shape in shapes]
+        whole = [
+            ParameterShard(shape=shape, region=TensorSlice.whole(shape), matrix=len(shape) >= 2) for shape in shapes
+        ]
         shards.update(zip(group["params"], group.get("shards", whole), strict=True))
     return shards
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
-from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 if TYPE_CHECKING:
     import torch
@@ -151,12 +151,12 @@ class ParallelModel(ABC):
         """This rank's parameters under their global names; a tied parameter once, under its owner."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Return parameters and saved buffers under their global names (DTensor or piece where sharded); a tied
         parameter once."""
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard], *, strict: bool = True) -> None:
         """Copy ``state`` in; ``strict`` refuses missing and extra names."""
 
     @abstractmethod
@@ -220,9 +220,9 @@ class ParallelOptimizer(ABC):
         """Set each group's learning rate to its initial one times ``factor``."""
 
     @abstractmethod
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Optimizer state flat: ``<parameter name>/<state name>`` → tensor."""
 
     @abstractmethod
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard]) -> None:
         """Load what :meth:`state_dict` returned, also in another layout."""

@@ -186,13 +186,13 @@ class MLflow(Callback):
             from mlflow.tracking.context.registry import resolve_tags
 
             self._client: Any = MlflowClient(shared or f"sqlite:///{own}/mlflow.db")
-            found = self._client.get_experiment_by_name(config.experiment_name)
+            existing = self._client.get_experiment_by_name(config.experiment_name)
             self._id: str = config.run_id or ""
             if not self._id:
                 place = config.artifact_location or (None if shared else (own / "mlartifacts").as_uri())
-                usable = found is not None and found.lifecycle_stage != "deleted"
+                usable = existing is not None and existing.lifecycle_stage != "deleted"
                 experiment = (
-                    found.experiment_id if usable else self._client.create_experiment(config.experiment_name, place)
+                    existing.experiment_id if usable else self._client.create_experiment(config.experiment_name, place)
                 )
                 tags, name = resolve_tags(dict(config.tags or {})), config.run_name or run_dir.name
                 self._id = self._client.create_run(experiment, tags=tags, run_name=name).info.run_id

@@ -245,7 +245,7 @@ def metrics(kernel: Kernel) -> list[Metric]:
 
 def scores(answers: Sequence[Answer], metrics: Iterable[Metric] = ()) -> dict[str, float]:
     """Return the share of exact matches as ``exact_match``, and the figures of ``metrics``."""
-    wanted, given = [each.question.wanted for each in answers], [each.given for each in answers]
+    wanted, given = [answer.question.wanted for answer in answers], [answer.given for answer in answers]
     results = {"exact_match": sum(map(str.__eq__, wanted, given)) / len(answers)}
     for metric in metrics:
         results |= metric.compute(wanted, given)

@@ -112,7 +112,9 @@ class ValidationMetrics:
     def _metrics(self, sums: Sequence[float]) -> Metrics:
         weight = sums[0]
         loss, *metrics = [value / weight if weight else None for value in sums[1:]]
-        found: Metrics = {"loss": loss, self._unit: int(weight)}
+        averages: Metrics = {"loss": loss, self._unit: int(weight)}
         if self._unit == "tokens":
-            found["perplexity"] = None if loss is None else math.exp(min(loss, 700.0))  # beyond, there is no such float
-        return {**found, **dict(zip(self._names, metrics, strict=True))}
+            averages["perplexity"] = (
+                None if loss is None else math.exp(min(loss, 700.0))
+            )  # beyond, there is no such float
+        return {**averages, **dict(zip(self._names, metrics, strict=True))}

@@ -149,22 +149,22 @@ class RunPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON-able tree; sizes in bytes."""
-        found, sizes = self.estimate, self.sizes
+        estimate, sizes = self.estimate, self.sizes
         return {
             "world_size": sizes.world_size,
             "mesh": sizes.as_dict(),
             "schedule": sizes.schedule,
             "zero_stage": sizes.zero_stage,
-            "parameters": found.parameters,
-            "trained_parameters": found.trained,
-            "micro_batches": found.micro_batches,
-            "tokens_per_step": found.tokens_per_step,
-            "pipeline_bubble": found.bubble,
-            "pipeline_cuts": list(found.pipeline_cuts),
-            "pipeline_longest_rank": found.longest_rank,
-            "checkpoint_bytes": found.checkpoint_bytes,
-            "flops_per_token": found.flops_per_token,
-            "flops_per_step": found.flops_per_step,
+            "parameters": estimate.parameters,
+            "trained_parameters": estimate.trained,
+            "micro_batches": estimate.micro_batches,
+            "tokens_per_step": estimate.tokens_per_step,
+            "pipeline_bubble": estimate.bubble,
+            "pipeline_cuts": list(estimate.pipeline_cuts),
+            "pipeline_longest_rank": estimate.longest_rank,
+            "checkpoint_bytes": estimate.checkpoint_bytes,
+            "flops_per_token": estimate.flops_per_token,
+            "flops_per_step": estimate.flops_per_step,
             "ranks": [
                 {
                     "pp_rank": rank.pp_rank,
@@ -175,9 +175,9 @@ class RunPlan:
                     "memory_bytes": {**asdict(rank.memory), "total": rank.memory.total},
                     "sent_bytes_per_step": dict(rank.sent),
                 }
-                for rank in found.ranks
+                for rank in estimate.ranks
             ],
-            "fullest_pp_rank": found.fullest.pp_rank,
+            "fullest_pp_rank": estimate.fullest.pp_rank,
             "memory_bytes": self.memory_bytes,
             "product": self.product,
             "fits": self.fits,
@@ -219,12 +219,12 @@ def plan(
         return RunPlan(config=config, estimate=estimate, memory_bytes=memory_bytes)
     if memory_bytes is None:
         memory_bytes = round(profile.memory_gib[name] * 2**30)
-    made = RunPlan(config=config, estimate=estimate, memory_bytes=memory_bytes, product=name)
+    run_plan = RunPlan(config=config, estimate=estimate, memory_bytes=memory_bytes, product=name)
     peak, links = profile.peak_flops.get(name, {}).get(estimate.compute_dtype), profile.links.get(name)
     if peak is None or links is None:
-        return made
-    seconds = step_time(estimate, made.sizes, peak_flops=peak, links=links, efficiency=efficiency)
-    return replace(made, step_time=seconds)
+        return run_plan
+    seconds = step_time(estimate, run_plan.sizes, peak_flops=peak, links=links, efficiency=efficiency)
+    return replace(run_plan, step_time=seconds)
 
 
 def run_parts(config: ResolvedConfig) -> RunParts:

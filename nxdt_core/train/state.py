@@ -22,12 +22,12 @@ from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.distributed.devices import HOST, max_memory_bytes, profile_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.kernel import Kernel
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint.format.manifest import Keep
 
-Tensors = dict[str, torch.Tensor | Piece]
+Tensors = dict[str, torch.Tensor | LocalShard]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -149,10 +149,12 @@ def round_to_bfloat16(weights: Tensors, parameters: Collection[str]) -> tuple[Te
     """
     rounded, masters = dict(weights), Tensors()
     for name, weight in weights.items():
-        dtype = (weight.tensor if isinstance(weight, Piece) else weight).dtype
+        dtype = (weight.tensor if isinstance(weight, LocalShard) else weight).dtype
         if name in parameters and dtype.is_floating_point and dtype.itemsize > torch.bfloat16.itemsize:
             masters[f"{name}/{MASTER_WEIGHT}"] = weight
             rounded[name] = (
-                replace(weight, tensor=weight.tensor.bfloat16()) if isinstance(weight, Piece) else weight.bfloat16()
+                replace(weight, tensor=weight.tensor.bfloat16())
+                if isinstance(weight, LocalShard)
+                else weight.bfloat16()
             )
     return rounded, masters

@@ -43,15 +43,17 @@ def api_pages() -> Iterator[tuple[str, str]]:
     """Yield path and Markdown of the index and of a page for each package with public names, or for each module."""
     modules = _modules()
     long = {page for page, text in _pages(modules) if len(text) > _LONGEST_PAGE}
-    modules = [replace(each, page=f"reference/api/{each.name}.md") if each.page in long else each for each in modules]
+    modules = [
+        replace(module, page=f"reference/api/{module.name}.md") if module.page in long else module for module in modules
+    ]
     modules.sort(key=lambda each: (each.page, each.name))
     yield "reference/api.md", "\n".join(_index(modules))
     yield from _pages(modules)
 
 
 def _pages(modules: list[Module]) -> Iterator[tuple[str, str]]:
-    places = {f"{each.name}.{name}": each.page for each in modules for name, _, _ in each.exported()}
-    places |= {each.name: each.page for each in modules}
+    places = {f"{module.name}.{name}": module.page for module in modules for name, _, _ in module.exported()}
+    places |= {module.name: module.page for module in modules}
     for page, inside in groupby(modules, lambda each: each.page):
         yield page, "\n".join(_page(page, list(inside), places))
 
@@ -70,11 +72,11 @@ def _index(modules: list[Module]) -> Iterator[str]:
     yield "This is the reference of the public names: what a plugin may import and a script may rely on. The pages"
     yield "are generated from the source. [Public API](../public-api.md) says how they may change."
     yield from ("", "| Module | Contents |", "|---|---|")
-    for each in modules:
-        text = _first_sentence(ast.get_docstring(each.tree) or "")
-        page = each.page.rpartition("/")[2]
-        anchor = "" if page == f"{each.name}.md" else f"#{each.name}"
-        yield f"| [`{each.name}`](api/{page}{anchor}) | {_escaped(_inline(text, None))} |"
+    for module in modules:
+        text = _first_sentence(ast.get_docstring(module.tree) or "")
+        page = module.page.rpartition("/")[2]
+        anchor = "" if page == f"{module.name}.md" else f"#{module.name}"
+        yield f"| [`{module.name}`](api/{page}{anchor}) | {_escaped(_inline(text, None))} |"
     yield ""
 
 
@@ -214,7 +216,7 @@ def _arguments(args: ast.arguments, taken: int) -> str:
     text = ", ".join(parts)
     if len(text) + taken <= _LONGEST_LINE:
         return f"({text})"
-    return "(\n" + "".join(f"    {each},\n" for each in parts) + ")"
+    return "(\n" + "".join(f"    {part},\n" for part in parts) + ")"
 
 
 def _split(text: str) -> Iterator[str]:
@@ -313,4 +315,4 @@ def _bound(node: ast.stmt) -> list[str]:
     if isinstance(node, ast.ImportFrom):
         return [alias.asname or alias.name for alias in node.names]
     targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    return [each.id for each in targets if isinstance(each, ast.Name)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]

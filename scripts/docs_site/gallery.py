@@ -72,8 +72,8 @@ def loss_image(name: str) -> str:
 def gallery_pages(kernel: Kernel) -> Iterator[tuple[str, str]]:
     """Yield path and Markdown of the gallery, and of a page for the recipes of each plugin."""
     plans, runs = json.loads(PLANS.read_text()), json.loads(RUNS.read_text())
-    recipes = [each for each in list_recipes(kernel) if each.name in plans]
-    by_plugin = {plugin: [each for each in recipes if each.plugin == plugin] for plugin in PLUGINS}
+    recipes = [recipe for recipe in list_recipes(kernel) if recipe.name in plans]
+    by_plugin = {plugin: [recipe for recipe in recipes if recipe.plugin == plugin] for plugin in PLUGINS}
     yield "reference/recipes.md", "\n".join(_gallery(by_plugin, plans, runs))
     for plugin, own in by_plugin.items():
         yield f"reference/recipes/{plugin}.md", "\n".join(_page(plugin, own, plans, runs))

@@ -53,7 +53,7 @@ def expanded(page: str, markdown: str) -> str:
         elif path:
             text = _block((ROOT / path).read_text(), _LANGUAGES[Path(path).suffix])
         elif found["kit"]:
-            text = "\n".join(f"- {each}" for each in requirements(page))
+            text = "\n".join(f"- {requirement}" for requirement in requirements(page))
         else:
             text = _block(protocol_source(page), "python")
         return f"<!-- {name} -->\n\n{text}\n\n<!-- end -->"

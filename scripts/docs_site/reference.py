@@ -131,10 +131,14 @@ def _meanings(kind: str) -> dict[str, frozenset[str]]:
 
 def _marks(title: str, columns: list[Any], rows: Mapping[str, frozenset[str]]) -> Iterator[str]:
     """Yield a table: which of the columns' records declare all that a row needs."""
-    yield from ('<div class="marks" markdown>', "", f"| {title} | {' | '.join(f'`{each.name}`' for each in columns)} |")
+    yield from (
+        '<div class="marks" markdown>',
+        "",
+        f"| {title} | {' | '.join(f'`{column.name}`' for column in columns)} |",
+    )
     yield "|---" + "|:-:" * len(columns) + "|"
     for row, needs in rows.items():
-        yield f"| {row} | {' | '.join(_mark(needs <= each.capabilities) for each in columns)} |"
+        yield f"| {row} | {' | '.join(_mark(needs <= column.capabilities) for column in columns)} |"
     yield from ("", "</div>", "")
 
 

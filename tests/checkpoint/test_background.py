@@ -22,7 +22,7 @@ from nxdt_core.checkpoint import (
     read_manifest,
     verify,
 )
-from nxdt_core.checkpoint.format.shards import storable_piece
+from nxdt_core.checkpoint.format.shards import storable_shard
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.manager import StagingBuffers
 from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
@@ -124,13 +124,13 @@ def test_saving_at_once_takes_no_copy(tmp_path: Path, monkeypatch: pytest.Monkey
 
 def test_memory_of_copies_is_reused(tmp_path: Path) -> None:
     buffers = StagingBuffers()
-    share = storable_piece("w", torch.ones(4, 5))
-    first = buffers.stage({"w": share, "b": storable_piece("b", torch.zeros(0))})["w"].tensor.data_ptr()
-    other = storable_piece("w", torch.full((4, 5), 2.0))
-    again = buffers.stage({"w": other, "b": storable_piece("b", torch.zeros(0))})["w"].tensor
+    share = storable_shard("w", torch.ones(4, 5))
+    first = buffers.stage({"w": share, "b": storable_shard("b", torch.zeros(0))})["w"].tensor.data_ptr()
+    other = storable_shard("w", torch.full((4, 5), 2.0))
+    again = buffers.stage({"w": other, "b": storable_shard("b", torch.zeros(0))})["w"].tensor
     assert again.data_ptr() == first
     assert torch.equal(again, other.tensor)
-    grown = buffers.stage({"w": storable_piece("w", torch.ones(6, 5))})["w"].tensor
+    grown = buffers.stage({"w": storable_shard("w", torch.ones(6, 5))})["w"].tensor
     assert grown.shape == (6, 5)
 
 

@@ -16,12 +16,12 @@ from nxdt_core.checkpoint.commit import commit
 from nxdt_core.checkpoint.format.digested_files import BLOCK_BYTES, AttemptWriter
 from nxdt_core.checkpoint.format.file_names import attempt_prefix
 from nxdt_core.checkpoint.format.manifest import Manifest
-from nxdt_core.checkpoint.format.shards import list_pieces, write_listed
+from nxdt_core.checkpoint.format.shards import list_shards, write_listed
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.read.load import read_tensors
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.errors.checkpoints import TensorNotInCheckpoint
-from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from tests.checkpoint.memory import MemoryStorage
 
 
@@ -119,7 +119,7 @@ def test_tensors_are_aligned_to_their_elements(save: Any) -> None:
 def test_tensors_larger_than_a_block_and_many_shards(store: LocalStorage) -> None:
     model = {f"w{i}": torch.randn(BLOCK_BYTES // 8 + i) for i in range(7)}
     writer = AttemptWriter(store, attempt_prefix(1, "x"))
-    _, shards = list_pieces("model", model)
+    _, shards = list_shards("model", model)
     read = lambda names: (model[name] for name in names)  # noqa: E731
     parts = write_listed(writer, "model", shards, read, rank=0, shard_bytes=BLOCK_BYTES + 100)
     index = {name: TensorEntry(dtype="float32", shape=part.shape, parts=(part,)) for name, part in parts.items()}
@@ -158,12 +158,12 @@ def test_a_tensor_in_parts_of_several_ranks_is_put_together() -> None:
     storage = MemoryStorage()
     whole = torch.randn(6, 5)
     writer = AttemptWriter(storage, attempt_prefix(1, "x"))
-    boxes = (Box((0, 0), (4, 3)), Box((0, 3), (4, 2)), Box((4, 0), (2, 5)))
+    regions = (TensorSlice((0, 0), (4, 3)), TensorSlice((0, 3), (4, 2)), TensorSlice((4, 0), (2, 5)))
     parts = []
-    for rank, box in enumerate(boxes):
-        piece = Piece(whole[box.within(Box.whole((6, 5)))], (6, 5), box)
-        _, shards = list_pieces("model", {"w": piece})
-        parts.append(write_listed(writer, "model", shards, lambda _, t=piece.tensor: [t], rank=rank)["w"])
+    for rank, region in enumerate(regions):
+        shard = LocalShard(whole[region.within(TensorSlice.whole((6, 5)))], (6, 5), region)
+        _, shards = list_shards("model", {"w": shard})
+        parts.append(write_listed(writer, "model", shards, lambda _, t=shard.tensor: [t], rank=rank)["w"])
     entry = TensorEntry(dtype="float32", shape=(6, 5), parts=tuple(parts))
     manifest = _commit(storage, writer, {"w": entry})
     assert manifest.tensors["model"]["w"] == entry

@@ -84,7 +84,7 @@ def test_of_a_whole_section_from_the_environment_each_value_is_masked(load, good
 def test_of_a_copied_section_each_value_refers_to_the_same_place():
     tree = Tree.of({"a": "${b}", "b": {"x": "${oc.env:NXDT_CANARY}", "l": [1]}}, Origin(kind="file", where=""))
     assert not interpolate(tree)
-    assert {key: tree.as_shown(("a", key)) for key in tree.get("a")} == {"x": "${b.x}", "l": "${b.l}"}
+    assert {key: tree.as_displayed(("a", key)) for key in tree.get("a")} == {"x": "${b.x}", "l": "${b.l}"}
     assert tree.get("a") == {"x": CANARY, "l": [1]}
 
 

@@ -38,8 +38,8 @@ def locks(tmp_path, monkeypatch) -> Path:
     return tmp_path / f"nxdt-locks-{os.geteuid()}"
 
 
-def made(tmp_path, unkept):
-    found = cached_arrays(tmp_path / "cache", "five", Arrays, lambda: Arrays(np.arange(5)), unkept, fits)
+def made(tmp_path, on_error):
+    found = cached_arrays(tmp_path / "cache", "five", Arrays, lambda: Arrays(np.arange(5)), on_error, fits)
     assert found.numbers.tolist() == [0, 1, 2, 3, 4]
 
 

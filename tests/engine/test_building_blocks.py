@@ -17,13 +17,13 @@ from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.parameters import check_overrides, parameter_groups
 from nxdt_core.engine.tensor.layers import FeatureShard, PaddedDim
-from nxdt_core.engine.weights import allocate, check_rules, draw_piece
+from nxdt_core.engine.weights import allocate, check_rules, draw_local_shard
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 
 DOCS = Path(__file__).parents[2] / "docs" / "kinds" / "engine.md"
 RULES = [InitRule(pattern="*", distribution="normal", std=0.02)]
@@ -47,19 +47,19 @@ class Tied(nn.Module):
 @pytest.mark.parametrize(("rows", "columns"), [((0, 6), (0, 8)), ((2, 3), (0, 8)), ((1, 4), (3, 5))])
 def test_a_part_is_drawn_as_those_elements_of_the_whole(rows: tuple[int, int], columns: tuple[int, int]) -> None:
     whole = torch.empty(6, 8)
-    draw_piece(Piece(whole, (6, 8), Box.whole((6, 8))), "a.weight", RULES, seed=3)
-    box = Box(offsets=(rows[0], columns[0]), shape=(rows[1] - rows[0], columns[1] - columns[0]))
-    part = torch.empty(box.shape)
-    draw_piece(Piece(part, (6, 8), box), "a.weight", RULES, seed=3)
+    draw_local_shard(LocalShard(whole, (6, 8), TensorSlice.whole((6, 8))), "a.weight", RULES, seed=3)
+    region = TensorSlice(offsets=(rows[0], columns[0]), shape=(rows[1] - rows[0], columns[1] - columns[0]))
+    part = torch.empty(region.shape)
+    draw_local_shard(LocalShard(part, (6, 8), region), "a.weight", RULES, seed=3)
     assert torch.equal(part, whole[rows[0] : rows[1], columns[0] : columns[1]])
     other = torch.empty(6, 8)
-    draw_piece(Piece(other, (6, 8), Box.whole((6, 8))), "b.weight", RULES, seed=3)
+    draw_local_shard(LocalShard(other, (6, 8), TensorSlice.whole((6, 8))), "b.weight", RULES, seed=3)
     assert not torch.equal(other, whole)
 
 
 def test_a_parameter_without_a_rule_is_refused() -> None:
     with raises(NoInitRule):
-        draw_piece(Piece(torch.empty(2), (2,), Box.whole((2,))), "a", [], seed=3)
+        draw_local_shard(LocalShard(torch.empty(2), (2,), TensorSlice.whole((2,))), "a", [], seed=3)
 
 
 def test_memory_keeps_ties_and_computes_buffers() -> None:

@@ -8,7 +8,7 @@ import torch
 from nxdt_core.config import load
 from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.random.dropout import Dropout
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 

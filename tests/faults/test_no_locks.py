@@ -70,10 +70,10 @@ assert main(["checkpoint", "prune", storage.uri, "--keep-last", "1"]) == 0
 assert [(each.step, each.state) for each in checkpoint.list_checkpoints(storage)] == [(3, "committed")]
 assert checkpoint.verify(storage, 3) == []
 
-unkept = []
-made = cached_arrays(where / "cache", "numbers", Arrays, lambda: Arrays(numpy.arange(5)), unkept.append, bool)
+on_error = []
+made = cached_arrays(where / "cache", "numbers", Arrays, lambda: Arrays(numpy.arange(5)), on_error.append, bool)
 assert made.numbers.tolist() == [0, 1, 2, 3, 4]
-assert len(unkept) == 1, "without any locks, of the temporary directory neither, nothing is kept"
+assert len(on_error) == 1, "without any locks, of the temporary directory neither, nothing is kept"
 """
 
 

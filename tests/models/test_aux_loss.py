@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.models.moe.layer import add_aux_loss
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.step_context import StepContext
 
 
@@ -18,7 +18,7 @@ def gradient(scale: float | None, through=add_aux_loss) -> torch.Tensor:
     if scale is None:
         output = through(hidden, aux)
     else:
-        with at_border(StepContext(aux_loss_scale=scale)):
+        with at_step_boundary(StepContext(aux_loss_scale=scale)):
             output = through(hidden, aux)
     assert torch.equal(output, hidden)
     output.sum().backward()

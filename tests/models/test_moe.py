@@ -12,7 +12,7 @@ from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.step_context import StepContext
 from tests.sampling import slow
 
@@ -85,7 +85,7 @@ def gradients(module, hidden, loss):
 def assert_like_the_reference(module, hidden, padding=None):
     hidden.requires_grad_()
     grad_output = torch.randn_like(hidden)
-    with at_border(StepContext(aux_loss_scale=0.5, padding=padding)):
+    with at_step_boundary(StepContext(aux_loss_scale=0.5, padding=padding)):
         output = module(hidden)
     expected, aux = dense_reference(module, hidden, padding)
     torch.testing.assert_close(output, expected, **TIGHT)
@@ -138,7 +138,7 @@ def test_padding_goes_to_no_expert_and_counts_nowhere(router, capacity_factor):
 def test_a_micro_batch_of_padding_alone_has_no_gradient(capacity_factor):
     module = mixture(capacity_factor=capacity_factor, balance_coefficient=0.3, z_coefficient=0.05)
     hidden = torch.randn(1, 6, 8, dtype=torch.float64, requires_grad=True)
-    with at_border(StepContext(padding=torch.ones(1, 6, dtype=torch.bool))):
+    with at_step_boundary(StepContext(padding=torch.ones(1, 6, dtype=torch.bool))):
         module(hidden).backward(torch.randn_like(hidden))
     assert all(tensor.grad.abs().max() == 0 for tensor in (hidden, *module.parameters()))
 
@@ -264,7 +264,7 @@ def test_recomputation_changes_no_gradient(capacity_factor):
     module = mixture(balance_coefficient=0.3, z_coefficient=0.05, capacity_factor=capacity_factor)
     hidden = torch.randn(2, 4, 8, dtype=torch.float64, requires_grad=True)
     grad = torch.randn_like(hidden)
-    with at_border(StepContext(aux_loss_scale=0.25)):
+    with at_step_boundary(StepContext(aux_loss_scale=0.25)):
         plain = module(hidden)
         recomputed = torch.utils.checkpoint.checkpoint(module, hidden, use_reentrant=False)
     expected = gradients(module, hidden, (plain * grad).sum())
@@ -294,7 +294,7 @@ def test_a_traced_mixture_computes_the_same(capacity_factor, dtype):
     )
     hidden = torch.randn(2, 4, 16).to(dtype).requires_grad_()
     grad = torch.randn_like(hidden)
-    with at_border(StepContext(aux_loss_scale=0.25)):
+    with at_step_boundary(StepContext(aux_loss_scale=0.25)):
         plain = module(hidden)
         traced = torch.compile(module, backend="aot_eager")(hidden)
     torch.testing.assert_close(traced, plain)

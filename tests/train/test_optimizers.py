@@ -14,8 +14,8 @@ from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.parameters import parameter_groups
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.tensor_shards import TensorSlice
 from nxdt_core.train.optimizers import config as sections
 from nxdt_core.train.optimizers.elementwise import Lion, adamw_fp32_state
 from nxdt_core.train.optimizers.whole_parameters import Muon, Novograd, orthogonal
@@ -129,7 +129,8 @@ def test_muon_leaves_tables_and_named_matrices_to_adamw():
     ):
         if shards is not None:
             groups[0]["shards"] = [
-                ParameterShard(shape=shape, box=Box.whole(shape), matrix=shards) for shape in (SHAPES["matrix"], shape)
+                ParameterShard(shape=shape, region=TensorSlice.whole(shape), matrix=shards)
+                for shape in (SHAPES["matrix"], shape)
             ]
         optimizer = Muon(groups, section)
         run(parameters, optimizer, 1)

@@ -15,7 +15,7 @@ from nxdt_core.engine.optim.updates import BlockKernel, backend_on, round_into, 
 from nxdt_core.models.attention.grouped_query import CausalAttention
 from nxdt_core.models.random.positions import rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 
 __all__ = ["kernels"]
 
@@ -105,7 +105,7 @@ def _rounding(bench: Bench, repeats: int, copy: float) -> None:
     backend = backend_on(bench.device) if bench.compiles else "eager"
     (key,) = separate_rows(torch.tensor([rounding_key(0, "rounding")], dtype=torch.int32, device=bench.device), backend)
     kernel = BlockKernel(round_into, backend=backend)
-    place = ParameterShard(shape=(elements,), box=Box.whole((elements,)))
+    place = ParameterShard(shape=(elements,), region=TensorSlice.whole((elements,)))
     seconds = bench.seconds(lambda: kernel(place, (target, values), key), repeats)
     _moved(bench, "stochastic rounding", 6 * elements, seconds, copy)
 

@@ -327,13 +327,13 @@ for."""
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor, or a box of one, in a file."""
+    """A tensor, or a region of one, in a file."""
 
     name: str
-    """Name of the tensor in the manifest; with ``@`` and a number where a file holds several boxes of it."""
+    """Name of the tensor in the manifest; with ``@`` and a number where a file holds several regions of it."""
     dtype: str
     shape: tuple[int, ...]
-    """Shape of the box."""
+    """Shape of the region."""
     start: int
     """Byte of the file at which its elements begin."""
 

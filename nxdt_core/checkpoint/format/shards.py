@@ -20,9 +20,9 @@ from nxdt_core.checkpoint.format.file_names import shard_name
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
 from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
-from nxdt_core.distributed.placement import is_dtensor, local_of, piece_of, placed_like
+from nxdt_core.distributed.placement import is_dtensor, local_of, local_shard_of, placed_like
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.piece import Piece, ShardInfo
+from nxdt_core.protocols.tensor_shards import LocalShard, ShardInfo
 
 __all__ = [
     "SafetensorsLayout",
@@ -34,23 +34,23 @@ __all__ = [
 ]
 
 
-def storable_piece(name: str, tensor: torch.Tensor | Piece) -> Piece:
-    """Return this rank's piece of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.
+def storable_shard(name: str, tensor: torch.Tensor | LocalShard) -> LocalShard:
+    """Return this rank's shard of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.
 
     Raises:
         TensorStateUnsupported: it has no plain bytes (sparse, quantised, complex, on the meta device, a subclass of
-            Tensor, freed memory), or no place in the whole (:func:`nxdt_core.distributed.placement.piece_of`).
+            Tensor, freed memory), or no place in the whole (:func:`nxdt_core.distributed.placement.local_shard_of`).
     """
-    if not (is_dtensor(tensor) or isinstance(tensor, Piece)):
+    if not (is_dtensor(tensor) or isinstance(tensor, LocalShard)):
         _check_plain(name, tensor)
-    piece = piece_of(tensor, name)
-    _check_plain(name, piece.tensor)
-    return piece
+    part = local_shard_of(tensor, name)
+    _check_plain(name, part.tensor)
+    return part
 
 
-def list_pieces(
-    section: str, tensors: Mapping[str, torch.Tensor | Piece], ties: Mapping[str, str] | None = None
-) -> tuple[dict[str, Piece], dict[str, ShardInfo]]:
+def list_shards(
+    section: str, tensors: Mapping[str, torch.Tensor | LocalShard], ties: Mapping[str, str] | None = None
+) -> tuple[dict[str, LocalShard], dict[str, ShardInfo]]:
     """Return the pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner.
 
     Args:
@@ -60,34 +60,36 @@ def list_pieces(
             memory; a device may give none, and then nothing is tied.
 
     Raises:
-        TensorStateUnsupported: as of :func:`storable_piece`, or a tensor does not fit the owner that ``ties`` names.
+        TensorStateUnsupported: as of :func:`storable_shard`, or a tensor does not fit the owner that ``ties`` names.
     """
-    pieces = {name: storable_piece(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
+    local_shards = {name: storable_shard(f"{section}/{name}", tensor) for name, tensor in tensors.items()}
     owners, seen = dict(ties or {}), dict[object, str]()
-    for name, piece in pieces.items() if ties is None else ():
-        local = piece.tensor
+    for name, part in local_shards.items() if ties is None else ():
+        local = part.tensor
         address = local.data_ptr() if local.numel() else 0
         if address == 0:  # also of every tensor of a lazy device, such as torch-xla's: equal zeros say nothing
             continue
-        memory = (local.device, address, local.dtype, local.stride(), local.is_neg(), piece.shape, piece.box)
+        memory = (local.device, address, local.dtype, local.stride(), local.is_neg(), part.shape, part.region)
         if (first := seen.setdefault(memory, name)) != name:
             owners[name] = first
     shards: dict[str, ShardInfo] = {}
-    for name, piece in pieces.items():
+    for name, part in local_shards.items():
         of = owners.get(name)
-        owner = of if of in pieces else None  # another rank has the owner, so this one writes its own copy
-        if owner is not None and (pieces[owner].shape, pieces[owner].box) != (piece.shape, piece.box):
+        owner = of if of in local_shards else None  # another rank has the owner, so this one writes its own copy
+        if owner is not None and (local_shards[owner].shape, local_shards[owner].region) != (part.shape, part.region):
             raise TensorStateUnsupported(where=f"{section}/{name}", reason=f"it is tied to {owner} of another shape")
-        shards[name] = ShardInfo(dtype=dtype_name(piece.tensor), shape=piece.shape, box=piece.box, same_as=owner)
-    return pieces, shards
+        shards[name] = ShardInfo(dtype=dtype_name(part.tensor), shape=part.shape, region=part.region, same_as=owner)
+    return local_shards, shards
 
 
-def empty_like(tensor: torch.Tensor | Piece, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | Piece:
+def empty_like(
+    tensor: torch.Tensor | LocalShard, shape: tuple[int, ...], dtype: torch.dtype
+) -> torch.Tensor | LocalShard:
     """Return a tensor of ``shape`` without values: laid out as ``tensor`` where that has the same shape, else whole."""
-    if isinstance(tensor, Piece):
+    if isinstance(tensor, LocalShard):
         if tensor.shape != shape:
             return torch.empty(shape, dtype=dtype, device=tensor.tensor.device)
-        return Piece(torch.empty_like(tensor.tensor, dtype=dtype), shape, tensor.box)
+        return LocalShard(torch.empty_like(tensor.tensor, dtype=dtype), shape, tensor.region)
     if not is_dtensor(tensor) or tuple(tensor.shape) != shape:
         return torch.empty(shape, dtype=dtype, device=tensor.device)
     local = torch.empty_like(local_of(tensor).detach(), dtype=dtype, memory_format=torch.contiguous_format)
@@ -216,13 +218,13 @@ def write_listed(
     Returns:
         The location of each tensor, for the manifest.
     """
-    specs = {name: TensorSpec(shard.dtype, shard.box.shape) for name, shard in held.items()}
+    specs = {name: TensorSpec(shard.dtype, shard.region.shape) for name, shard in held.items()}
     parts: dict[str, TensorPart] = {}
     for number, group in enumerate(grouped(specs, shard_bytes)):
         file, layout = shard_name(section, rank, number), SafetensorsLayout(group)
         with writer.file(file) as stream:
             layout.write(stream, read(layout.names))
         for name, start in layout.starts.items():
-            box = held[name].box
-            parts[name] = TensorPart(file=file, start=start, offsets=box.offsets, shape=box.shape)
+            region = held[name].region
+            parts[name] = TensorPart(file=file, start=start, offsets=region.offsets, shape=region.shape)
     return parts

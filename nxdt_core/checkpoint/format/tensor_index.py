@@ -1,6 +1,6 @@
 """The location of each tensor: the part of a manifest that finds a tensor's bytes without opening a shard. Torch-free.
 
-A tensor consists of parts, boxes that tile it; one part for a whole tensor, one per rank (or several) for a sharded
+A tensor consists of parts, regions that tile it; one part for a whole tensor, one per rank (or several) for a sharded
 one. A part's elements are contiguous and row-major in one file.
 """
 
@@ -49,12 +49,12 @@ DTYPES: Mapping[str, str] = {code: name for name, code in SAFETENSORS_NAMES.item
 """Name of the torch dtype by the format's name, for every dtype that a checkpoint can hold."""
 
 _MOST_CUT = 8
-"""Dimensions of one tensor that its boxes divide. An index with more is forged, and each one doubles the corners."""
+"""Dimensions of one tensor that its regions divide. An index with more is forged, and each one doubles the corners."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPart:
-    """A box of a tensor, and the location of its bytes."""
+    """A region of a tensor, and the location of its bytes."""
 
     file: str
     """Relative to the attempt's directory."""
@@ -113,10 +113,10 @@ def decode_index(table: Mapping[str, Any]) -> dict[str, TensorEntry]:
             TensorPart(
                 file=str(file),
                 start=_sizes([start])[0],
-                offsets=_sizes(box[0]) if box else (0,) * len(shape),
-                shape=_sizes(box[1]) if box else shape,
+                offsets=_sizes(region[0]) if region else (0,) * len(shape),
+                shape=_sizes(region[1]) if region else shape,
             )
-            for file, start, *box in row["parts"]
+            for file, start, *region in row["parts"]
         )
         if not parts or sum(math.prod(part.shape) for part in parts) != math.prod(shape):
             raise ValueError(f"the parts of tensor {name!r} do not make it up")
@@ -159,20 +159,20 @@ def check_places(sections: Mapping[str, Mapping[str, TensorEntry]], sizes: Mappi
 
 
 def _tile(parts: tuple[TensorPart, ...], shape: tuple[int, ...]) -> bool:
-    """Return whether boxes inside a box, with as many elements in total as that box, cover each element once.
+    """Return whether regions inside a region, with as many elements in total as that region, cover each element once.
 
-    If they do, an even number of boxes shares every corner except those of the whole. Conversely, if every such
+    If they do, an even number of regions shares every corner except those of the whole. Conversely, if every such
     corner is shared by an even number, each element is covered an odd number of times, and therefore once. The check
-    takes time proportional to the number of boxes.
+    takes time proportional to the number of regions.
     """
-    boxes = [part for part in parts if math.prod(part.shape)]
-    if len(boxes) < 2:
+    regions = [part for part in parts if math.prod(part.shape)]
+    if len(regions) < 2:
         return True
-    cut = [dim for dim, size in enumerate(shape) if any(part.shape[dim] != size for part in boxes)]
+    cut = [dim for dim, size in enumerate(shape) if any(part.shape[dim] != size for part in regions)]
     if len(cut) > _MOST_CUT:
         raise ValueError(f"its parts are cut along {len(cut)} dimensions")
     odd: set[tuple[int, ...]] = set(product(*((0, shape[dim]) for dim in cut)))
-    for part in boxes:
+    for part in regions:
         ends = ((part.offsets[dim], part.offsets[dim] + part.shape[dim]) for dim in cut)
         odd.symmetric_difference_update(product(*ends))
     return not odd

@@ -25,20 +25,20 @@ from nxdt_core.checkpoint.format.digested_files import (
 )
 from nxdt_core.checkpoint.format.file_names import state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
-from nxdt_core.checkpoint.format.shards import TensorSpec, bytes_of, empty_like, filled_up, grouped, storable_piece
+from nxdt_core.checkpoint.format.shards import TensorSpec, bytes_of, empty_like, filled_up, grouped, storable_shard
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.errors.checkpoints import CheckpointDamaged, TensorNotInCheckpoint
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.parallel_model import Replicas
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 
 _AT_ONCE_BYTES = 256 * 2**20
 """Buffers, and tensors of :func:`iterate_model`, at a time (more where a single tensor needs it): each batch parses
@@ -54,12 +54,12 @@ class _Read:
     buffer: torch.Tensor
     """Whole rows; the target's own memory where :attr:`copy_to` is None."""
     copy_to: torch.Tensor | None = None
-    rows_box: tuple[slice, ...] = ()
+    row_slices: tuple[slice, ...] = ()
 
 
 @torch.no_grad()
 def fill(
-    storage: CheckpointStore, manifest: Manifest, wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]
+    storage: CheckpointStore, manifest: Manifest, wanted: Mapping[str, LocalShard], entries: Mapping[str, TensorEntry]
 ) -> None:
     """Fill the pieces ``wanted`` in place; only blocks that hold elements of them are read.
 
@@ -87,7 +87,7 @@ def fill(
             files[name].read(chosen)
         for read in batch:
             if read.copy_to is not None:
-                read.copy_to.copy_(read.buffer[read.rows_box])
+                read.copy_to.copy_(read.buffer[read.row_slices])
 
 
 def check_fits(storage: CheckpointStore, manifest: Manifest, entries: Iterable[TensorEntry]) -> None:
@@ -107,26 +107,26 @@ def check_fits(storage: CheckpointStore, manifest: Manifest, entries: Iterable[T
         check_size(storage, manifest, name)
 
 
-def _reads(wanted: Mapping[str, Piece], entries: Mapping[str, TensorEntry]) -> Iterator[_Read]:
-    """Yield how to read what each part has of a piece: the rows (first dimension) that it spans."""
-    for name, piece in wanted.items():
+def _reads(wanted: Mapping[str, LocalShard], entries: Mapping[str, TensorEntry]) -> Iterator[_Read]:
+    """Yield how to read what each part has of a shard: the rows (first dimension) that it spans."""
+    for name, shard in wanted.items():
         dtype_name = entries[name].dtype
         dtype = getattr(torch, dtype_name)
         for part in entries[name].parts:
-            inner = Box(part.offsets, part.shape)
-            common = piece.box.intersection(inner)
+            inner = TensorSlice(part.offsets, part.shape)
+            common = shard.region.intersection(inner)
             if common is None:
                 continue
             first = common.offsets[0] - part.offsets[0] if common.shape else 0
             start = part.start + first * math.prod(part.shape[1:]) * ITEM_BYTES[dtype_name]
-            target = piece.tensor[common.within(piece.box)]
+            target = shard.tensor[common.within(shard.region)]
             whole_rows = common.shape[1:] == part.shape[1:]
             if whole_rows and target.dtype == dtype and profile_of(target.device).host and target.is_contiguous():
                 yield _Read(part.file, start, target)
                 continue
             buffer = torch.empty((common.shape[0], *part.shape[1:]) if part.shape else (), dtype=dtype)
-            rows_box = (slice(None), *common.within(inner)[1:]) if part.shape else ()
-            yield _Read(part.file, start, buffer, target, rows_box)
+            row_slices = (slice(None), *common.within(inner)[1:]) if part.shape else ()
+            yield _Read(part.file, start, buffer, target, row_slices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -182,7 +182,7 @@ def load_optimizer(
 def load_model_into(
     storage: CheckpointStore,
     manifest: Manifest,
-    tensors: Mapping[str, torch.Tensor | Piece],
+    tensors: Mapping[str, torch.Tensor | LocalShard],
     *,
     ranks: RankAgreement | None = None,
     replicas: Replicas | None = None,
@@ -223,10 +223,10 @@ def load_model_into(
             _fill(storage, manifest, index, rest, where)
             for name, target in short.items():  # tables, one of which is whole on the host at a time
                 saved = read_tensors(storage, manifest, "model", [name])[name]
-                piece = storable_piece(name, target)
+                shard = storable_shard(name, target)
                 with torch.no_grad():
-                    rows = filled_up(saved, piece.shape[0])
-                    piece.tensor.copy_(rows[piece.box.within(Box.whole(piece.shape))])
+                    rows = filled_up(saved, shard.shape[0])
+                    shard.tensor.copy_(rows[shard.region.within(TensorSlice.whole(shard.shape))])
 
     on_all_ranks(ranks, read, where=where)
     if replicas is not None:
@@ -237,12 +237,12 @@ def load_model_into(
 def load_optimizer_like(
     storage: CheckpointStore,
     manifest: Manifest,
-    parameters: Mapping[str, torch.Tensor | Piece],
+    parameters: Mapping[str, torch.Tensor | LocalShard],
     *,
     ranks: RankAgreement | None = None,
     replicas: Replicas | None = None,
     strict: bool = True,
-) -> dict[str, torch.Tensor | Piece]:
+) -> dict[str, torch.Tensor | LocalShard]:
     """Return this rank's optimizer state. State with its parameter's shape has the parameter's layout; other state is
     whole, on the host.
 
@@ -268,7 +268,7 @@ def load_optimizer_like(
         unknown = sorted({key.rpartition("/")[0] for key in index} - known_names)
         if unknown:
             raise OptimizerStateDoesNotFit(parameters=unknown)
-    state: dict[str, torch.Tensor | Piece] = {}
+    state: dict[str, torch.Tensor | LocalShard] = {}
 
     def read() -> None:
         entries = {key: entry for key, entry in index.items() if key.rpartition("/")[0] in parameters}
@@ -331,12 +331,12 @@ def read_tensors(
     _require(storage, manifest, section, chosen)
     owner_of = {name: index[name].same_as or name for name in chosen}
     owners = {owner: index[owner] for owner in owner_of.values()}
-    wanted: dict[str, Piece] = {}
+    wanted: dict[str, LocalShard] = {}
     with explained_os_errors(f"{storage.uri}/{manifest.prefix}{section}"):
         check_fits(storage, manifest, owners.values())
         for owner, entry in owners.items():
             whole = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
-            wanted[owner] = Piece(whole, entry.shape, Box.whole(entry.shape))
+            wanted[owner] = LocalShard(whole, entry.shape, TensorSlice.whole(entry.shape))
         fill(storage, manifest, wanted, index)
     return {name: wanted[owner].tensor for name, owner in owner_of.items()}
 
@@ -348,14 +348,14 @@ def _require(storage: CheckpointStore, manifest: Manifest, section: str, names: 
         raise TensorNotInCheckpoint(where=f"{storage.uri}/{manifest.prefix}", reason=reason)
 
 
-def _local_tensors(tensors: Mapping[str, torch.Tensor | Piece]) -> list[torch.Tensor]:
+def _local_tensors(tensors: Mapping[str, torch.Tensor | LocalShard]) -> list[torch.Tensor]:
     local: list[torch.Tensor] = []
     for name, tensor in tensors.items():
-        value = piece_of(tensor, name).tensor
+        value = local_shard_of(tensor, name).tensor
         if isinstance(value, QuantisedWeight):
             local += [part for part in value.parts if part.numel()]
         else:
-            local.append(storable_piece(name, tensor).tensor)
+            local.append(storable_shard(name, tensor).tensor)
     return local
 
 
@@ -363,24 +363,24 @@ def _fill(
     storage: CheckpointStore,
     manifest: Manifest,
     index: Mapping[str, TensorEntry],
-    tensors: Mapping[str, torch.Tensor | Piece],
+    tensors: Mapping[str, torch.Tensor | LocalShard],
     where: str,
 ) -> None:
     """Fill ``tensors``; those that were the same memory when saved one after the other, for no read takes a byte
     twice. Weights that will be codes are read first, 256 MiB of them or a larger one at a time."""
-    pieces = {name: piece_of(target, name) for name, target in tensors.items()}
-    coded = {name: piece for name, piece in pieces.items() if isinstance(piece.tensor, QuantisedWeight)}
-    rest = {name: storable_piece(name, tensor) for name, tensor in tensors.items() if name not in coded}
+    local_shards = {name: local_shard_of(target, name) for name, target in tensors.items()}
+    coded = {name: shard for name, shard in local_shards.items() if isinstance(shard.tensor, QuantisedWeight)}
+    rest = {name: storable_shard(name, tensor) for name, tensor in tensors.items() if name not in coded}
     with explained_os_errors(where):
-        specs = {name: TensorSpec(index[name].dtype, piece.box.shape) for name, piece in coded.items()}
+        specs = {name: TensorSpec(index[name].dtype, shard.region.shape) for name, shard in coded.items()}
         for names in grouped(specs, _AT_ONCE_BYTES):
             read = {
-                name: replace(coded[name], tensor=torch.empty(coded[name].box.shape, dtype=coded[name].tensor.dtype))
+                name: replace(coded[name], tensor=torch.empty(coded[name].region.shape, dtype=coded[name].tensor.dtype))
                 for name in names
             }
             fill(storage, manifest, read, index)
-            for name, piece in read.items():
-                coded[name].tensor.copy_(piece.tensor)
+            for name, shard in read.items():
+                coded[name].tensor.copy_(shard.tensor)
         while rest:
             by_owner = {index[name].same_as or name: name for name in reversed(rest)}
             entries = {name: index[owner] for owner, name in by_owner.items()}
@@ -389,7 +389,7 @@ def _fill(
 
 def check_model(
     index: Mapping[str, TensorEntry],
-    tensors: Mapping[str, torch.Tensor | Piece],
+    tensors: Mapping[str, torch.Tensor | LocalShard],
     ranks: RankAgreement | None,
     *,
     strict: bool = True,

@@ -30,9 +30,9 @@ from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import SaveTookTooLong, StorageError
-from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 _NICENESS = 15
 """Niceness of the thread and of those that it starts: on a host that computes, a save uses the cores that training
@@ -137,19 +137,19 @@ _ALIGNMENT = 64
 
 
 class StagingBuffers:
-    """Memory on the host that pieces are copied to. One copy of everything that is staged, and no more."""
+    """Memory on the host that shards are copied to. One copy of everything that is staged, and no more."""
 
     def __init__(self) -> None:
         self._buffers: dict[object, torch.Tensor] = {}
 
     @torch.no_grad()
-    def stage(self, pieces: Mapping[_Key, Piece]) -> dict[_Key, Piece]:
-        """Return the pieces with their present elements, copied to the host; returns when the copies are made.
+    def stage(self, shards: Mapping[_Key, LocalShard]) -> dict[_Key, LocalShard]:
+        """Return the shards with their present elements, copied to the host; returns when the copies are made.
 
         What the last call returned is overwritten. Memory is allocated again only where keys, shapes or dtypes differ
         from those of the last call.
         """
-        tensors = {key: piece.tensor for key, piece in pieces.items()}
+        tensors = {key: shard.tensor for key, shard in shards.items()}
         kinds = {key: (tensor.shape, tensor.dtype) for key, tensor in tensors.items()}
         if {key: (buffer.shape, buffer.dtype) for key, buffer in self._buffers.items()} != kinds:
             self._buffers = {}  # freed before more is taken
@@ -168,15 +168,15 @@ class StagingBuffers:
                     like = tensors[key]
                     self._buffers[key] = slab[start : start + like.nbytes].view(like.dtype).view(like.shape)
                     start += sizes[key]
-        for key, piece in pieces.items():
-            if profile_of(piece.tensor.device).lazy:
-                self._buffers[key].copy_(piece.tensor.to(HOST))  # functional tensors cannot be copied in place
+        for key, shard in shards.items():
+            if profile_of(shard.tensor.device).lazy:
+                self._buffers[key].copy_(shard.tensor.to(HOST))  # functional tensors cannot be copied in place
             else:
-                self._buffers[key].copy_(piece.tensor, non_blocking=True)
-        for device in {piece.tensor.device for piece in pieces.values()}:
+                self._buffers[key].copy_(shard.tensor, non_blocking=True)
+        for device in {shard.tensor.device for shard in shards.values()}:
             if not profile_of(device).lazy:
                 profile_of(device).operations.synchronize(device)
-        return {key: Piece(self._buffers[key], piece.shape, piece.box) for key, piece in pieces.items()}
+        return {key: LocalShard(self._buffers[key], shard.shape, shard.region) for key, shard in shards.items()}
 
 
 _log = logging.getLogger(__name__)
@@ -285,8 +285,8 @@ class CheckpointManager:
         self,
         *,
         step: int,
-        model: Mapping[str, torch.Tensor | Piece],
-        optimizer: Mapping[str, torch.Tensor | Piece],
+        model: Mapping[str, torch.Tensor | LocalShard],
+        optimizer: Mapping[str, torch.Tensor | LocalShard],
         state: Mapping[str, Any],
         facts: CheckpointFacts,
         ties: Mapping[str, str] | None = None,

@@ -32,15 +32,15 @@ from nxdt_core.checkpoint.format.file_names import (
     step_prefix,
 )
 from nxdt_core.checkpoint.format.manifest import FAST, CheckpointFacts, FileEntry, Manifest, encode_facts
-from nxdt_core.checkpoint.format.shards import list_pieces, write_listed
+from nxdt_core.checkpoint.format.shards import list_shards, write_listed
 from nxdt_core.checkpoint.format.state_tree import encode_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
 from nxdt_core.checkpoint.signing import Signer
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElements, TensorStateUnsupported
-from nxdt_core.protocols.piece import Box, Listing, Piece, ShardInfo, TensorKey
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import Listing, LocalShard, ShardInfo, TensorKey, TensorSlice
 
 __all__ = [
     "Assignment",
@@ -66,7 +66,7 @@ class Assignment:
     listings: Sequence[Listing]
     """Tensors that each rank holds."""
     mine: AbstractSet[TensorKey]
-    """Tensors whose box this rank writes."""
+    """Tensors whose region this rank writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,14 +117,14 @@ def plan_save(
     storage: CheckpointStore,
     *,
     step: int,
-    model: Mapping[str, torch.Tensor | Piece],
-    optimizer: Mapping[str, torch.Tensor | Piece],
+    model: Mapping[str, torch.Tensor | LocalShard],
+    optimizer: Mapping[str, torch.Tensor | LocalShard],
     state: Mapping[str, Any],
     facts: CheckpointFacts,
     ranks: RankAgreement | None = None,
     ties: Mapping[str, str] | None = None,
     planner: Planner | None = None,
-    stage: Callable[[Mapping[TensorKey, Piece]], Mapping[TensorKey, Piece]] | None = None,
+    stage: Callable[[Mapping[TensorKey, LocalShard]], Mapping[TensorKey, LocalShard]] | None = None,
 ) -> SavePlan:
     """Check everything that is to be saved, before anything is written, and share the writing. Collective.
 
@@ -150,7 +150,7 @@ def plan_save(
         UnsavableState: a value is neither JSON-able nor a tensor with plain bytes.
     """
     rank = rank_of(ranks)
-    pieces: dict[TensorKey, Piece] = {}
+    local_shards: dict[TensorKey, LocalShard] = {}
     encoded: list[bytes] = []
 
     def prepare() -> Listing:
@@ -160,13 +160,15 @@ def plan_save(
         listing: dict[TensorKey, ShardInfo] = {}
         for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
             section_ties = ties if ties is None or tensors is model else {}
-            section_pieces, section_shards = list_pieces(section, tensors, section_ties)
-            pieces.update({(section, name): piece for name, piece in section_pieces.items()})
+            section_pieces, section_shards = list_shards(section, tensors, section_ties)
+            local_shards.update({(section, name): local for name, local in section_pieces.items()})
             listing |= {(section, name): shard for name, shard in section_shards.items()}
         return listing
 
     assignment = (planner or Planner(ranks)).plan(prepare, where=f"{storage.uri}/{step_name(step)}")
-    mine: Mapping[TensorKey, Piece] = {place: piece for place, piece in pieces.items() if place in assignment.mine}
+    mine: Mapping[TensorKey, LocalShard] = {
+        place: local for place, local in local_shards.items() if place in assignment.mine
+    }
     unstaged: Exception | None = None
     try:
         mine = mine if stage is None else stage(mine)
@@ -209,34 +211,34 @@ def encode_state(state: Mapping[str, Any], rank: int) -> tuple[bytes, dict[str, 
 
 
 def assign(listings: Sequence[Listing]) -> list[set[TensorKey]]:
-    """Return, by rank, the tensors whose box that rank writes.
+    """Return, by rank, the tensors whose region that rank writes.
 
-    Large boxes are given away first, each to the holder with the fewest bytes so far; among equals, to the one that
+    Large regions are given away first, each to the holder with the fewest bytes so far; among equals, to the one that
     holds the least in all.
 
     Raises:
         TensorStateUnsupported: ranks disagree about a tensor, or do not hold all of it among them.
     """
     first: dict[TensorKey, ShardInfo] = {}
-    boxes: dict[TensorKey, set[Box]] = defaultdict(set)
+    regions: dict[TensorKey, set[TensorSlice]] = defaultdict(set)
     for place, shard in chain.from_iterable(listing.items() for listing in listings):
         expected = first.setdefault(place, shard)
         if (expected.dtype, expected.shape) != (shard.dtype, shard.shape):
             reason = f"ranks hold it as {expected.dtype} {expected.shape} and as {shard.dtype} {shard.shape}"
             raise TensorStateUnsupported(where="/".join(place), reason=reason)
-        boxes[place].add(shard.box)
+        regions[place].add(shard.region)
     for place, shard in first.items():
-        whole, elements = math.prod(shard.shape), sum(box.elements for box in boxes[place])
+        whole, elements = math.prod(shard.shape), sum(region.elements for region in regions[place])
         if elements != whole:
             reason = f"of its {whole} elements the ranks hold {elements}"
             raise TensorStateUnsupported(where="/".join(place), reason=reason)
     shared = _shared(listings)
-    holders: dict[tuple[TensorKey, Box], list[int]] = defaultdict(list)
+    holders: dict[tuple[TensorKey, TensorSlice], list[int]] = defaultdict(list)
     totals = [0] * len(listings)
     for rank, listing in enumerate(listings):
         for place, shard in listing.items():
-            if place not in shared and (shard.box.elements or not math.prod(shard.shape)):
-                holders[place, shard.box].append(rank)
+            if place not in shared and (shard.region.elements or not math.prod(shard.shape)):
+                holders[place, shard.region].append(rank)
                 totals[rank] += _bytes(shard)
     written = [0] * len(listings)
     chosen: list[set[TensorKey]] = [set() for _ in listings]
@@ -280,7 +282,7 @@ def _shared(listings: Sequence[Listing]) -> dict[TensorKey, str]:
 
 
 def _bytes(shard: ShardInfo) -> int:
-    return shard.box.elements * ITEM_BYTES[shard.dtype]
+    return shard.region.elements * ITEM_BYTES[shard.dtype]
 
 
 def save(

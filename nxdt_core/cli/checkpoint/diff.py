@@ -26,8 +26,8 @@ from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
 from nxdt_core.cli.terminal import byte_bar, print_table
 from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.distributed.buckets import buckets
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -144,8 +144,8 @@ def _compare_section(
     sums = {name: _Sums() for name in names}
     same_shape = {name: pair for name, pair in pairs.items() if pair[0].shape == pair[1].shape}
     for batch in _batches(same_shape):
-        left = _read(first, {key: (box, same_shape[key[0]][0]) for key, box in batch.items()})
-        right = _read(second, {key: (box, same_shape[key[0]][1]) for key, box in batch.items()})
+        left = _read(first, {key: (region, same_shape[key[0]][0]) for key, region in batch.items()})
+        right = _read(second, {key: (region, same_shape[key[0]][1]) for key, region in batch.items()})
         for key in batch:
             sums[key[0]].add(left[key], right[key])
             progress(left[key].nbytes)
@@ -164,39 +164,39 @@ def _compare_section(
             )
 
 
-def _batches(pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]) -> Iterator[dict[_Key, Box]]:
+def _batches(pairs: Mapping[str, tuple[TensorEntry, TensorEntry]]) -> Iterator[dict[_Key, TensorSlice]]:
     """Yield runs of rows of the tensors, as many at a time as fit in a batch."""
-    runs: list[tuple[_Key, Box, int]] = []
+    runs: list[tuple[_Key, TensorSlice, int]] = []
     for name, (mine, other) in pairs.items():
         row_bytes = math.prod(mine.shape[1:]) * max(ITEM_BYTES[mine.dtype], ITEM_BYTES[other.dtype])
         if not mine.shape:
-            runs.append(((name, 0), Box((), ()), row_bytes))
+            runs.append(((name, 0), TensorSlice((), ()), row_bytes))
             continue
         rows = max(1, _BATCH_BYTES // max(row_bytes, 1))
         for start in range(0, mine.shape[0], rows):
             count = min(rows, mine.shape[0] - start)
-            box = Box((start,) + (0,) * (len(mine.shape) - 1), (count, *mine.shape[1:]))
-            runs.append(((name, start), box, row_bytes * count))
+            region = TensorSlice((start,) + (0,) * (len(mine.shape) - 1), (count, *mine.shape[1:]))
+            runs.append(((name, start), region, row_bytes * count))
     for batch in buckets(runs, lambda run: run[2], _BATCH_BYTES):
-        yield {key: box for key, box, _ in batch}
+        yield {key: region for key, region, _ in batch}
 
 
-def _read(side: Side, wanted: Mapping[_Key, tuple[Box, TensorEntry]]) -> dict[_Key, torch.Tensor]:
-    """The boxes, verified, on the host."""
+def _read(side: Side, wanted: Mapping[_Key, tuple[TensorSlice, TensorEntry]]) -> dict[_Key, torch.Tensor]:
+    """The regions, verified, on the host."""
     import torch
 
     tensors: dict[_Key, torch.Tensor] = {}
     rest = dict(wanted)
     with explained_os_errors(f"{side.storage.uri}/{side.manifest.prefix}"):
         while rest:  # no read takes a byte twice, as tensors that shared memory would
-            by_place = {(entry.parts, box): key for key, (box, entry) in reversed(rest.items())}
-            pieces, entries = {}, {}
+            by_place = {(entry.parts, region): key for key, (region, entry) in reversed(rest.items())}
+            shards, entries = {}, {}
             check_fits(side.storage, side.manifest, [rest[key][1] for key in by_place.values()])
             for key in by_place.values():
-                box, entry = rest.pop(key)
-                tensors[key] = torch.empty(box.shape, dtype=getattr(torch, entry.dtype))
-                pieces[f"{key}"], entries[f"{key}"] = Piece(tensors[key], entry.shape, box), entry
-            fill(side.storage, side.manifest, pieces, entries)
+                region, entry = rest.pop(key)
+                tensors[key] = torch.empty(region.shape, dtype=getattr(torch, entry.dtype))
+                shards[f"{key}"], entries[f"{key}"] = LocalShard(tensors[key], entry.shape, region), entry
+            fill(side.storage, side.manifest, shards, entries)
     return tensors
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from itertools import takewhile
 from typing import Any
 
-from nxdt_core.data.files.records import Place, is_given
+from nxdt_core.data.files.records import Place, has_value
 from nxdt_core.errors.chats import BadMessage, EmptyTurn, RolesOutOfOrder, TemplateRefuses
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -165,7 +165,7 @@ def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message
         results = list(takewhile(lambda candidate: candidate.role == "tool", messages[at + 1 :]))
         calls = [call.get("id") for call in message.calls]
         ids = [result.fields.get("tool_call_id") for result in results]
-        if any(map(is_given, ids)) or (results and len(calls) > 1 and any(map(is_given, calls))):
+        if any(map(has_value, ids)) or (results and len(calls) > 1 and any(map(has_value, calls))):
             _check_ids(calls, ids, place, at + 1)
             results.sort(key=lambda result: calls.index(result.fields["tool_call_id"]))
             ordered[at + 1 : at + 1 + len(results)] = results
@@ -175,7 +175,7 @@ def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message
 def _check_ids(calls: Sequence[Any], ids: Sequence[Any], place: Place, number: int) -> None:
     """Check that the results whose ids are ``given`` answer each of the ``calls`` of message ``number`` once."""
     for index, id_ in enumerate(ids):
-        if not is_given(id_) or id_ not in calls or id_ in ids[:index]:
+        if not has_value(id_) or id_ not in calls or id_ in ids[:index]:
             reason = f"its tool_call_id {id_!r} is not that of a call before it that has no result yet"
             raise BadMessage(place=str(place), number=number + 1 + index, reason=reason)
     for index, id_ in enumerate(calls):
@@ -203,7 +203,7 @@ def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conv
 def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conversation]]:
     """Yield the name of a part, and the conversation without it. Words that are in the text need no other rendering."""
     messages = conversation.messages
-    named = (name for message in messages for name, value in message.fields.items() if is_given(value))
+    named = (name for message in messages for name, value in message.fields.items() if has_value(value))
     for name in dict.fromkeys(named):
         if name not in _LINKS:
             yield f"messages.{name}", replace(conversation, messages=[_without(item, name) for item in messages])

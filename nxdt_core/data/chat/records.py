@@ -9,7 +9,7 @@ from typing import Any
 
 from nxdt_core.data.chat.conversation import ROLES, Conversation, Message, check_order, in_order_of_calls, merged
 from nxdt_core.data.files.paths import lone_surrogate, parse_json
-from nxdt_core.data.files.records import Place, is_given, unread
+from nxdt_core.data.files.records import Place, has_value, unread
 from nxdt_core.errors.chats import BadMessage, UnknownRecord, UnknownRole
 
 _OF_CALL = frozenset({"id", "type", "index", "function", "name", "arguments"})
@@ -49,7 +49,7 @@ def read_tools(record: Mapping[str, Any], place: Place) -> Sequence[Mapping[str,
         BadMessage: they are something else.
     """
     key = tools_key(record)
-    tools = parsed(record[key], place, 0, repr(key)) if is_given(record.get(key)) else None
+    tools = parsed(record[key], place, 0, repr(key)) if has_value(record.get(key)) else None
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
@@ -59,7 +59,7 @@ def read_tools(record: Mapping[str, Any], place: Place) -> Sequence[Mapping[str,
 
 def tools_key(record: Mapping[str, Any]) -> str:
     """Return the key under which a record has its functions."""
-    return "functions" if is_given(record.get("functions")) and not is_given(record.get("tools")) else "tools"
+    return "functions" if has_value(record.get("functions")) and not has_value(record.get("tools")) else "tools"
 
 
 def read_calls(value: Any, place: Place, number: int) -> list[dict[str, Any]]:
@@ -88,7 +88,7 @@ def unread_of_calls(value: Any) -> Iterator[str]:
     """Yield the keys of calls that :func:`read_calls` accepts and does not read."""
     for call in [value] if isinstance(value, dict) else value:
         for source in (call, call.get("function", call)):
-            yield from (key for key, item in source.items() if key not in _OF_CALL and is_given(item))
+            yield from (key for key, item in source.items() if key not in _OF_CALL and has_value(item))
 
 
 def parsed(value: Any, place: Place, number: int, what: str) -> Any:
@@ -170,7 +170,7 @@ def read_question(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, .
     for key in _LISTS:
         if record.get(key) is not None:
             return (key,), _read_messages(record[key], key, place)
-    asked = next((asked for asked, _ in _PAIRS if any(is_given(record.get(key)) for key in asked)), ())
+    asked = next((asked for asked, _ in _PAIRS if any(has_value(record.get(key)) for key in asked)), ())
     return (*asked, "history"), _asked(record, asked, place) if asked else []
 
 
@@ -181,7 +181,7 @@ def check_text_only(record: Mapping[str, Any], place: Place) -> None:
         BadMessage: it has some.
     """
     for key in _MEDIA:
-        if is_given(record.get(key)):
+        if has_value(record.get(key)):
             raise BadMessage(place=str(place), number=0, reason=f"it has {key!r}; only text can be trained on")
 
 
@@ -207,7 +207,7 @@ def with_system(messages: Sequence[Message], record: Mapping[str, Any], place: P
 
 def _asked(record: Mapping[str, Any], asked: Sequence[str], place: Place) -> list[Message]:
     """Return the messages of a question behind those of ``history``."""
-    history = _listed_in(record["history"], place, "history") if is_given(record.get("history")) else []
+    history = _listed_in(record["history"], place, "history") if has_value(record.get("history")) else []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise BadMessage(place=str(place), number=0, reason="'history' must be a list of [question, answer] pairs")
     turns = (pair for question, answer in history for pair in (("user", question), ("assistant", answer)))
@@ -264,10 +264,10 @@ def read_message(entry: Mapping[str, Any], place: Place, number: int) -> Message
                      for name in (entry.get("role"), entry.get("from")))  # fmt: skip
     pairs = ("role", "from", ours, speaker), ("content", "value", entry.get("content"), entry.get("value"))
     for one, other, first, second in pairs:
-        if is_given(first) and is_given(second) and first != second:
+        if has_value(first) and has_value(second) and first != second:
             raise BadMessage(place=str(place), number=number, reason=f"{one!r} and {other!r} differ; keep one of them")
     if role == "function_call":
-        if is_given(entry.get("tool_calls")):
+        if has_value(entry.get("tool_calls")):
             reason = f"{keys[1]!r} and 'tool_calls' both hold calls; keep one of them"
             raise BadMessage(place=str(place), number=number, reason=reason)
         entry, content = {**entry, "tool_calls": parsed(content, place, number, "a function call")}, ""
@@ -284,7 +284,7 @@ def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str
     parts = content if isinstance(content, list) else []
     left = [f"content.{key}" for part in parts for key in unread(part, _OF_PART)]
     calls, older = entry.get("tool_calls"), entry.get("function_call")
-    if calls and is_given(older):
+    if calls and has_value(older):
         left.append("function_call")
     if calls := calls or older:
         fields["tool_calls"] = read_calls(calls, place, number)

@@ -231,7 +231,7 @@ class BadRecords:
     """
 
     def __init__(self, files: RecordFiles) -> None:
-        self._drops, self._share = files.bad_records == "drop", files.max_bad_share
+        self._drops_bad_records, self._share = files.bad_records == "drop", files.max_bad_share
         self._first: NxdtError | None = None
         self.count = 0
         self.reasons: list[str] = []
@@ -248,7 +248,7 @@ class BadRecords:
             try:
                 made = make(records[number])
             except NxdtError as error:
-                if not self._drops or not (
+                if not self._drops_bad_records or not (
                     error.code == BadJsonLine.code or (hasattr(error, "place") and error.code != TemplateMissing.code)
                 ):
                     raise
@@ -278,10 +278,10 @@ def count_records(count: int) -> str:
 def unread(record: Mapping[str, Any], read: Iterable[str]) -> Iterator[str]:
     """Yield the keys of a record that hold something and are not among those that were ``read``."""
     readable = frozenset(read)
-    return (key for key, value in record.items() if key not in readable and is_given(value))
+    return (key for key, value in record.items() if key not in readable and has_value(value))
 
 
-def is_given(value: object) -> bool:
+def has_value(value: object) -> bool:
     """Return whether a value of a record holds something: null, blank texts, ``"[]"`` and empty lists do not."""
     if isinstance(value, str):
         return value.strip() not in ("", "[]", "{}")

@@ -107,18 +107,18 @@ def ring_backward(
     """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
     group = sequence.group
     sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
-    local, travelling = _zero_gradients(key, value), None
+    local, pending = _zero_gradients(key, value), None
     for source, keys, values in _ring_shards(key, value, group):
         total = local if source == group.rank() else _zero_gradients(key, value)
         grad_key, grad_value = _unpacked(total, key)
         for block in _blocks(sequence, source, key):
             sums.add(block, keys, values, grad_key, grad_value)
         if source != group.rank():
-            if travelling is not None:
-                total += travelling()
-            travelling = _begin_hop(total.to(key.dtype), group)
-    if travelling is not None:
-        local += travelling()
+            if pending is not None:
+                total += pending()
+            pending = _begin_hop(total.to(key.dtype), group)
+    if pending is not None:
+        local += pending()
     grad_key, grad_value = _unpacked(local, key)
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
@@ -211,8 +211,8 @@ def gathered_backward(
     grad_keys, grad_values = grad_whole.tensor_split((keys.shape[-1],), -1)
     for block in prefix_blocks(*layout):
         sums.add(block, keys, values, grad_keys, grad_values)
-    narrow = grad_whole.to(key.dtype)  # as keys and values travel
-    shards = [zigzag_shard(narrow, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
+    low_precision_gradient = grad_whole.to(key.dtype)  # as keys and values travel
+    shards = [zigzag_shard(low_precision_gradient, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
     summed = reduce_scatter_along(torch.stack(shards), 0, group)[0]
     grad_key += summed[..., : key.shape[-1]]
     grad_value += summed[..., key.shape[-1] :]

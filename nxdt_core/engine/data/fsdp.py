@@ -72,7 +72,7 @@ class GatherDtypes:
 
     dtype: torch.dtype
     """Two-byte dtype in which matrix products compute."""
-    narrow: frozenset[str] = frozenset()
+    two_byte: frozenset[str] = frozenset()
     """Names of those that travel in ``dtype``."""
     scaled: frozenset[str] = frozenset()
     """Names of those that travel in one byte per element."""
@@ -90,9 +90,9 @@ def gather_dtypes(module: nn.Module, plan: ParallelPlan, precision: PrecisionPol
             way = getattr(getattr(layer, "product", None), "gathered", None)
             if way is not None and _only_multiplied(layer):
                 scaled[f"{path}.weight"] = way
-    narrow = frozenset() if precision.autocast is None else product_weights(module, plan) - scaled.keys()
+    two_byte = frozenset() if precision.autocast is None else product_weights(module, plan) - scaled.keys()
     casts = [*scaled.values()]
-    return GatherDtypes(dtype=dtype, narrow=narrow, scaled=frozenset(scaled), cast=casts[0] if casts else None)
+    return GatherDtypes(dtype=dtype, two_byte=two_byte, scaled=frozenset(scaled), cast=casts[0] if casts else None)
 
 
 def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
@@ -124,7 +124,7 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
         forms: dtypes in which the weights of the stage are sent.
         names: of the stage's parameters by ``id``, as they are after sharding.
     """
-    groups = fsdp_parameter_groups(sharded._get_fsdp_state()) if forms.narrow or forms.scaled else ()
+    groups = fsdp_parameter_groups(sharded._get_fsdp_state()) if forms.two_byte or forms.scaled else ()
     if not groups:  # nothing to change, or a root all of whose parameters are those of its parts
         return None
     (group,) = groups
@@ -133,7 +133,7 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
     segments = []
     for p in group.fsdp_params:
         name = names.get(id(p.sharded_param), "")
-        form: _Form = "scaled" if name in forms.scaled else "narrow" if name in forms.narrow else "whole"
+        form: _Form = "scaled" if name in forms.scaled else "narrow" if name in forms.two_byte else "whole"
         segments.append(_Segment(p._sharded_param_data.numel(), name, form))
     if all(segment.form == "whole" for segment in segments):
         return None
@@ -182,9 +182,9 @@ class WeightGather:
         """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
         dtype, scales = input_tensor.dtype, self._scales
         # Without a scale, the product casts what arrives to the dtype that it computes in, too.
-        narrow: _Form = "whole" if dtype == self.forms.dtype else "narrow"
+        two_byte: _Form = "whole" if dtype == self.forms.dtype else "narrow"
         forms: list[_Form] = [
-            "scaled" if s.form == "scaled" and s.name in scales else "whole" if s.form == "whole" else narrow
+            "scaled" if s.form == "scaled" and s.name in scales else "whole" if s.form == "whole" else two_byte
             for s in self._segments
         ]
         if all(form == "whole" for form in forms) or not dtype.is_floating_point:
@@ -414,8 +414,8 @@ def check_gradient_dtype(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_
     Raises:
         GradientSumsRounded: it would.
     """
-    narrow = not precision.master_weights and precision.gradients != precision.parameters
-    if narrow and sizes.zero_stage >= 2 and micro_batches > 1:
+    two_byte = not precision.master_weights and precision.gradients != precision.parameters
+    if two_byte and sizes.zero_stage >= 2 and micro_batches > 1:
         raise GradientSumsRounded(
             precision=precision.name,
             sums=precision.gradients,
@@ -537,7 +537,7 @@ def hooks_off(modules: Sequence[nn.Module]) -> Iterator[None]:
     wait for each other, which a recording cannot end with."""
     parts = [part for module in modules for part in module.modules() if is_fsdp_module(part)]
     hooks = [each for part in parts for each in (part._forward_pre_hooks, part._forward_hooks)]
-    before = [dict(each) for each in hooks]
+    before = [dict(hook) for hook in hooks]
     try:
         for each, all_of in zip(hooks, before, strict=True):
             each.clear()

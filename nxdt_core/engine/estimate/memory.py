@@ -33,9 +33,9 @@ from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.estimate import Memory
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterShard
-from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
+from nxdt_core.protocols.tensor_shards import TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,7 +50,7 @@ class ParameterCounts:
     """The part of ``local`` that has gradients."""
     trained_stored: int = 0
     """The part of ``stored`` that has gradients."""
-    frozen_narrow: int = 0
+    frozen_two_byte: int = 0
     """The part of ``local`` that is frozen, and stored in autocast's dtype."""
     frozen_bytes: int = 0
     """Bytes of the part of ``stored`` that is frozen."""
@@ -60,11 +60,11 @@ class ParameterCounts:
     """Elements of the embedding, where FSDP2 gathers it for itself."""
     last: int = 0
     """Elements of what is behind the layers, where FSDP2 gathers it for itself."""
-    ends_narrow: int = 0
+    ends_two_byte: int = 0
     """The part of ``first`` and ``last`` that travels in autocast's dtype."""
     root: int = 0
     """Elements outside of all these, which FSDP2 gathers first and frees last."""
-    narrow: int = 0
+    two_byte: int = 0
     """The part of ``local`` that travels in autocast's dtype when it is gathered."""
     scaled: int = 0
     """The part of ``local`` that travels in one byte per element."""
@@ -74,9 +74,9 @@ class ParameterCounts:
     """The part of ``local`` that is quantised, which FSDP2 leaves alone."""
     experts: int = 0
     """The part of ``local`` that ``efsdp`` holds instead of ``fsdp``."""
-    experts_kept: int = 0
+    experts_resident: int = 0
     """The part of ``experts`` that no other rank has and FSDP2 leaves alone."""
-    experts_narrow: int = 0
+    experts_two_byte: int = 0
     """The part of ``experts`` that travels in autocast's dtype."""
     experts_trained: int = 0
     """The part of ``experts`` that has gradients."""
@@ -139,7 +139,7 @@ def count_parameters(
         shard = (-(-shard[0] // ranks), *shard[1:]) if shard else shard
         stored = math.prod(shard)
         # The innermost experts or layer that contains it, or the place outside of all.
-        group, is_narrow, parts = _ROOT, name in forms.narrow, name.split(".")[:-1]
+        group, is_two_byte, parts = _ROOT, name in forms.two_byte, name.split(".")[:-1]
         for end in range(len(parts), 0, -1):
             path = ".".join(parts[:end])
             if matches_any(plan.experts.modules, path) or matches(plan.recompute_layer, path):
@@ -149,18 +149,20 @@ def count_parameters(
             if group != _ROOT:
                 break
         groups[group] += size * (not ((expert and keeps) or coded))
-        counts.update(local=size, stored=stored, coded=size * coded, narrow=size * is_narrow)
+        counts.update(local=size, stored=stored, coded=size * coded, two_byte=size * is_two_byte)
         counts.update(scaled=size * (name in forms.scaled), scales=name in forms.scaled)
-        counts.update(experts=size * expert, experts_kept=size * (expert and keeps))
-        counts.update(experts_narrow=size * (expert and is_narrow), experts_trained=size * (expert and trains))
-        counts.update(ends_narrow=size * (is_narrow and group in (_FIRST, _LAST)))
+        counts.update(experts=size * expert, experts_resident=size * (expert and keeps))
+        counts.update(experts_two_byte=size * (expert and is_two_byte), experts_trained=size * (expert and trains))
+        counts.update(ends_two_byte=size * (is_two_byte and group in (_FIRST, _LAST)))
         if trains:
             trained.append((parameter.numel(), stored))
             counts.update(trained=size, trained_stored=stored, partial=size * (name in sums))
             state_bytes += state(shard, name not in others).held
         else:
-            size_bytes = local.held_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
-            counts.update(frozen_bytes=size_bytes, frozen_narrow=size * is_narrow)
+            size_bytes = (
+                local.storage_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
+            )
+            counts.update(frozen_bytes=size_bytes, frozen_two_byte=size * is_two_byte)
     first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
     of_buckets = (sum(stored for _, stored in bucket) for bucket in buckets(trained, itemgetter(0), BUCKET_ELEMENTS))
     return ParameterCounts(
@@ -194,7 +196,7 @@ StateOf = Callable[[tuple[int, ...], bool], StateBytes]
 
 
 def optimizer_state(
-    factory: OptimizerFactory, config: object, dtype: torch.dtype, *, narrow: bool = False, more: float = 0.0
+    factory: OptimizerFactory, config: object, dtype: torch.dtype, *, two_byte: bool = False, more: float = 0.0
 ) -> StateOf:
     """Return a function that measures the state of a parameter by stepping the optimizer once on the meta device.
 
@@ -205,19 +207,19 @@ def optimizer_state(
         factory: builds the optimizer over parameter groups.
         config: section of the optimizer.
         dtype: dtype of the parameters that the optimizer gets.
-        narrow: whether float32 state of the parameter's shape is kept in two bytes.
+        two_byte: whether float32 state of the parameter's shape is kept in two bytes.
         more: further bytes for each element.
     """
 
     @cache
     def stepped(shape: tuple[int, ...], matrix: bool, device: str) -> StateBytes:
-        shard = ParameterShard(shape=shape, box=Box.whole(shape), matrix=matrix and len(shape) > 1)
+        shard = ParameterShard(shape=shape, region=TensorSlice.whole(shape), matrix=matrix and len(shape) > 1)
         with torch.device(device), _Ones() if device == "meta" else nullcontext():  # type: ignore[no-untyped-call]
             parameter = nn.Parameter(torch.zeros(shape, dtype=dtype))
             optimizer = stepped_once(factory, config, [parameter], [shard])
-            halves = narrow and not isinstance(optimizer, PackedState)
+            halves = two_byte and not isinstance(optimizer, PackedState)
             return StateBytes(
-                held=_bytes(optimizer.state[parameter], parameter, narrow=halves),
+                held=_bytes(optimizer.state[parameter], parameter, two_byte=halves),
                 saved=_bytes(unpacked_state(optimizer, parameter), parameter),
             )
 
@@ -249,10 +251,12 @@ class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _bytes(state: Mapping[str, Any], parameter: torch.Tensor, *, narrow: bool = False) -> float:
+def _bytes(state: Mapping[str, Any], parameter: torch.Tensor, *, two_byte: bool = False) -> float:
     """Return the size of the tensors in ``state`` that have dimensions."""
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor) and value.dim()]
-    halved = [value for value in tensors if narrow and value.dtype == torch.float32 and value.shape == parameter.shape]
+    halved = [
+        value for value in tensors if two_byte and value.dtype == torch.float32 and value.shape == parameter.shape
+    ]
     return sum(value.nbytes for value in tensors) - sum(value.nbytes / 2 for value in halved)
 
 
@@ -344,14 +348,14 @@ def peak_memory(
     gradient_bytes, whole_gradients = storage.gradient_bytes, counts.trained * storage.gradient_bytes
     with_copies = weights + (counts.trained * storage.compute_bytes if storage.copied else 0)
     if storage.cast_once:
-        with_copies += (counts.narrow + counts.scaled - counts.frozen_narrow) * storage.product_bytes
+        with_copies += (counts.two_byte + counts.scaled - counts.frozen_two_byte) * storage.product_bytes
 
     # While micro-batches run.
     held, gradients, communication = with_copies, whole_gradients, 0
     if storage.sharded:
         gathered = _gathered_at_a_time(counts)
         if storage.zero_stage < 3:
-            gathered = counts.local - counts.experts_kept - counts.coded
+            gathered = counts.local - counts.experts_resident - counts.coded
         held += _computed_with(gathered, counts, storage)
         if storage.gradient_use == "sharded":
             # Gradients of the root are reduced last. The head's are among them where it is tied to the embedding.
@@ -360,7 +364,7 @@ def peak_memory(
         if storage.zero_stage == 3:
             communication += _computed_with(largest, counts, storage)
             # What travels in autocast's dtype is kept in it until it is unpacked.
-            travelling = 0 if counts.frozen_narrow else counts.narrow
+            travelling = 0 if counts.frozen_two_byte else counts.two_byte
             communication += largest * storage.product_bytes * travelling // max(counts.local, 1)
     if storage.gradient_use == "fresh":
         gradients = sum(trace.peak["gradients"] for trace in traces.values())
@@ -419,7 +423,7 @@ def gathered_bytes(counts: ParameterCounts, storage: StorageLayout) -> int:
 
 def _computed_with(elements: int, counts: ParameterCounts, storage: StorageLayout) -> int:
     """Bytes of gathered elements, of which as many are frozen in autocast's dtype as among all."""
-    saved = (storage.compute_bytes - storage.product_bytes) * counts.frozen_narrow
+    saved = (storage.compute_bytes - storage.product_bytes) * counts.frozen_two_byte
     return elements * storage.compute_bytes - elements * saved // max(counts.local - counts.coded, 1)
 
 

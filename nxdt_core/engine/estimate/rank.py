@@ -185,7 +185,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
     factory, rounding = optimizer.component.load_target(), updates_rounded(policy, run.seed)
     wide = policy.master_weights or rounding is not None
     dtype = torch.float32 if wide else getattr(torch, policy.parameters)
-    narrow = rounding is not None and rounding.state == "bfloat16"
+    two_byte = rounding is not None and rounding.state == "bfloat16"
     sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
     return Workload(
         builder=parts.builder,
@@ -193,7 +193,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
         adapters=parts.adapters,
         objective=parts.objective,
         precision=parts.precision,
-        state=optimizer_state(factory, optimizer.config, dtype, narrow=narrow, more=parts.extra_state_bytes),
+        state=optimizer_state(factory, optimizer.config, dtype, two_byte=two_byte, more=parts.extra_state_bytes),
         stand_ins=rounding is not None and needs_stand_ins(factory, optimizer.config),
         sizes=sizes,
         options=LayoutOptions.of(run, profile, sizes),
@@ -268,8 +268,8 @@ def measure_rank(work: Workload, pp_rank: int) -> MeasuredRank:
                 parameter = module.get_parameter(name)
                 parameter.data = parameter.data.to(work.autocast)
             if compiled:
-                again = work.options.sequence_parallel and work.options.gathers_again
-                keep_as_compiled(module, layout.plan, gathers_again=again)
+                again = work.options.sequence_parallel and work.options.regathers
+                keep_as_compiled(module, layout.plan, regathers=again)
             layers += sum(matches(layout.plan.recompute_layer, name) for name, _ in module.named_modules())
             with name_shape_errors([module], layout.plan, sizes), _noted_cache(module, layout.plan, work) as noted:
                 traces.append(_trace(module, replace(work, options=options), mesh, number, hidden_size))
@@ -323,7 +323,7 @@ def _measure_teacher(work: Workload, mesh: ParallelMesh, precision: PrecisionPol
         with _refuse_values():
             needed, output = trace_forward(module, stage_input, autocast=work.autocast, views=views)
         weights, forward = weights + counts.frozen_bytes, max(forward, needed + gathered_bytes(counts, work.storage))
-        logits_bytes = work.objective.kept_bytes(output) if number == work.sizes.stages - 1 else 0
+        logits_bytes = work.objective.teacher_bytes(output) if number == work.sizes.stages - 1 else 0
     return MeasuredTeacher(weights=weights, running=forward, kept=logits_bytes)
 
 

@@ -144,9 +144,9 @@ def _checkpoint_bytes(work: Workload, whole: nn.Module, plan: ParallelPlan) -> i
     if trained == parameters or coded or not all(adapter.saves_base for adapter in work.adapters):
         return saved
     frozen = {name: p.numel() for name, p in whole.named_parameters() if not p.requires_grad}
-    narrow = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())
-    saved += narrow * saved_bytes(storage.product_bytes)
-    return saved + (parameters - trained - narrow) * saved_bytes(storage.compute_bytes)
+    two_byte = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())
+    saved += two_byte * saved_bytes(storage.product_bytes)
+    return saved + (parameters - trained - two_byte) * saved_bytes(storage.compute_bytes)
 
 
 def _kinds(whole: nn.Module, plan: ParallelPlan, work: Workload, layers: Sequence[Sequence[str]]) -> list[object]:
@@ -204,7 +204,7 @@ def _layout(work: Workload) -> Iterator[str]:
     named = {"TP": sizes.tp, "CP": sizes.cp, "EP": sizes.ep, "PP": sizes.pp, "VPP": sizes.vpp, "DP": sizes.dp}
     yield from (f"{name} {size}" for name, size in named.items() if size > 1)
     if options.sequence_parallel:
-        yield "sequence parallel, gathered again" if options.gathers_again else "sequence parallel"
+        yield "sequence parallel, gathered again" if options.regathers else "sequence parallel"
     if options.async_tensor_parallel:
         yield "asynchronous TP"
     if sizes.dp_replicate > 1:
@@ -240,20 +240,20 @@ def sent_in_a_step(measured: MeasuredRank, work: Workload, stages: tuple[int, ..
 def _data(counts: ParameterCounts, work: Workload) -> Iterator[float]:
     """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
     sizes, storage, micro_batches = work.sizes, work.storage, work.micro_batches
-    experts = (counts.experts, counts.experts_narrow, counts.experts_trained)
+    experts = (counts.experts, counts.experts_two_byte, counts.experts_trained)
     dense = (
         counts.local - experts[0] - counts.scaled - counts.coded,
-        counts.narrow - experts[1],
+        counts.two_byte - experts[1],
         counts.trained - experts[2],
     )
-    for (local, narrow, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
+    for (local, two_byte, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
         gradients = trained * storage.gradient_bytes
         if not storage.sharded:
             yield 2 * ring_share(ranks * sizes.dp_replicate) * gradients
             continue
         each_time = storage.zero_stage >= 2
         gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
-        yield ring_share(ranks) * gathers * _travelling(local, narrow, storage)
+        yield ring_share(ranks) * gathers * _gathered_bytes(local, two_byte, storage)
         yield ring_share(ranks) * gradients * (micro_batches if each_time else 1)
         yield 2 * ring_share(sizes.dp_replicate) * gradients / ranks
     if storage.sharded:
@@ -261,10 +261,10 @@ def _data(counts: ParameterCounts, work: Workload) -> Iterator[float]:
         yield ring_share(sizes.fsdp) * gathers * counts.scaled
         yield 2 * ring_share(sizes.fsdp) * counts.scales * _SCALE_BYTES
     if storage.sharded and storage.zero_stage == 3:  # the ends are gathered in forward alone
-        ends = _travelling(counts.first + counts.last, counts.ends_narrow, storage)
+        ends = _gathered_bytes(counts.first + counts.last, counts.ends_two_byte, storage)
         yield -ring_share(sizes.fsdp) * micro_batches * ends
 
 
-def _travelling(local: int, narrow: int, storage: StorageLayout) -> int:
-    """Bytes of ``local`` elements that are gathered, ``narrow`` of them in autocast's dtype."""
-    return (local - narrow) * storage.compute_bytes + narrow * storage.product_bytes
+def _gathered_bytes(local: int, two_byte: int, storage: StorageLayout) -> int:
+    """Bytes of ``local`` elements that are gathered, ``two_byte`` of them in autocast's dtype."""
+    return (local - two_byte) * storage.compute_bytes + two_byte * storage.product_bytes

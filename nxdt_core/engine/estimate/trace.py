@@ -188,7 +188,7 @@ _CAST = {
 """Operators of language models that autocast runs in its dtype."""
 
 
-def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bool) -> None:
+def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, regathers: bool) -> None:
     """Let the layers of ``module`` save for backward about what they save when they are compiled.
 
     Activation functions keep their inputs and their result, and so do norms that are not one operation. The
@@ -198,7 +198,7 @@ def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bo
     Args:
         module: one pipeline stage on the meta device, recomputation applied, layers as they are written.
         plan: says what a layer is, and which of its modules are cheap.
-        gathers_again: whether tensor blocks gather again what they read.
+        regathers: whether tensor blocks gather again what they read.
     """
     recomputed = set(parts_of_recomputed(module))
     functions, norms = [], []
@@ -214,7 +214,7 @@ def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, gathers_again: bo
             has_parameters = any(True for _ in part.parameters())
             if not has_parameters:
                 functions.append(path)
-            elif gathers_again and part not in recomputed:
+            elif regathers and part not in recomputed:
                 norms.append(path)
         elif any(matches(pattern.rpartition(".")[0], path) for pattern in plan.norms):
             functions.append(path)

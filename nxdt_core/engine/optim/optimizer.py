@@ -19,7 +19,7 @@ from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, Optimizer
 from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelOptimizer
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 _NUMBERS = {int: torch.int64, float: torch.float64, bool: torch.bool}
 """Python numbers that an optimizer may keep as state, and the dtype that holds them exactly."""
@@ -189,14 +189,14 @@ class TorchOptimizer(ParallelOptimizer):
         """Current learning rate of the first group."""
         return float(self.inner.param_groups[0]["lr"])
 
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter is where it has its shape.
 
         A plain number is a scalar under ``<…>#<its type>``.
         """
         if self._rejection is not None:
             self._rejection.settle()
-        state: dict[str, torch.Tensor | Piece] = {}
+        state: dict[str, torch.Tensor | LocalShard] = {}
         for name, trained in self._trained.items():
             for leaf, value in unpacked_state(self.inner, trained).items():
                 if isinstance(value, torch.Tensor):
@@ -208,7 +208,7 @@ class TorchOptimizer(ParallelOptimizer):
                     state[f"{name}/{leaf}#{type(value).__name__}"] = torch.tensor(value, dtype=number)
         return state
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard]) -> None:
         """Put ``state`` back under this optimizer's parameters: tensors sharded as here, or this rank's shards.
 
         Raises:
@@ -220,7 +220,7 @@ class TorchOptimizer(ParallelOptimizer):
             raise OptimizerStateDoesNotFit(parameters=unknown)
         if self._rejection is not None:
             self._rejection.forget()
-        by_name: dict[str, dict[str, torch.Tensor | Piece]] = {}
+        by_name: dict[str, dict[str, torch.Tensor | LocalShard]] = {}
         for key, value in state.items():
             name, _, leaf = key.rpartition("/")
             by_name.setdefault(name, {})[leaf] = value
@@ -247,11 +247,11 @@ class TorchOptimizer(ParallelOptimizer):
                 if isinstance(value, torch.Tensor) and value.dim() and value.shape != trained.shape
             ]
 
-    def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | Piece:
+    def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | LocalShard:
         """A state tensor as a checkpoint has it: sharded as the parameter, without its zeros."""
         if isinstance(self.inner, PackedState) and value.dim() and value.shape == self._shards[name].shape:
             place = self._places[name]  # unpacked on the host, where no DTensor of the device's mesh can be
-            return Piece(place.real(value), place.shape, place.box)
+            return LocalShard(place.real(value), place.shape, place.region)
         parameter = self._named[name]
         sharded = is_dtensor(parameter) and value.shape == local_of(parameter).shape
         like = placed_like(value, parameter) if sharded else value
@@ -259,9 +259,9 @@ class TorchOptimizer(ParallelOptimizer):
             return unpadded_shard(like, self._padded[name])
         return like
 
-    def _loaded(self, name: str, value: torch.Tensor | Piece) -> torch.Tensor:
+    def _loaded(self, name: str, value: torch.Tensor | LocalShard) -> torch.Tensor:
         """Return this rank's shard of what :meth:`_saved` gave."""
-        if not isinstance(value, Piece):
+        if not isinstance(value, LocalShard):
             return local_of(value)
         whole = torch.zeros_like(self._shards[name], dtype=value.tensor.dtype, requires_grad=False)
         self._places[name].real(whole).copy_(value.tensor)

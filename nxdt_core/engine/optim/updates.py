@@ -140,7 +140,7 @@ class BlockKernel:
         function, limit = self._function, _PIECE_ON_HOST if profile_of(device).cache_bound_kernels else _PIECE
         if self._backend == "compile":
             function, limit = _compiled(function, profile_of(device).compile_backend), _PIECE_COMPILED
-        for rows in _rows(place.shape, place.box.offsets, tuple(shard.shape)):
+        for rows in _rows(place.shape, place.region.offsets, tuple(shard.shape)):
             for piece in rows.pieces(limit):
                 start, end = end, end + piece.elements
                 whole = piece.elements == shard.numel()
@@ -238,13 +238,13 @@ class StochasticUpdates:
                 assert weight.grad is not None
                 stand_in.data, stand_in.grad = weight.detach().float(), weight.grad.float()
                 state = self._optimizer.state[stand_in]
-                for leaf in self._narrow(name, torch.bfloat16):
+                for leaf in self._low_precision_state(name, torch.bfloat16):
                     state[leaf] = state[leaf].float()
             self._optimizer.step()
             results = []
             for name in bucket:
                 state = self._optimizer.state[self._stand_ins[name]]
-                for leaf in self._narrow(name, torch.float32):
+                for leaf in self._low_precision_state(name, torch.float32):
                     target = torch.zeros_like(state[leaf], dtype=torch.bfloat16)
                     results.append((name, f"{name}/{leaf}", target, state[leaf]))
                     state[leaf] = target
@@ -257,7 +257,7 @@ class StochasticUpdates:
                 stand_in.data, stand_in.grad = _stand_in(self._weights[name]), None
             del results, state, target, values  # before the next bucket has float32 weights
 
-    def _narrow(self, name: str, dtype: torch.dtype) -> list[str]:
+    def _low_precision_state(self, name: str, dtype: torch.dtype) -> list[str]:
         """Return the names of the state that is kept in bfloat16 and has ``dtype`` now."""
         if self._rounding.state == "float32":
             return []

@@ -61,7 +61,7 @@ def apply_tensor_parallel(
     mesh: ParallelMesh,
     *,
     sequence_parallel: bool,
-    gathers_again: bool = False,
+    regathers: bool = False,
     pad_heads: bool = False,
 ) -> None:
     """Replace the modules that ``plan.tensor`` names by sharded ones under the same names, in place.
@@ -73,7 +73,7 @@ def apply_tensor_parallel(
         plan: patterns that match nothing here belong to other stages.
         mesh: its ``tp`` ranks share the modules.
         sequence_parallel: cut activations outside the tensor blocks along the sequence.
-        gathers_again: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
+        regathers: with ``sequence_parallel``, keep parts of the sequence for backward and gather them again there;
             layers keep them once :func:`nxdt_core.engine.recompute.discard_in_layers` was called.
         pad_heads: fill up with heads of zeros what the ranks cannot share in equal parts; see
             :func:`nxdt_core.engine.tensor.layers.padded_parameters`.
@@ -106,7 +106,7 @@ def apply_tensor_parallel(
         if styles.get(block) != "row":  # whose inputs are its own part of the features
             routes = any(_inside(path, block) for path in routers)
             # A block that is one matrix, such as the head, has nothing to hide a gather behind.
-            again = sequence_parallel and gathers_again and block not in styles
+            again = sequence_parallel and regathers and block not in styles
             entry = BlockEntry(group, sequence_parallel=sequence_parallel, routes=routes, again=again)
             part = module.get_submodule(block)
             if again:
@@ -330,7 +330,7 @@ class TensorSharder:
         update: Update | None = getattr(layer, "update", None)
         if update is None or cut is None:
             return update
-        for name, dim in update.follows.items():
+        for name, dim in update.sharded_like.items():
             if dim == cut.spread.dim:
                 setattr(update, name, self._shard(getattr(update, name), cut))
         update.local = local_part

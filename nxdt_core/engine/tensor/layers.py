@@ -37,13 +37,13 @@ from nxdt_core.distributed.collectives import (
     reduce_from_group,
     reduce_scatter_along,
 )
-from nxdt_core.distributed.placement import is_dtensor, piece_of, shard_over_mesh
+from nxdt_core.distributed.placement import is_dtensor, local_shard_of, shard_over_mesh
 from nxdt_core.engine.recompute import cast_discarded, gather_discarded, prefetch_block_input
 from nxdt_core.errors.launch import HeadsDoNotDivide, SequenceDoesNotDivide
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.updates import Product, updated_linear
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import AttentionHeads
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -174,7 +174,7 @@ def padded_parameters(module: nn.Module) -> dict[str, PaddedDim]:
     return padded
 
 
-def unpadded_shard(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
+def unpadded_shard(tensor: torch.Tensor, padded: PaddedDim) -> LocalShard:
     """Return the real elements of this rank's part of a padded parameter, or of its optimizer's state.
 
     Args:
@@ -184,14 +184,14 @@ def unpadded_shard(tensor: torch.Tensor, padded: PaddedDim) -> Piece:
     Returns:
         A view of them, and their place in the whole tensor without padding; it may be empty.
     """
-    piece, dim = piece_of(tensor), padded.dim
-    offset, count = padded.real(piece.box.offsets[dim], piece.box.shape[dim])
+    shard, dim = local_shard_of(tensor), padded.dim
+    offset, count = padded.real(shard.region.offsets[dim], shard.region.shape[dim])
 
     def with_dim(values: tuple[int, ...], value: int) -> tuple[int, ...]:
         return (*values[:dim], value, *values[dim + 1 :])
 
-    box = Box(with_dim(piece.box.offsets, offset), with_dim(piece.box.shape, count))
-    return Piece(piece.tensor.narrow(dim, 0, count), with_dim(piece.shape, sum(padded.counts)), box)
+    region = TensorSlice(with_dim(shard.region.offsets, offset), with_dim(shard.region.shape, count))
+    return LocalShard(shard.tensor.narrow(dim, 0, count), with_dim(shard.shape, sum(padded.counts)), region)
 
 
 SEQUENCE_DIM = 1

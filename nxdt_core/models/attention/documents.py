@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.step_context import StepContext
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from torch import nn
 from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing
 from nxdt_core.models.random.dropout import TokenNumbers, run_numbered
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.step_context import StepContext
 
 

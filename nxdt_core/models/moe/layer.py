@@ -11,7 +11,7 @@ from nxdt_core.models.mlp import SwiGLU
 from nxdt_core.models.moe.dispatch import LocalDispatcher
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.router import TopKRouter
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.step_context import StepContext
 
 

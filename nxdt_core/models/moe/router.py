@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.models.autocast import without_autocast
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.step_context import ALL_LAYERS, StepContext
 
 

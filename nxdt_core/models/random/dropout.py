@@ -38,7 +38,7 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.models.random.positions import noise, rounding_key
-from nxdt_core.models.step_border import at_border, step_of
+from nxdt_core.models.step_boundary import at_step_boundary, step_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext
 
@@ -252,7 +252,7 @@ def run_numbered(
     remaining = iter(keys)
 
     def numbered(rows: torch.Tensor, *groups: Any) -> torch.Tensor:
-        with at_border(replace(step, expert_rows=next(remaining))):
+        with at_step_boundary(replace(step, expert_rows=next(remaining))):
             return experts(rows, *groups)
 
     return run(hidden, numbered)

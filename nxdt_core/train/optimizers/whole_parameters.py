@@ -24,7 +24,7 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.optim.state import EagerOptimizer
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard, as_torch, shards_of
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 from nxdt_core.train.optimizers.config import AdafactorConfig, MuonConfig, NovogradConfig
 
 _Place = tuple[int, ...]
@@ -38,7 +38,7 @@ _Groups = tuple[dist.ProcessGroup, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainedPiece:
+class TrainedShard:
     """This rank's elements of a parameter that has a gradient; without the zeros that fill up padded ones."""
 
     parameter: torch.Tensor
@@ -49,13 +49,13 @@ class TrainedPiece:
     grad: torch.Tensor
 
 
-def trained_pieces(
+def trained_shards(
     param_groups: Iterable[dict[str, Any]], shards: Mapping[torch.Tensor, ParameterShard]
-) -> list[TrainedPiece]:
+) -> list[TrainedShard]:
     """Return the parameters that have a gradient, in an order that all ranks share: it is there on all of them or on
     none."""
     return [
-        TrainedPiece(
+        TrainedShard(
             parameter=parameter,
             shard=shards[parameter],
             group=group,
@@ -68,11 +68,11 @@ def trained_pieces(
     ]
 
 
-def sum_over_pieces(pieces: Sequence[TrainedPiece], values: Sequence[torch.Tensor]) -> None:
+def sum_over_shards(local_shards: Sequence[TrainedShard], values: Sequence[torch.Tensor]) -> None:
     """Add to each value what other ranks found over their pieces of the same parameter, in place. Collective."""
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[torch.Tensor]] = {}
-    for piece, value in zip(pieces, values, strict=True):
-        by_groups.setdefault(piece.shard.groups, []).append(value)
+    for local, value in zip(local_shards, values, strict=True):
+        by_groups.setdefault(local.shard.groups, []).append(value)
     for groups, tensors in by_groups.items():
         for group in groups:
             all_reduce_bucketed(group, tensors)
@@ -98,65 +98,65 @@ class Adafactor(EagerOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        trained = trained_pieces(self.param_groups, self._shards)
-        sums = [_sums(piece) for piece in trained]
-        sum_over_pieces(trained, sums)
-        for piece, found in zip(trained, sums, strict=True):
-            means = found[1:]
-            state, shape = self.state[piece.parameter], piece.shard.shape
+        trained = trained_shards(self.param_groups, self._shards)
+        sums = [_sums(local) for local in trained]
+        sum_over_shards(trained, sums)
+        for local, total in zip(trained, sums, strict=True):
+            means = total[1:]
+            state, shape = self.state[local.parameter], local.shard.shape
             if not state:
                 state["step"] = torch.zeros(())
-                if _factored(piece.shard):
+                if _factored(local.shard):
                     state["row_var"] = means.new_zeros(shape[:-1])
                     state["col_var"] = means.new_zeros((*shape[:-2], shape[-1]))
                 else:
-                    state["variance"] = torch.zeros_like(piece.parameter, dtype=means.dtype)
+                    state["variance"] = torch.zeros_like(local.parameter, dtype=means.dtype)
             state["step"] += 1
-            weight = float(state["step"]) ** piece.group["beta2_decay"]
-            if _factored(piece.shard):
+            weight = float(state["step"]) ** local.group["beta2_decay"]
+            if _factored(local.shard):
                 rows, columns = torch.split(means, [state["row_var"].numel(), state["col_var"].numel()])
                 state["row_var"].lerp_(rows.view_as(state["row_var"]), weight)
                 state["col_var"].lerp_(columns.view_as(state["col_var"]), weight)
             else:
-                piece.shard.real(state["variance"]).lerp_(to_float32(piece.grad).square(), weight)
-            piece.grad.mul_(self._inverse_root(piece).to(piece.grad.dtype))
-        update_squares = [square_sum(piece.grad) for piece in trained]
-        sum_over_pieces(trained, update_squares)
-        for piece, found, update_square in zip(trained, sums, update_squares, strict=True):
-            self._apply(piece, found[0], update_square)
+                local.shard.real(state["variance"]).lerp_(to_float32(local.grad).square(), weight)
+            local.grad.mul_(self._inverse_root(local).to(local.grad.dtype))
+        update_squares = [square_sum(local.grad) for local in trained]
+        sum_over_shards(trained, update_squares)
+        for local, total, update_square in zip(trained, sums, update_squares, strict=True):
+            self._apply(local, total[0], update_square)
 
-    def _inverse_root(self, piece: TrainedPiece) -> torch.Tensor:
+    def _inverse_root(self, local: TrainedShard) -> torch.Tensor:
         """Return the factors that multiply the gradients of this rank."""
-        state: dict[str, torch.Tensor] = self.state[piece.parameter]
-        lowest: float | None = piece.group["eps"][0]
-        eps = float(torch.finfo(piece.weight.dtype).eps) if lowest is None else lowest
-        if not _factored(piece.shard):
-            return piece.shard.real(state["variance"]).clamp(min=eps * eps).rsqrt_()
+        state: dict[str, torch.Tensor] = self.state[local.parameter]
+        lowest: float | None = local.group["eps"][0]
+        eps = float(torch.finfo(local.weight.dtype).eps) if lowest is None else lowest
+        if not _factored(local.shard):
+            return local.shard.real(state["variance"]).clamp(min=eps * eps).rsqrt_()
         row_mean = state["row_var"].mean(dim=-1, keepdim=True).clamp_(min=eps)
-        row_box, column_box = _boxes(piece.shard)
-        rows: torch.Tensor = (state["row_var"] / row_mean)[row_box].unsqueeze(-1)
-        return (rows * state["col_var"][column_box].unsqueeze(-2)).clamp_(min=eps * eps).rsqrt_()
+        row_region, column_region = _regions(local.shard)
+        rows: torch.Tensor = (state["row_var"] / row_mean)[row_region].unsqueeze(-1)
+        return (rows * state["col_var"][column_region].unsqueeze(-2)).clamp_(min=eps * eps).rsqrt_()
 
-    def _apply(self, piece: TrainedPiece, weight_square: torch.Tensor, update_square: torch.Tensor) -> None:
-        group, elements = piece.group, math.prod(piece.shard.shape)
-        relative = min(group["lr"], float(self.state[piece.parameter]["step"]) ** -0.5)
+    def _apply(self, local: TrainedShard, weight_square: torch.Tensor, update_square: torch.Tensor) -> None:
+        group, elements = local.group, math.prod(local.shard.shape)
+        relative = min(group["lr"], float(self.state[local.parameter]["step"]) ** -0.5)
         size = (weight_square / elements).sqrt().clamp(min=group["eps"][1])
         excess = ((update_square / elements).sqrt() / group["d"]).clamp(min=1.0)
-        piece.weight.mul_(1 - group["lr"] * group["weight_decay"])
-        piece.weight.sub_(piece.grad * (relative * size / excess).to(piece.grad.dtype))
+        local.weight.mul_(1 - group["lr"] * group["weight_decay"])
+        local.weight.sub_(local.grad * (relative * size / excess).to(local.grad.dtype))
 
 
-def _sums(piece: TrainedPiece) -> torch.Tensor:
+def _sums(local: TrainedShard) -> torch.Tensor:
     """This rank's part of: the weights' sum of squares, the mean squares of each row, those of each column."""
-    shard, weight_square = piece.shard, square_sum(piece.weight)
+    shard, weight_square = local.shard, square_sum(local.weight)
     if not _factored(shard):
         return weight_square.reshape(1)
-    squares = to_float32(piece.grad).square()
+    squares = to_float32(local.grad).square()
     rows = squares.new_zeros(shard.shape[:-1])
     columns = squares.new_zeros((*shard.shape[:-2], shard.shape[-1]))
-    row_box, column_box = _boxes(shard)
-    rows[row_box] = squares.sum(-1) / shard.shape[-1]
-    columns[column_box] = squares.sum(-2) / shard.shape[-2]
+    row_region, column_region = _regions(shard)
+    rows[row_region] = squares.sum(-1) / shard.shape[-1]
+    columns[column_region] = squares.sum(-2) / shard.shape[-2]
     return torch.cat([weight_square.reshape(1), rows.flatten(), columns.flatten()])
 
 
@@ -165,9 +165,9 @@ def _factored(shard: ParameterShard) -> bool:
     return len(shard.shape) >= 2 and min(shard.shape[-2:]) > 1
 
 
-def _boxes(shard: ParameterShard) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+def _regions(shard: ParameterShard) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
     """Positions of this rank's rows among all rows, and of its columns among all columns."""
-    at = tuple(slice(start, start + size) for start, size in zip(shard.box.offsets, shard.box.shape, strict=True))
+    at = tuple(slice(start, start + size) for start, size in zip(shard.region.offsets, shard.region.shape, strict=True))
     return at[:-1], (*at[:-2], at[-1])
 
 
@@ -182,24 +182,24 @@ class Novograd(EagerOptimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        trained = trained_pieces(self.param_groups, self._shards)
-        squares = [square_sum(piece.grad) for piece in trained]
-        sum_over_pieces(trained, squares)
-        for piece, square in zip(trained, squares, strict=True):
-            group, state = piece.group, self.state[piece.parameter]
+        trained = trained_shards(self.param_groups, self._shards)
+        squares = [square_sum(local.grad) for local in trained]
+        sum_over_shards(trained, squares)
+        for local, square in zip(trained, squares, strict=True):
+            group, state = local.group, self.state[local.parameter]
             beta1, beta2 = group["betas"]
             if not state:
-                state["exp_avg"] = torch.zeros_like(piece.parameter)
+                state["exp_avg"] = torch.zeros_like(local.parameter)
                 state["exp_avg_sq"] = square
             else:
                 state["exp_avg_sq"].lerp_(square, 1 - beta2)
-            update = piece.grad.div_((state["exp_avg_sq"].sqrt() + group["eps"]).to(piece.grad.dtype))
-            update.add_(piece.weight, alpha=group["weight_decay"])
+            update = local.grad.div_((state["exp_avg_sq"].sqrt() + group["eps"]).to(local.grad.dtype))
+            update.add_(local.weight, alpha=group["weight_decay"])
             if group["grad_averaging"]:
                 update.mul_(1 - beta1)
-            mean = piece.shard.real(state["exp_avg"])
+            mean = local.shard.real(state["exp_avg"])
             mean.mul_(beta1).add_(update)
-            piece.weight.add_(mean, alpha=-group["lr"])
+            local.weight.add_(mean, alpha=-group["lr"])
 
 
 class ShardExchange:
@@ -221,17 +221,17 @@ class ShardExchange:
         self._places: list[_Place] = list(product(*map(range, self._sizes)))
         dims = max(len(shard.shape) for shard in shards)
         padding = [0] * dims
-        own = [[[*s.box.offsets, *padding][:dims], [*s.box.shape, *padding][:dims]] for s in shards]
+        own = [[[*s.region.offsets, *padding][:dims], [*s.region.shape, *padding][:dims]] for s in shards]
         table = torch.tensor(own, dtype=torch.int64, device=self._nothing.device)
         for group in reversed(self._groups):
             table = gather_along(table[None], 0, group)
         by_place = table.reshape(len(self._places), *table.shape[-3:]).tolist()
-        self._boxes = {
+        self._regions = {
             place: [
-                Box(tuple(offsets[: len(shard.shape)]), tuple(shape[: len(shard.shape)]))
-                for (offsets, shape), shard in zip(boxes, shards, strict=True)
+                TensorSlice(tuple(offsets[: len(shard.shape)]), tuple(shape[: len(shard.shape)]))
+                for (offsets, shape), shard in zip(regions, shards, strict=True)
             ]
-            for place, boxes in zip(self._places, by_place, strict=True)
+            for place, regions in zip(self._places, by_place, strict=True)
         }
         by_size = sorted(range(len(shards)), key=lambda index: -math.prod(shards[index].shape))
         ranks = len(self._places)
@@ -240,31 +240,33 @@ class ShardExchange:
         self._owner = {index: self._places[at] for indexes in self.rounds for at, index in enumerate(indexes)}
         self._shapes = [shard.shape for shard in shards]
 
-    def gather(self, pieces: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+    def gather(self, local_shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the whole parameters that this rank owns of those of a round, from all ranks' pieces. Collective."""
-        held = {(index, self._here): piece.reshape(-1) for index, piece in pieces.items()}
+        held = {(index, self._here): local.reshape(-1) for index, local in local_shards.items()}
         for axis in reversed(range(len(self._groups))):
-            sent, received = self._traffic(list(pieces), axis)
+            sent, received = self._traffic(list(local_shards), axis)
             held = self._move(held, sent, received, axis)
         wholes: dict[int, torch.Tensor] = {}
-        for (index, place), piece in held.items():
+        for (index, place), local in held.items():
             if index not in wholes:
-                wholes[index] = piece.new_empty(self._shapes[index])
-            box = self._boxes[place][index]
-            wholes[index][box.within(Box.whole(self._shapes[index]))] = piece.view(box.shape)
+                wholes[index] = local.new_empty(self._shapes[index])
+            region = self._regions[place][index]
+            wholes[index][region.within(TensorSlice.whole(self._shapes[index]))] = local.view(region.shape)
         return wholes
 
     def scatter(self, wholes: Mapping[int, torch.Tensor], indexes: Sequence[int]) -> dict[int, torch.Tensor]:
         """This rank's pieces of the parameters of a round, from their owners. Collective."""
         held = {
-            (index, place): whole[self._boxes[place][index].within(Box.whole(self._shapes[index]))].reshape(-1)
+            (index, place): whole[self._regions[place][index].within(TensorSlice.whole(self._shapes[index]))].reshape(
+                -1
+            )
             for index, whole in wholes.items()
             for place in self._places
         }
         for axis in range(len(self._groups)):
             received, sent = self._traffic(indexes, axis)
             held = self._move(held, sent, received, axis)
-        return {index: piece.view(self._boxes[self._here][index].shape) for (index, _), piece in held.items()}
+        return {index: local.view(self._regions[self._here][index].shape) for (index, _), local in held.items()}
 
     def _traffic(self, indexes: Sequence[int], axis: int) -> tuple[list[list[_Key]], list[list[_Key]]]:
         """Return what this rank sends to each along ``axis`` on the way to the owners, and what it has from each."""
@@ -290,7 +292,7 @@ class ShardExchange:
         counts = [[self._elements(key) for key in keys] for keys in received]
         arrived = all_to_all(
             flat,
-            [sum(each) for each in counts],
+            [sum(count) for count in counts],
             [sum(map(self._elements, keys)) for keys in sent],
             self._groups[axis],
         )
@@ -300,7 +302,7 @@ class ShardExchange:
 
     def _elements(self, key: _Key) -> int:
         index, place = key
-        return self._boxes[place][index].elements
+        return self._regions[place][index].elements
 
 
 class Muon(EagerOptimizer, torch.optim.AdamW):
@@ -321,54 +323,56 @@ class Muon(EagerOptimizer, torch.optim.AdamW):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update the parameters from their gradients."""
-        alike: dict[_Groups, list[TrainedPiece]] = {}
-        for piece in trained_pieces(self.param_groups, self._shards):
-            if piece.parameter in self._matrices:
-                alike.setdefault(piece.shard.groups, []).append(piece)
-        for pieces in alike.values():
-            self._update(pieces)
+        alike: dict[_Groups, list[TrainedShard]] = {}
+        for local in trained_shards(self.param_groups, self._shards):
+            if local.parameter in self._matrices:
+                alike.setdefault(local.shard.groups, []).append(local)
+        for local_shards in alike.values():
+            self._update(local_shards)
         super().step()
 
-    def _update(self, pieces: list[TrainedPiece]) -> None:
+    def _update(self, local_shards: list[TrainedShard]) -> None:
         """Update matrices that are cut over the same ranks, and take their gradients, so that AdamW leaves them."""
-        key = (pieces[0].shard.groups, tuple(id(piece.parameter) for piece in pieces))
+        key = (local_shards[0].shard.groups, tuple(id(local.parameter) for local in local_shards))
         if key not in self._exchanges:
             self._exchanges[key] = ShardExchange(
-                [piece.shard for piece in pieces], device=pieces[0].parameter.device, dtype=self._dtype(pieces[0])
+                [local.shard for local in local_shards],
+                device=local_shards[0].parameter.device,
+                dtype=self._dtype(local_shards[0]),
             )
         exchange, keep = self._exchanges[key], self._config.momentum
         for indexes in exchange.rounds:
             updates: dict[int, torch.Tensor] = {}  # before they are made orthogonal, in the dtype of the iterations
             for index in indexes:
-                piece, state = pieces[index], self.state[pieces[index].parameter]
+                local, state = local_shards[index], self.state[local_shards[index].parameter]
                 if not state:
-                    state["momentum_buffer"] = torch.zeros_like(piece.parameter)
-                mean = piece.shard.real(state["momentum_buffer"])
-                mean.lerp_(piece.grad, 1 - keep)
-                update = piece.grad.lerp(mean, keep) if self._config.nesterov else mean
-                updates[index] = update.to(self._dtype(piece))
+                    state["momentum_buffer"] = torch.zeros_like(local.parameter)
+                mean = local.shard.real(state["momentum_buffer"])
+                mean.lerp_(local.grad, 1 - keep)
+                update = local.grad.lerp(mean, keep) if self._config.nesterov else mean
+                updates[index] = update.to(self._dtype(local))
             wholes = exchange.gather(updates)
             for index, whole in wholes.items():
                 wholes[index] = orthogonal(whole, self._config.ns_steps)
             for index, update in exchange.scatter(wholes, indexes).items():
-                self._apply(pieces[index], update)
+                self._apply(local_shards[index], update)
 
-    def _apply(self, piece: TrainedPiece, update: torch.Tensor) -> None:
-        rows, columns = piece.shard.shape[-2:]
+    def _apply(self, local: TrainedShard, update: torch.Tensor) -> None:
+        rows, columns = local.shard.shape[-2:]
         scale = math.sqrt(max(1.0, rows / columns))
         if self._config.adjust_lr == "match_rms_adamw":
             scale = 0.2 * math.sqrt(max(rows, columns))
-        lr = piece.group["lr"]
-        piece.weight.mul_(1 - lr * piece.group["weight_decay"])
-        piece.weight.add_(update, alpha=-lr * scale)
-        piece.parameter.grad = None
+        lr = local.group["lr"]
+        local.weight.mul_(1 - lr * local.group["weight_decay"])
+        local.weight.add_(update, alpha=-lr * scale)
+        local.parameter.grad = None
 
-    def _dtype(self, piece: TrainedPiece) -> torch.dtype:
+    def _dtype(self, local: TrainedShard) -> torch.dtype:
         if self._config.ns_dtype is not None:
             dtype: torch.dtype = getattr(torch, self._config.ns_dtype)
             return dtype
-        on_host = profile_of(piece.parameter.device).host
-        return torch.promote_types(piece.parameter.dtype, torch.float32) if on_host else torch.bfloat16
+        on_host = profile_of(local.parameter.device).host
+        return torch.promote_types(local.parameter.dtype, torch.float32) if on_host else torch.bfloat16
 
 
 def orthogonal(matrices: torch.Tensor, steps: int) -> torch.Tensor:

@@ -16,10 +16,10 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 from nxdt_core.config.schema import EmaConfig
 from nxdt_core.distributed.buckets import buckets
-from nxdt_core.distributed.placement import local_of, piece_of
+from nxdt_core.distributed.placement import local_of, local_shard_of
 from nxdt_core.errors.checkpoints import CheckpointHasNoAverage
 from nxdt_core.protocols.parallel_model import ParallelModel
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.tensor_shards import LocalShard
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest
@@ -52,40 +52,42 @@ class WeightAverage:
     def __init__(self, config: EmaConfig) -> None:
         self._config = config
         self._update = get_ema_multi_avg_fn(config.decay)  # type: ignore[no-untyped-call]
-        self._pieces: dict[str, Piece] = {}
+        self._shards: dict[str, LocalShard] = {}
         self._trained: frozenset[str] | None = None
 
     def __bool__(self) -> bool:
         """Return whether there is an average yet."""
-        return bool(self._pieces)
+        return bool(self._shards)
 
     def after_step(self, model: ParallelModel, step: int) -> None:
         """Update it, where one is due after ``step`` optimizer steps."""
         if step >= self._config.start_step and step % self._config.apply_ema_every_n_steps == 0:
             weights = self._weights_of(model)
-            fresh = {name: weight for name, weight in weights.items() if name not in self._pieces}
-            for names in buckets(self._pieces, lambda name: weights[name].numel(), _BUCKET_ELEMENTS):
-                averages = [self._pieces[name].tensor for name in names]
+            fresh = {name: weight for name, weight in weights.items() if name not in self._shards}
+            for names in buckets(self._shards, lambda name: weights[name].numel(), _BUCKET_ELEMENTS):
+                averages = [self._shards[name].tensor for name in names]
                 self._update(averages, [weights[name].float() for name in names], 0)
             places = model.state_dict() if fresh else {}
             for name, weight in fresh.items():
-                self._pieces[name] = replace(piece_of(places[name], name), tensor=weight.to(torch.float32, copy=True))
+                self._shards[name] = replace(
+                    local_shard_of(places[name], name), tensor=weight.to(torch.float32, copy=True)
+                )
 
-    def swap_in(self, model: ParallelModel) -> dict[str, Piece]:
+    def swap_in(self, model: ParallelModel) -> dict[str, LocalShard]:
         """Put the average in the weights' place, and return these; the model's ``load_state_dict`` puts them back, bit
         for bit."""
         weights = self._weights_of(model)
-        before = {name: replace(piece, tensor=weights[name].clone()) for name, piece in self._pieces.items()}
-        model.load_state_dict(self._pieces, strict=False)
+        before = {name: replace(shard, tensor=weights[name].clone()) for name, shard in self._shards.items()}
+        model.load_state_dict(self._shards, strict=False)
         return before
 
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Return the average under the names of optimizer state."""
-        return {f"{name}{_SUFFIX}": piece for name, piece in self._pieces.items()}
+        return {f"{name}{_SUFFIX}": shard for name, shard in self._shards.items()}
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard]) -> None:
         """Continue with what :func:`pop_average` returned; parameters that it lacks begin with the next update."""
-        self._pieces = {name: piece_of(tensor, name) for name, tensor in state.items()}
+        self._shards = {name: local_shard_of(tensor, name) for name, tensor in state.items()}
 
     def _weights_of(self, model: ParallelModel) -> dict[str, torch.Tensor]:
         """This rank's elements of the trained weights, in their own memory."""
@@ -93,11 +95,12 @@ class WeightAverage:
             self._trained = frozenset(name for name, weight in model.named_parameters() if weight.requires_grad)
         trained = {name: weight for name, weight in model.state_dict().items() if name in self._trained}
         return {
-            name: weight.tensor if isinstance(weight, Piece) else local_of(weight) for name, weight in trained.items()
+            name: weight.tensor if isinstance(weight, LocalShard) else local_of(weight)
+            for name, weight in trained.items()
         }
 
 
-def pop_average(state: MutableMapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
+def pop_average(state: MutableMapping[str, torch.Tensor | LocalShard]) -> dict[str, torch.Tensor | LocalShard]:
     """Take an average out of optimizer state as it was loaded; by name of the parameter."""
     return {key.removesuffix(_SUFFIX): state.pop(key) for key in list(state) if key.endswith(_SUFFIX)}
 

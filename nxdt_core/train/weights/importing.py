@@ -24,9 +24,9 @@ from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.checkpoints import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.format import CheckpointReader
-from nxdt_core.protocols.piece import Listing, TensorKey
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import Listing, TensorKey
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
@@ -184,7 +184,7 @@ def described_run(source: str, format: str, found: CheckpointReader, overrides: 
     described = load(values, overrides, label=source)
     written = described.to_dict()
     bounds = (build.model_builder(described).max_sequence_length, written["model"].get("max_position_embeddings"))
-    length = min(_LONGEST, *(each for each in bounds if each is not None))
+    length = min(_LONGEST, *(bound for bound in bounds if bound is not None))
     written["model"]["model_config"] = None  # its values are in the configuration now; the file may be deleted
     return load(written, [f"data.seq_length={length}", *overrides], label=source)
 

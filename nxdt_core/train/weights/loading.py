@@ -23,7 +23,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.hub import local_path
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.distributed.devices import meta_device
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.engine.weights import build_whole, quantised_weights
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
@@ -38,9 +38,9 @@ from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.train import build
 from nxdt_core.train.weights.saved_config import locate, named_config, one_process_run, saved_run
@@ -68,7 +68,9 @@ def trained_parameters(model: ParallelModel) -> frozenset[str]:
     return model.added | {name for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def without_base(model: ParallelModel, weights: Mapping[str, torch.Tensor | Piece]) -> dict[str, torch.Tensor | Piece]:
+def without_base(
+    model: ParallelModel, weights: Mapping[str, torch.Tensor | LocalShard]
+) -> dict[str, torch.Tensor | LocalShard]:
     """Return those of ``weights`` that train or that adapters added."""
     trained = trained_parameters(model)
     return {name: weight for name, weight in weights.items() if name in trained}
@@ -92,14 +94,14 @@ def digest_of(samples: Iterable[Sample]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def samples_of(weights: Iterable[tuple[str, torch.Tensor | Piece]]) -> Iterable[Sample]:
+def samples_of(weights: Iterable[tuple[str, torch.Tensor | LocalShard]]) -> Iterable[Sample]:
     """Return the samples in this rank's pieces; the host waits for the device once."""
     places: list[tuple[str, int]] = []
     values: list[torch.Tensor] = []
     for name, weight in weights:
-        piece = piece_of(weight, name)
-        for index, (number, local) in enumerate(piece.box.samples(piece.shape)):
-            held = piece.tensor
+        shard = local_shard_of(weight, name)
+        for index, (number, local) in enumerate(shard.region.samples(shard.shape)):
+            held = shard.tensor
             places.append((name, number))
             values.append(held.samples[index] if isinstance(held, QuantisedWeight) else held[local].detach().bfloat16())
     bits = torch.stack(values).view(torch.int16).tolist() if values else []
@@ -225,7 +227,7 @@ def load_weights(
     strict: bool = True,
     with_optimizer: bool = False,
     table_rows: int | None = None,
-) -> dict[str, torch.Tensor | Piece]:
+) -> dict[str, torch.Tensor | LocalShard]:
     """Replace the weights of ``model`` by those of a checkpoint. Collective.
 
     Args:
@@ -265,7 +267,7 @@ def load_weights(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FoundWeights:
+class WeightSource:
     """Weights, and the run to use them with."""
 
     run: ResolvedConfig
@@ -282,7 +284,7 @@ class FoundWeights:
 
 def find_weights(
     uri: str, *, base: str | None = None, config: str | None = None, trusted: Sequence[str] = ()
-) -> FoundWeights:
+) -> WeightSource:
     """Return the weights that ``uri`` names, without reading them.
 
     Args:
@@ -306,11 +308,11 @@ def find_weights(
     adapter = _adapter_at(Path(uri), kernel)
     if adapter is not None:
         refuse_foreign(keys, uri)
-        found = adapter.base if base is None else base
-        missing = base is None and not os.path.exists(found or "")  # no Path: it refuses long names
-        if found is None or missing or _adapter_at(Path(found), kernel) is not None:
-            raise AdapterBaseUnknown(where=uri, base=found, adapter=not missing)
-        return _adapted(find_weights(found, config=config, trusted=trusted), adapter)
+        base_uri = adapter.base if base is None else base
+        missing = base is None and not os.path.exists(base_uri or "")  # no Path: it refuses long names
+        if base_uri is None or missing or _adapter_at(Path(base_uri), kernel) is not None:
+            raise AdapterBaseUnknown(where=uri, base=base_uri, adapter=not missing)
+        return _adapted(find_weights(base_uri, config=config, trusted=trusted), adapter)
     if recognise(Path(uri), kernel) is not None:
         refuse_foreign(keys, uri)
         return _foreign_weights(uri, own, kernel)
@@ -384,7 +386,7 @@ def teacher_run(objective: Objective, config: ResolvedConfig) -> ResolvedConfig:
     return run
 
 
-def _teacher(objective: Objective, config: ResolvedConfig) -> FoundWeights:
+def _teacher(objective: Objective, config: ResolvedConfig) -> WeightSource:
     trusted, described = config.run.checkpoint.sign.trusted, objective.teacher_config
     assert objective.teacher is not None  # as of every objective whose teacher is asked for
     try:
@@ -397,10 +399,10 @@ def _teacher(objective: Objective, config: ResolvedConfig) -> FoundWeights:
         raise CheckpointNotFound(where=error.where, reason=f"{error.reason}. {train}") from None
 
 
-def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> FoundWeights:
-    found, step = locate(uri, own)
-    manifest = checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=keys)
-    where = build.step_uri(found, manifest.step)
+def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> WeightSource:
+    store, step = locate(uri, own)
+    manifest = checkpoint.find_checkpoint(store, step, warn=_log.warning, trusted=keys)
+    where = build.step_uri(store, manifest.step)
     saved = saved_run(manifest, where=where, config=own, base=base is None)
     if saved.config.components["adapter"] is not None:
         # What adapters add is checked before it takes memory: their sections name the sizes.
@@ -414,21 +416,21 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
 
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         if manifest.facts.without_base:
-            below = base_weights(saved.config, found, manifest, base=base, trusted=keys)
+            below = base_weights(saved.config, store, manifest, base=base, trusted=keys)
             held = model.state_dict()
             for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):
                 if name in held:
-                    piece = piece_of(held[name], name)
-                    piece.tensor.copy_(weight[piece.box.within(Box.whole(piece.shape))])
+                    shard = local_shard_of(held[name], name)
+                    shard.tensor.copy_(weight[shard.region.within(TensorSlice.whole(shard.shape))])
             if base_digest(model, engine.ranks) != manifest.facts.base:
                 raise AdapterOfAnotherBase(where=where, base=below.origin)
-        load_weights(found, manifest, engine=engine, model=model)
+        load_weights(store, manifest, engine=engine, model=model)
 
     source = HFSource.of_facts(manifest.facts.hf)
-    return FoundWeights(run=saved.config, chat_keys=saved.chat_keys, step=manifest.step, source=source, load=fill)
+    return WeightSource(run=saved.config, chat_keys=saved.chat_keys, step=manifest.step, source=source, load=fill)
 
 
-def _foreign_weights(path: str, own: ResolvedConfig | None, kernel: Kernel) -> FoundWeights:
+def _foreign_weights(path: str, own: ResolvedConfig | None, kernel: Kernel) -> WeightSource:
     from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint
     from nxdt_core.train.weights.importing import described_run
 
@@ -448,10 +450,10 @@ def _foreign_weights(path: str, own: ResolvedConfig | None, kernel: Kernel) -> F
         model.load_state_dict(weights, strict=False)
 
     source = read_hf_source(Path(path)) if name == "hf" else None
-    return FoundWeights(run=run, chat_keys=keys, step=reader.step, source=source, load=fill)
+    return WeightSource(run=run, chat_keys=keys, step=reader.step, source=source, load=fill)
 
 
-def _adapted(below: FoundWeights, adapter: SavedAdapter) -> FoundWeights:
+def _adapted(below: WeightSource, adapter: SavedAdapter) -> WeightSource:
     """Return the same weights with an adapter that is loaded over them."""
     section = dict(adapter.section(build.model_builder(below.run)))
     run = load({**below.run.to_dict(), "adapter": section}, kernel=below.run.kernel, label="the adapter")
@@ -468,4 +470,4 @@ def _adapter_at(path: Path, kernel: Kernel) -> SavedAdapter | None:
     if not path.is_dir() or any(path.glob("step-*")):
         return None
     opened = (component.load_class(Adapter).saved_at(path) for component in kernel.registry.all("adapter"))
-    return next((found for found in opened if found is not None), None)
+    return next((adapter for adapter in opened if adapter is not None), None)

@@ -205,10 +205,10 @@ def with_base(micro_batches: Sequence[Batch], model: ParallelModel, *, temperatu
     """Return the batches with the log-probabilities of their labels under the model without its adapters, whose logits
     ``temperature`` divides. Collective."""
     with updates_off(model.local_modules()):
-        found = model.log_probs(micro_batches, partial(log_probs, temperature=temperature))
+        base_log_probs = model.log_probs(micro_batches, partial(log_probs, temperature=temperature))
     return [
         replace(batch, reference_log_probs=values.to(batch.labels.device))
-        for batch, values in zip(micro_batches, found, strict=True)
+        for batch, values in zip(micro_batches, base_log_probs, strict=True)
     ]
 
 

@@ -36,9 +36,9 @@ from nxdt_core.errors.optimizers import OptimizerStateOfShards
 from nxdt_core.errors.training import OptimizerChanged
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.train import build
 from nxdt_core.train.weights.average import AVERAGE
 
@@ -312,7 +312,7 @@ def continues_optimizer(config: ResolvedConfig, manifest: Manifest, where: str) 
     before = set(map(frozenset, by_parameter.values()))
     selected = config.selected("optimizer")  # and those that it has after a step, of parameters of every kind
     parameters = [nn.Parameter(torch.ones(shape)) for shape, _ in _KINDS]
-    shards = [ParameterShard(shape=shape, box=Box.whole(shape), matrix=matrix) for shape, matrix in _KINDS]
+    shards = [ParameterShard(shape=shape, region=TensorSlice.whole(shape), matrix=matrix) for shape, matrix in _KINDS]
     optimizer = stepped_once(selected.component.load_target(), selected.config, parameters, shards)
     states = [unpacked_state(optimizer, parameter) for parameter in parameters]
     after = {frozenset(str(name) for name, value in state.items() if value is not None) for state in states}
@@ -329,7 +329,9 @@ def continues_optimizer(config: ResolvedConfig, manifest: Manifest, where: str) 
 
 
 def check_shared_state(
-    state: Mapping[str, torch.Tensor | Piece], weights: Mapping[str, torch.Tensor | Piece], ranks: RankAgreement
+    state: Mapping[str, torch.Tensor | LocalShard],
+    weights: Mapping[str, torch.Tensor | LocalShard],
+    ranks: RankAgreement,
 ) -> None:
     """Check that state without its parameter's shape is equal on all ranks that have a shard of the parameter.
 
@@ -346,8 +348,8 @@ def check_shared_state(
     own = {}
     for key, value in state.items():
         weight = weights.get(key.rpartition("/")[0])
-        if isinstance(weight, Piece):
-            is_shard = weight.box.shape != weight.shape
+        if isinstance(weight, LocalShard):
+            is_shard = weight.region.shape != weight.shape
         else:
             is_shard = weight is not None and bool(sharded_over(weight))
         if is_shard and type(value) is torch.Tensor:

@@ -25,7 +25,7 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors.launch import EngineWithoutEstimate
 from nxdt_core.models.loss import CausalLM, cross_entropies, cross_entropy_sum
 from nxdt_core.models.patterns import matches_any
-from nxdt_core.models.step_border import called_with_step
+from nxdt_core.models.step_boundary import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput

@@ -31,7 +31,7 @@ from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box, Listing, ShardInfo
+from nxdt_core.protocols.tensor_shards import Listing, ShardInfo, TensorSlice
 
 __all__ = ["FormatContract"]
 
@@ -96,7 +96,7 @@ class FormatContract:
         """Under its global name, with the shape that the model gives it; tied parameters under their owner."""
         listed = _section(reader.listing(builder), "model")
         assert {name: held.shape for name, held in listed.items()} == _shapes(builder)
-        assert [name for name, held in listed.items() if held.box != Box.whole(held.shape)] == []
+        assert [name for name, held in listed.items() if held.region != TensorSlice.whole(held.shape)] == []
         assert {held.dtype for held in listed.values()} <= set(ITEM_BYTES)
 
     def test_optimizer_state_is_of_parameters(self, reader: CheckpointReader, builder: ModelBuilder) -> None:

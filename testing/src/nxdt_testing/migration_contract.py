@@ -117,7 +117,7 @@ class MigrationContract(ComponentContract):
             elif row.verdict in (*_MOVED, "added"):
                 kept = any(path == place or path.startswith((f"{place}.", f"{place}[")) for path in paths)
                 assert kept, f"{row.key} is {row.verdict}, and the file has no key {place}"
-            elif row.verdict in _LOST and row.key not in {each.target for each in migrated.keys}:
+            elif row.verdict in _LOST and row.key not in {key.target for key in migrated.keys}:
                 assert row.key not in paths, f"{row.key} is {row.verdict}, and the file has it nevertheless"
 
     def test_it_writes_nothing_and_says_the_same_again(
@@ -144,7 +144,7 @@ class MigrationContract(ComponentContract):
         changed = factory().migrate(source, migrated.target, Kernel.start(), {row.key: value, _UNKNOWN: 1})
         found = Tree.of(yaml.safe_load(changed.text), DEFAULT).get(place)
         assert found == value, f"with the override {row.key}={value}, {place} must be {value}; it is {found!r}"
-        others = [each.key for each in changed.keys if each.key.startswith(_UNKNOWN)]
+        others = [key.key for key in changed.keys if key.key.startswith(_UNKNOWN)]
         assert not others, f"the report must not have {_UNKNOWN!r}, an override whose key the program does not have"
 
     def test_it_explains_its_keys_and_no_others(

@@ -25,7 +25,7 @@ from typing import Any
 import pytest
 import torch
 
-from nxdt_core.models.step_border import called_with_step
+from nxdt_core.models.step_boundary import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 from nxdt_core.protocols.step_context import StepContext

@@ -81,9 +81,9 @@ def check_plugin(name: str) -> list[Result]:
         UnknownPlugin: nothing of that name is installed.
     """
     kernel = Kernel.start()
-    meant = [each for each in kernel.plugins if names(name, name=each.name, dist=each.dist)]
+    meant = [plugin for plugin in kernel.plugins if names(name, name=plugin.name, dist=plugin.dist)]
     if not meant:
-        raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(each.name for each in kernel.plugins)))
+        raise UnknownPlugin(name=name, available=tuple(dict.fromkeys(plugin.name for plugin in kernel.plugins)))
     with tempfile.TemporaryDirectory(prefix="nxdt-check-") as directory:
         file = Path(directory) / "test_plugin.py"
         file.write_text(_FILE.format(name=meant[0].name), encoding="utf-8")

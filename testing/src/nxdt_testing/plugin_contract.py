@@ -83,7 +83,7 @@ class PluginContract:
     @pytest.fixture
     def info(self) -> PluginInfo:
         """Return the plugin as this process finds it."""
-        found = [each for each in _started(*sys.path).plugins if each.name == self.plugin]
+        found = [plugin for plugin in _started(*sys.path).plugins if plugin.name == self.plugin]
         assert found, f"no plugin is called {self.plugin!r}; install its distribution"
         return found[0]
 
@@ -97,13 +97,13 @@ class PluginContract:
     @pytest.fixture
     def sections(self, components: Sequence[RegisteredComponent]) -> Sequence[tuple[RegisteredComponent, type]]:
         """Return the components that have a section, each with its class."""
-        return [(each, cls) for each in components if (cls := each.load_config()) is not None]
+        return [(component, cls) for component in components if (cls := component.load_config()) is not None]
 
     @pytest.fixture
     def found(self, info: PluginInfo) -> dict[str, Any]:
         """Return the plugin as a new process finds it."""
         plugins: list[dict[str, Any]] = _probe("0", *sys.path)["plugins"]
-        return next(each for each in plugins if each["name"] == info.name)
+        return next(plugin for plugin in plugins if plugin["name"] == info.name)
 
     def test_it_is_usable(self, found: dict[str, Any]) -> None:
         """A new process finds the plugin compatible, imports it and registers its components."""
@@ -139,11 +139,11 @@ class PluginContract:
 
     def test_every_target_can_be_imported(self, components: Sequence[RegisteredComponent]) -> None:
         """``package.module:attribute`` names something that can be called; of a device type, its profile."""
-        for each in components:
-            target = each.load_target()
-            called = callable(target) or each.kind == "device"  # whose target is a profile
-            name = f"{each.kind} {each.record.name!r}"
-            assert called, f"the target {each.record.target!r} of the {name} cannot be called"
+        for component in components:
+            target = component.load_target()
+            called = callable(target) or component.kind == "device"  # whose target is a profile
+            name = f"{component.kind} {component.record.name!r}"
+            assert called, f"the target {component.record.target!r} of the {name} cannot be called"
 
     def test_every_section_is_documented(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """The section and each of its keys, where ``nxdt config show`` and the reference take their text from."""
@@ -195,7 +195,9 @@ class PluginContract:
 
     def test_every_record_has_a_summary(self, components: Sequence[RegisteredComponent]) -> None:
         """``nxdt plugins show`` prints it."""
-        missing = [f"{each.kind} {each.record.name!r}" for each in components if not each.record.summary]
+        missing = [
+            f"{component.kind} {component.record.name!r}" for component in components if not component.record.summary
+        ]
         assert not missing, f"these records have no summary: {', '.join(missing)}"
 
     def test_its_recipes_are_right(self) -> None:

@@ -66,7 +66,7 @@ class PrecisionContract(ComponentContract):
         """All ranks call the factory, and a resumed run again."""
         first, again = factory(section), factory(section)
         differing = [
-            each.name for each in fields(PrecisionPolicy) if getattr(first, each.name) != getattr(again, each.name)
+            field.name for field in fields(PrecisionPolicy) if getattr(first, field.name) != getattr(again, field.name)
         ]
         assert not differing, f"called twice with one section, the factory gives another {', '.join(differing)}"
 

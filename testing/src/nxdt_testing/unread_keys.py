@@ -71,7 +71,9 @@ def names_read(sources: Iterable[Path], *, declarations: Collection[Path] = ()) 
                     strings.update(node.value.split("."))
             elif isinstance(node, ast.JoinedStr):
                 patterns.update(_patterns(node))
-    return NamesRead(frozenset(attributes), frozenset(strings), tuple(re.compile(each) for each in sorted(patterns)))
+    return NamesRead(
+        frozenset(attributes), frozenset(strings), tuple(re.compile(pattern) for pattern in sorted(patterns))
+    )
 
 
 def unread_keys(cls: type, names: NamesRead) -> list[str]:
@@ -81,8 +83,8 @@ def unread_keys(cls: type, names: NamesRead) -> list[str]:
     """
     unread = []
     for name, key in keys_of(cls).items():
-        values = [each for each in members(key.annotation) if each is not type(None)]
-        one_value = all(get_origin(each) is Literal and len(get_args(each)) == 1 for each in values)
+        values = [member for member in members(key.annotation) if member is not type(None)]
+        one_value = all(get_origin(value) is Literal and len(get_args(value)) == 1 for value in values)
         if name not in names and not one_value:
             unread.append(name)
     return unread

@@ -21,14 +21,14 @@ from nxdt_core.checkpoint import (
     load_state,
     read_manifest,
 )
-from nxdt_core.checkpoint.format.shards import storable_piece
+from nxdt_core.checkpoint.format.shards import storable_shard
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import StorageFull
-from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import TensorSlice
 from tests.checkpoint.saving import save_checkpoint
 from tests.error_names import name_of
 
@@ -253,9 +253,9 @@ def boxes_in(sizes: tuple[int, ...], names: tuple[str, ...]) -> list[str]:
         mesh = init_device_mesh(HOST.type, sizes, mesh_dim_names=names)
         wrong = []
         for text, tensor, source in _pieces(mesh):
-            piece = storable_piece(text, tensor)
-            if not torch.equal(piece.tensor, source[piece.box.within(Box.whole(tuple(source.shape)))]):
-                wrong.append(f"rank {ranks.rank}: {text}: {piece.box} holds {piece.tensor.tolist()}")
+            piece = storable_shard(text, tensor)
+            if not torch.equal(piece.tensor, source[piece.region.within(TensorSlice.whole(tuple(source.shape)))]):
+                wrong.append(f"rank {ranks.rank}: {text}: {piece.region} holds {piece.tensor.tolist()}")
         return wrong
 
     return in_group(work)
@@ -278,7 +278,7 @@ def partial_sums() -> tuple[str, str]:
 
     def work(ranks: Ranks) -> tuple[str, str]:
         mesh = init_device_mesh(HOST.type, (dist.get_world_size(),))
-        return error_of(lambda: storable_piece("w", DTensor.from_local(torch.ones(2), mesh, [Partial()])))
+        return error_of(lambda: storable_shard("w", DTensor.from_local(torch.ones(2), mesh, [Partial()])))
 
     return in_group(work)
 

@@ -13,7 +13,7 @@ from nxdt_core.checkpoint import read_manifest
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.distributed import devices
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.tensor_shards import LocalShard
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
@@ -44,7 +44,8 @@ class Counting(LocalStorage):
 
 def elements(state):
     return {
-        name: (value.tensor if isinstance(value, Piece) else local_of(value)).clone() for name, value in state.items()
+        name: (value.tensor if isinstance(value, LocalShard) else local_of(value)).clone()
+        for name, value in state.items()
     }
 
 

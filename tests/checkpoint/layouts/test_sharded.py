@@ -26,7 +26,7 @@ from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.save import assign, merge
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.piece import Box, ShardInfo
+from nxdt_core.protocols.tensor_shards import ShardInfo, TensorSlice
 from tests.calls import Call, run_in_turn
 from tests.checkpoint.layouts import sharded
 from tests.checkpoint.layouts.sharded import SHAPES, STEP, Layout, whole
@@ -103,7 +103,10 @@ def test_each_element_is_written_once_and_every_rank_writes_its_share(saved):
     manifest = read_manifest(storage, STEP)
     written = [0] * 4
     for entry in manifest.tensors["model"].values():
-        assert sum(Box(part.offsets, part.shape).elements for part in entry.parts) == Box.whole(entry.shape).elements
+        assert (
+            sum(TensorSlice(part.offsets, part.shape).elements for part in entry.parts)
+            == TensorSlice.whole(entry.shape).elements
+        )
         for part in entry.parts:
             written[int(part.file.split("-")[1])] += entry.part_bytes(part)
     assert sum(written) == sum(whole(name).nbytes for name in SHAPES)
@@ -234,15 +237,15 @@ def test_partial_sums_are_refused():
     assert RankPool(2, lasting=True).run(sharded.partial_sums)[0][0] == "TensorStateUnsupported"
 
 
-def held(box: Box, shape: tuple[int, ...] = (8,), **more) -> ShardInfo:
-    return ShardInfo(dtype="float32", shape=shape, box=box, **more)
+def held(region: TensorSlice, shape: tuple[int, ...] = (8,), **more) -> ShardInfo:
+    return ShardInfo(dtype="float32", shape=shape, region=region, **more)
 
 
 def test_large_boxes_go_to_those_who_have_written_least():
     listings = [
-        {("model", "a"): held(Box((0,), (8,))), ("model", "b"): held(Box((0,), (8,)))},
-        {("model", "a"): held(Box((0,), (8,))), ("model", "b"): held(Box((0,), (8,)))},
-        {("model", "b"): held(Box((0,), (8,)))},
+        {("model", "a"): held(TensorSlice((0,), (8,))), ("model", "b"): held(TensorSlice((0,), (8,)))},
+        {("model", "a"): held(TensorSlice((0,), (8,))), ("model", "b"): held(TensorSlice((0,), (8,)))},
+        {("model", "b"): held(TensorSlice((0,), (8,)))},
     ]
     chosen = assign(listings)
     assert sorted(len(places) for places in chosen) == [0, 1, 1]
@@ -250,23 +253,23 @@ def test_large_boxes_go_to_those_who_have_written_least():
 
 
 def test_tensors_are_tied_only_where_all_their_holders_say_so():
-    one, whole_box = Box((0,), (8,)), ("model", "user")
+    one, whole_region = TensorSlice((0,), (8,)), ("model", "user")
     owner = {("model", "owner"): held(one)}
-    tied, apart = {**owner, whole_box: held(one, same_as="owner")}, {**owner, whole_box: held(one)}
+    tied, apart = {**owner, whole_region: held(one, same_as="owner")}, {**owner, whole_region: held(one)}
     part = TensorPart(file="f", start=0, offsets=(0,), shape=(8,))
     both = [tied, tied]
-    assert sum(whole_box in places for places in assign(both)) == 0
+    assert sum(whole_region in places for places in assign(both)) == 0
     index = merge(both, [{("model", "owner"): part}, {}], ["model"])
     assert index["model"]["user"].same_as == "owner"
     mixed = [tied, apart]
-    assert sum(whole_box in places for places in assign(mixed)) == 1
-    index = merge(mixed, [{("model", "owner"): part, whole_box: part}, {}], ["model"])
+    assert sum(whole_region in places for places in assign(mixed)) == 1
+    index = merge(mixed, [{("model", "owner"): part, whole_region: part}, {}], ["model"])
     assert index["model"]["user"].same_as is None
 
 
 def test_a_tensor_that_is_not_all_there_is_refused():
     with raises(TensorStateUnsupported, match="of its 8 elements the ranks hold 4"):
-        assign([{("model", "a"): held(Box((0,), (4,)))}])
+        assign([{("model", "a"): held(TensorSlice((0,), (4,)))}])
 
 
 def test_the_manifest_of_a_sharded_save_is_plain_json(saved):

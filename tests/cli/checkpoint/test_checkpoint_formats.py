@@ -23,7 +23,7 @@ ENTRY = dedent("""
 FORMAT = dedent("""
     import torch
     from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
-    from nxdt_core.protocols.piece import Box, ShardInfo
+    from nxdt_core.protocols.tensor_shards import TensorSlice, ShardInfo
 
     class Reader(CheckpointReader):
         step = consumed_samples = 0
@@ -35,7 +35,7 @@ FORMAT = dedent("""
             named = dict(builder.build().named_parameters())
             held = {{name: tuple(each.shape) for name, each in named.items()}}
             return {{
-                ("model", n): ShardInfo(dtype="float32", shape=s, box=Box.whole(s)) for n, s in held.items()
+                ("model", n): ShardInfo(dtype="float32", shape=s, box=TensorSlice.whole(s)) for n, s in held.items()
             }}
 
         def read(self, places):

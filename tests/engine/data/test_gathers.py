@@ -64,7 +64,7 @@ def gathered(asynchronous: bool) -> tuple[dict[str, torch.Tensor], dict[str, tor
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False))
         names = {id(parameter): name for name, parameter in module.named_parameters()}
-        set_gather_dtypes(module, GatherDtypes(dtype=torch.bfloat16, narrow=product_weights(module, PLAN)), names)
+        set_gather_dtypes(module, GatherDtypes(dtype=torch.bfloat16, two_byte=product_weights(module, PLAN)), names)
         handle = module.unshard(async_op=asynchronous)
         if handle is not None:
             handle.wait()

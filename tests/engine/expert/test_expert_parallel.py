@@ -21,7 +21,7 @@ from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.random.init import initialize
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
@@ -116,7 +116,7 @@ def micro_batches(count=MICRO_BATCHES):
 
 def step(model, inputs, targets):
     """Gradients of one micro-batch's share of the step's loss; returns that share without auxiliary losses."""
-    with at_border(StepContext(aux_loss_scale=1 / WEIGHT)):
+    with at_step_boundary(StepContext(aux_loss_scale=1 / WEIGHT)):
         output = model(inputs)
     loss = 0.5 * (output - targets).square().sum() / WEIGHT
     loss.backward()

@@ -16,7 +16,7 @@ from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import MixtureOfExperts
 from nxdt_core.models.moe.router import TopKRouter
 from nxdt_core.models.random.init import initialize
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ExpertPlan, InitRule, ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
@@ -107,7 +107,7 @@ def on_a_rank(sizes, group, sequence_parallel):
         cut = mesh.rank("tp") if sequence_parallel else 0
         parts = sizes.tp if sequence_parallel else 1
         part = hidden.chunk(parts, 1)[cut].clone().requires_grad_()
-        with at_border(StepContext(aux_loss_scale=0.1)):
+        with at_step_boundary(StepContext(aux_loss_scale=0.1)):
             output = model(part)
         weights = torch.cos(torch.arange(hidden.numel()).view(hidden.shape) + mesh.rank("dp_shard"))
         (output * weights.chunk(parts, 1)[cut]).sum().backward()
@@ -139,7 +139,7 @@ LAYOUTS = {
 )
 def test_ranks_compute_what_one_process_does_that_mixes_by_hand(ranks, sizes, group, sequence_parallel):
     model, batches = layer(), inputs(sizes.dp_shard).requires_grad_()
-    with at_border(StepContext(aux_loss_scale=0.1)):
+    with at_step_boundary(StepContext(aux_loss_scale=0.1)):
         outputs, dropped = mixed_by_hand(model, batches, group)
     sum(loss_of(output, index) for index, output in enumerate(outputs)).backward()
     assert dropped > 0

@@ -25,7 +25,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.models.step_border import let_take_step
+from nxdt_core.models.step_boundary import accept_step
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.step_context import StepContext
 
@@ -112,7 +112,7 @@ def test_copies_and_pickles_compute_the_same(model, granularity):
     with torch.no_grad():
         for number, parameter in enumerate(module.parameters()):
             parameter.normal_(0, 0.1, generator=torch.Generator().manual_seed(number))
-    let_take_step(module)
+    accept_step(module)
     apply_recompute(module, plan, granularity=granularity, names=tuple(plan.recompute))
     kinds = [type(part) for part in module.modules()]
     ids = torch.arange(16).view(2, 8)

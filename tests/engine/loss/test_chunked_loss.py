@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from nxdt_core.engine.loss import chunk_loss, linear_cross_entropies
 from nxdt_core.errors.models import HeadNotLinear, LossesAreNotLogits, ModelWithoutHead
 from nxdt_core.models.loss import TokenLosses, cross_entropy_sum, head_output
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
 from tests.engine.matrix.judgement import computed_wrong
@@ -160,7 +160,7 @@ def test_without_a_loss_to_follow_the_head_gives_logits():
 def test_a_head_whose_caller_passes_no_context_takes_the_labels_of_the_border():
     module, hidden = head_and_hidden(torch.float32, bias=True)
     chunk_loss(module, PLAN, tokens=4)
-    with at_border(StepContext(labels=labels_of())):
+    with at_step_boundary(StepContext(labels=labels_of())):
         assert isinstance(module["head"](hidden), TokenLosses)
 
 

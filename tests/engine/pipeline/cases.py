@@ -13,7 +13,7 @@ from nxdt_testing.ranks import process_group
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.distributed.placement import local_of, piece_of
+from nxdt_core.distributed.placement import local_of, local_shard_of
 from nxdt_core.engine.data.fsdp import apply_data_parallel
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.runner import PipelineRunner
@@ -22,7 +22,7 @@ from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.models.random.init import draw, rule_for
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes, stages_of_rank
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -143,15 +143,15 @@ def materialise(module, case):
         if hasattr(part, "reset_buffers"):
             part.reset_buffers()
     for name, parameter in module.named_parameters():
-        name, piece = owner_of.get(name, name), piece_of(parameter)
+        name, shard = owner_of.get(name, name), local_shard_of(parameter)
         values = draw(
-            piece.shape,
+            shard.shape,
             rule_for(name, rules),
             name=name,
             seed=1,
             dtype=parameter.dtype,
-            offsets=piece.box.offsets,
-            local_shape=piece.box.shape,
+            offsets=shard.region.offsets,
+            local_shape=shard.region.shape,
         )
         local_of(parameter).copy_(values)
 
@@ -175,7 +175,7 @@ def one_process(case):
         optimizer.zero_grad()
         shares = []
         for batch in batches:
-            with at_border(StepContext(aux_loss_scale=1 / weight)):
+            with at_step_boundary(StepContext(aux_loss_scale=1 / weight)):
                 logits = module(batch.input_ids, **arguments(batch))
             share = cross_entropy_sum(logits, batch.labels)[0] / weight
             share.backward()
@@ -209,7 +209,7 @@ class Pipeline:
             return cross_entropy_sum(logits, batch.labels, step=step)[0] / self.weight
 
         step = StepContext(aux_loss_scale=1 / self.weight)
-        with at_border(step):  # SquaredMlp has no parameter for it
+        with at_step_boundary(step):  # SquaredMlp has no parameter for it
             losses = self.runner.train(self.batches, arguments, lambda batch: step, loss)
         sum_tied_gradients(self.tied, self.group)
         return sum(losses, torch.zeros((), dtype=torch.float64))

@@ -13,7 +13,7 @@ from nxdt_core import checkpoint
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.piece import Piece
+from nxdt_core.protocols.tensor_shards import LocalShard
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_optimizer, train_step
@@ -111,7 +111,7 @@ def _batches(info, rows):
 
 
 def _elements(held):
-    return held.tensor if isinstance(held, Piece) else held
+    return held.tensor if isinstance(held, LocalShard) else held
 
 
 def _whole(parameter):

@@ -33,16 +33,16 @@ from nxdt_core.engine.optim.updates import (
 from nxdt_core.engine.precision import rounded_weights
 from nxdt_core.models.random.positions import hashed, noises, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 from tests.integer_widths import IntegerOperations, IntegerWidths
 from tests.sampling import slow
 
-CUT = ParameterShard(shape=(160, 90), box=Box((3, 45), (157, 45)))
+CUT = ParameterShard(shape=(160, 90), region=TensorSlice((3, 45), (157, 45)))
 """Rows that do not follow each other in the whole, as under tensor parallelism."""
 
 
 def whole(*shape):
-    return ParameterShard(shape=shape, box=Box.whole(shape))
+    return ParameterShard(shape=shape, region=TensorSlice.whole(shape))
 
 
 PLACES = {"matrix": whole(300, 401), "norm": whole(512), "cut": CUT, "one": whole(1), "none": whole(0, 4)}
@@ -64,7 +64,7 @@ def made(
     """Weights by name, what updates them, and the optimizer and the keys of its state."""
     draw = torch.Generator().manual_seed(seed)
     weights = {
-        name: nn.Parameter(torch.randn(place.box.shape, generator=draw).to(device, weights_in))
+        name: nn.Parameter(torch.randn(place.region.shape, generator=draw).to(device, weights_in))
         for name, place in places.items()
     }
     trained = stand_ins(weights)
@@ -116,7 +116,7 @@ def test_a_step_of_adam_is_one_kernel_that_touches_each_element_once(state, name
     with counting_bytes() as counted:
         stepped({name: PLACES[name]}, state=state, backend="compile", steps=1)
     assert counted.generated_kernel_count == 1
-    elements = PLACES[name].box.elements
+    elements = PLACES[name].region.elements
     assert STATES[state] * elements <= counted.num_bytes_accessed <= STATES[state] * elements + 200
 
 
@@ -179,16 +179,18 @@ def assert_same_bits(found, expected):
 
 BLOCKS = {
     "more than one chunk": whole(7, 2**14 + 3),
-    "cut along three dimensions": ParameterShard(shape=(5, 6, 70), box=Box((1, 2, 3), (3, 4, 40))),
-    "rows of one element": ParameterShard(shape=(300, 3), box=Box((0, 1), (300, 1))),
-    "numbers above 32 bits": ParameterShard(shape=(2**20, 2**20), box=Box((2**19 + 1, 2**20 - 50), (60, 50))),
+    "cut along three dimensions": ParameterShard(shape=(5, 6, 70), region=TensorSlice((1, 2, 3), (3, 4, 40))),
+    "rows of one element": ParameterShard(shape=(300, 3), region=TensorSlice((0, 1), (300, 1))),
+    "numbers above 32 bits": ParameterShard(
+        shape=(2**20, 2**20), region=TensorSlice((2**19 + 1, 2**20 - 50), (60, 50))
+    ),
 }
 
 
 def rounded_masters(places, backend, device=HOST):
     """Masters as a block sees them, on the host; after it they are as before."""
     draw = torch.Generator().manual_seed(0)
-    before = {name: torch.randn(place.box.shape, generator=draw) for name, place in places.items()}
+    before = {name: torch.randn(place.region.shape, generator=draw) for name, place in places.items()}
     masters = {name: nn.Parameter(value.to(device, copy=True)) for name, value in before.items()}
     of_places = [(masters[name], name, place) for name, place in places.items()]
     with (
@@ -218,7 +220,7 @@ def test_an_accelerator_rounds_to_the_bits_of_the_host(backend):
 @pytest.mark.parametrize("state", STATES)
 def test_a_step_of_adam_on_an_accelerator_is_that_of_the_host(state):
     """But for what is on the edge between two values: an accelerator merges products and sums."""
-    places = {name: place for name, place in (PLACES | BLOCKS).items() if place.box.elements > 1000}
+    places = {name: place for name, place in (PLACES | BLOCKS).items() if place.region.elements > 1000}
     device = current_device()
     found, _ = stepped(places, state=state, device=device, backend=backend_on(device), steps=1)
     expected, _ = stepped(places, state=state, steps=1)
@@ -248,7 +250,7 @@ def rounded_extremes(backend, device=HOST):
 @pytest.mark.parametrize("optimizer", [torch.optim.AdamW, torch.optim.Adam])
 @pytest.mark.parametrize("state", STATES)
 def test_the_arithmetic_is_that_of_torch(optimizer, state):
-    places = {name: place for name, place in PLACES.items() if place.box.elements}
+    places = {name: place for name, place in PLACES.items() if place.region.elements}
     weights, states = stepped(places, state=state, optimizer=optimizer, steps=5)
     expected, expected_states = rounded_steps_of_torch(places, state, optimizer, steps=5)
     for name, weight in expected.items():
@@ -273,8 +275,10 @@ def rounded_steps_of_torch(places, state, optimizer, steps):
         inner.step()
         for name, stand_in in trained.items():
             place, leaves = places[name], inner.state[stand_in]
-            box = [slice(first, first + size) for first, size in zip(place.box.offsets, place.box.shape, strict=True)]
-            numbers = torch.arange(math.prod(place.shape), dtype=torch.int32).view(place.shape)[tuple(box)]
+            region = [
+                slice(first, first + size) for first, size in zip(place.region.offsets, place.region.shape, strict=True)
+            ]
+            numbers = torch.arange(math.prod(place.shape), dtype=torch.int32).view(place.shape)[tuple(region)]
             drawn = noises(hashed(numbers, StochasticRounding(seed=7).keys(step, [name], HOST)[0]), 3)
             stand_in.data = rounded(stand_in.data, drawn[0])
             for leaf, noise in zip(("exp_avg", "exp_avg_sq"), drawn[1:] * (state == "bfloat16"), strict=False):

@@ -10,18 +10,18 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.distributed.placement import local_of, piece_of
+from nxdt_core.distributed.placement import local_of, local_shard_of
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor import apply
 from nxdt_core.engine.tensor.layers import PaddedDim, padded_parameters, unpadded_shard
 from nxdt_core.models.loss import CausalLM
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from tests.engine.tensor.models import SEQ, VOCAB, Biased, biased_plan, llama
 from tests.engine.tensor.mutants import MUTANTS
 
@@ -60,9 +60,9 @@ def built(case: Case) -> tuple[nn.Module, ParallelPlan]:
         return builder.build().double(), builder.plan()
 
 
-def own_part(name: str, tensor: torch.Tensor, padded: Padded) -> Piece:
+def own_part(name: str, tensor: torch.Tensor, padded: Padded) -> LocalShard:
     """This rank's real elements and their place in the whole parameter."""
-    return unpadded_shard(tensor, padded[name]) if name in padded else piece_of(tensor)
+    return unpadded_shard(tensor, padded[name]) if name in padded else local_shard_of(tensor)
 
 
 @torch.no_grad()
@@ -77,15 +77,15 @@ def materialised(module: nn.Module, plan: ParallelPlan, padded: Padded) -> nn.Mo
             part.reset_buffers()
     for number, (name, parameter) in enumerate(module.named_parameters()):
         local_of(parameter).zero_()
-        piece = own_part(name, parameter, padded)
+        local = own_part(name, parameter, padded)
         generator = torch.Generator().manual_seed(number)
-        whole = torch.randn(piece.shape, generator=generator, dtype=torch.float64) * 0.3
-        piece.tensor.copy_(within(piece, whole))
+        whole = torch.randn(local.shape, generator=generator, dtype=torch.float64) * 0.3
+        local.tensor.copy_(within(local, whole))
     return module
 
 
-def within(piece: Piece, whole: torch.Tensor) -> torch.Tensor:
-    return whole[piece.box.within(Box.whole(piece.shape))]
+def within(local: LocalShard, whole: torch.Tensor) -> torch.Tensor:
+    return whole[local.region.within(TensorSlice.whole(local.shape))]
 
 
 def batch_of(case: Case, row: slice = slice(None)) -> Batch:
@@ -128,7 +128,7 @@ class Outcome:
     """What one rank has seen."""
 
     losses: list[float]
-    gradients: dict[str, Piece]
+    gradients: dict[str, LocalShard]
     elements: dict[str, int]
     """Held by this rank, by parameter."""
     odd: list[str]
@@ -140,7 +140,10 @@ def on_ranks(cases: Sequence[Case]) -> list[Outcome]:
     with process_group():
         outcomes = []
         for case in cases:
-            with MUTANTS[case.mutant](), at_border(StepContext(vocabulary_loss=vocabulary_parallel_cross_entropies)):
+            with (
+                MUTANTS[case.mutant](),
+                at_step_boundary(StepContext(vocabulary_loss=vocabulary_parallel_cross_entropies)),
+            ):
                 outcomes.append(many_processes(case))
         return outcomes
 
@@ -197,11 +200,11 @@ def differences(case: Case, outcomes: list[Outcome]) -> dict[str, float]:
     for outcome in outcomes:
         assert outcome.gradients.keys() == grads.keys()
         worst["loss"] = max(worst["loss"], *(abs(a - b) for a, b in zip(losses, outcome.losses, strict=True)))
-        for name, piece in outcome.gradients.items():
-            assert piece.shape == grads[name].shape
-            within(piece, missing[name]).zero_()
-            grad = piece.tensor
-            gap = (grad - within(piece, grads[name])).abs().max().item() if grad.numel() else 0.0
+        for name, local in outcome.gradients.items():
+            assert local.shape == grads[name].shape
+            within(local, missing[name]).zero_()
+            grad = local.tensor
+            gap = (grad - within(local, grads[name])).abs().max().item() if grad.numel() else 0.0
             worst[name] = max(worst.get(name, 0.0), gap)
     assert not any(rest.any() for rest in missing.values()), "some elements are held by no rank"
     return {name: value for name, value in worst.items() if value > 1e-9}

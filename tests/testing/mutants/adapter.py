@@ -33,7 +33,7 @@ class Section(BaseSection):
 
 
 class LowRank(Update):
-    follows: ClassVar = {"down": 1, "up": 0}
+    sharded_like: ClassVar = {"down": 1, "up": 0}
 
     def __init__(self, inputs, outputs):
         super().__init__()
@@ -41,8 +41,8 @@ class LowRank(Update):
         self.up = nn.Parameter(torch.empty(outputs, RANK))
 
     def forward(self, hidden, product, weight):
-        narrow = functional.linear(hidden, self.local(self.down))
-        return product + SCALE * functional.linear(narrow, self.local(self.up))
+        low_rank = functional.linear(hidden, self.local(self.down))
+        return product + SCALE * functional.linear(low_rank, self.local(self.up))
 
 
 @mutant
@@ -147,8 +147,8 @@ class StartsElsewhere(Right):
 class HasAnIdlePart(Right):
     class update(LowRank):
         def forward(self, hidden, product, weight):
-            narrow = functional.linear(hidden, self.local(self.down).detach())
-            return product + SCALE * functional.linear(narrow, self.local(self.up))
+            low_rank = functional.linear(hidden, self.local(self.down).detach())
+            return product + SCALE * functional.linear(low_rank, self.local(self.up))
 
 
 @mutant
@@ -201,7 +201,7 @@ class MergesWithoutItsScale(Right):
 @mutant
 class FollowsNothing(Right):
     class update(LowRank):
-        follows: ClassVar = {}
+        sharded_like: ClassVar = {}
 
 
 def under_contract(cls):

@@ -9,7 +9,7 @@ import torch
 from nxdt_testing.engine_contract import EngineContract
 
 from nxdt_core.api import EngineComponent, hookimpl
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.step_context import StepContext
@@ -51,7 +51,7 @@ class ForgetsAuxiliaryLosses(Wrong):
             module = self.module
 
             def unscaled(*inputs):
-                with at_border(StepContext(aux_loss_scale=0.0)):
+                with at_step_boundary(StepContext(aux_loss_scale=0.0)):
                     return module(*inputs)
 
             self.module, kept = unscaled, module

@@ -14,7 +14,7 @@ import torch
 from nxdt_testing.format_contract import FormatContract
 
 from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
-from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.protocols.tensor_shards import Listing, ShardInfo, TensorKey, TensorSlice
 from tests.testing.mutants.small_model import SmallBuilder
 
 MUTANTS: list[type] = []
@@ -39,7 +39,7 @@ class Reader(CheckpointReader):
 
     def held(self, tensor: torch.Tensor) -> ShardInfo:
         shape = tuple(tensor.shape)
-        return ShardInfo(dtype=str(tensor.dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
+        return ShardInfo(dtype=str(tensor.dtype).removeprefix("torch."), shape=shape, region=TensorSlice.whole(shape))
 
     def listing(self, builder: Any, *, weights_only: bool = False) -> Listing:
         return {place: self.held(tensor) for place, tensor in self.chosen(weights_only).items()}
@@ -100,7 +100,7 @@ class ListsParts(Acme):
     class reader(Reader):
         def held(self, tensor: torch.Tensor) -> ShardInfo:
             half = (max(tensor.shape[0] // 2, 1), *tensor.shape[1:])
-            return ShardInfo(dtype="float32", shape=tuple(tensor.shape), box=Box.whole(half))
+            return ShardInfo(dtype="float32", shape=tuple(tensor.shape), region=TensorSlice.whole(half))
 
 
 @mutant

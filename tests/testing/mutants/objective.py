@@ -11,7 +11,7 @@ from nxdt_testing.objective_contract import ObjectiveContract
 from torch.nn import functional
 
 from nxdt_core.models.loss import cross_entropies
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput, ObjectiveTraits
 

@@ -12,7 +12,7 @@ from nxdt_testing.optimizer_contract import OptimizerContract
 from nxdt_core.config.section import Section as BaseSection
 from nxdt_core.distributed.collectives import gather_shard
 from nxdt_core.protocols.optimizer import as_torch, shards_of
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 
 MUTANTS = []
 
@@ -218,7 +218,7 @@ class MakesUpdatesOrthogonal(Right):
         whole = whole / whole.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
         for _ in range(2):
             whole = 1.5 * whole - 0.5 * whole @ whole.mT @ whole
-        update = whole.to(weight.dtype)[shard.box.within(Box.whole(shard.shape))]
+        update = whole.to(weight.dtype)[shard.region.within(TensorSlice.whole(shard.shape))]
         shard.real(weight).mul_(1 - group["lr"] * group["weight_decay"]).sub_(update, alpha=group["lr"])
 
 

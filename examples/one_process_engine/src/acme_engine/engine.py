@@ -8,7 +8,7 @@ import torch
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.init import complete_init_rules, initialize
-from nxdt_core.models.step_border import called_with_step
+from nxdt_core.models.step_boundary import called_with_step
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.engine import ParallelEngine, RankInfo
 from nxdt_core.protocols.mesh import MeshSizes

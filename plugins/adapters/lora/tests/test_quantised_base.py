@@ -92,7 +92,7 @@ def test_nf4_trains_as_peft_over_bitsandbytes(start, ids, tmp_path, model, preci
         assert tuple(whole.flatten().tolist()) in mine
     kept = [(layer.weight, layer.weight.quant_state) for layer in layers]
     theirs_bytes = sum(w.nbytes + s.absmax.nbytes + s.offset.nbytes + s.state2.absmax.nbytes for w, s in kept)
-    assert sum(weight.held_bytes for weight in coded(run).values()) <= 1.05 * theirs_bytes
+    assert sum(weight.storage_bytes for weight in coded(run).values()) <= 1.05 * theirs_bytes
     mixed = torch.autocast("cpu", torch.bfloat16, enabled=precision == "autocast")
     ours, of_peft = mixed(lambda: run.module(ids)), mixed(lambda: theirs(ids).logits)
     assert backward(ours, ids).item() == pytest.approx(backward(of_peft, ids).item(), rel=2e-3)
@@ -147,8 +147,8 @@ def test_the_plan_knows_the_bytes_of_the_weights(start, dtype, bits):
     weights = plan(run.config, memory_bytes=0).estimate.fullest.memory.weights
     held = [p for p in run.module.parameters() if not isinstance(p, QuantisedWeight)]
     codes = coded(run).values()
-    assert weights == pytest.approx(sum(p.nbytes for p in held) + sum(p.held_bytes for p in codes), rel=0.01)
-    assert 8 * sum(p.held_bytes for p in codes) == pytest.approx(bits * sum(p.numel() for p in codes), rel=0.01)
+    assert weights == pytest.approx(sum(p.nbytes for p in held) + sum(p.storage_bytes for p in codes), rel=0.01)
+    assert 8 * sum(p.storage_bytes for p in codes) == pytest.approx(bits * sum(p.numel() for p in codes), rel=0.01)
 
 
 @pytest.mark.parametrize("model", ["gpt2", "mixtral", "hf-mixture"])

@@ -53,8 +53,8 @@ def test_the_parts_of_all_ranks_are_each_parameter_once(section: dict[str, Any],
     for name, shard in found.shards.items():
         covered = torch.zeros(shapes[name], dtype=torch.int64)
         for rank in range(tp):
-            box = shard.box(rank)
-            covered[tuple(slice(o, o + n) for o, n in zip(box.offsets, box.shape, strict=True))] += 1
+            region = shard.region(rank)
+            covered[tuple(slice(o, o + n) for o, n in zip(region.offsets, region.shape, strict=True))] += 1
         assert covered.unique().tolist() == [shard.copies], name
     matrices = {name for name in shapes if name.endswith(("proj.weight", "lm_head.weight", "embed_tokens.weight"))}
     assert matrices <= found.shards.keys()
@@ -65,9 +65,9 @@ def test_experts_are_distributed_and_each_is_divided(tp: int) -> None:
     found = translate(*model(MIXTRAL), tp=tp, ep=2)
     name = next(each for each in found.shards if each.endswith("experts.down_proj"))
     shard, whole = found.shards[name], model(MIXTRAL)[0].get_parameter(name).shape
-    assert shard.box(0, 1).offsets == (2, 0, 0)
-    assert shard.box(tp - 1, 1).shape == (2, 32, whole[2] // tp)
-    assert shard.box(tp - 1, 0).offsets == (0, 0, whole[2] // tp * (tp - 1))
+    assert shard.region(0, 1).offsets == (2, 0, 0)
+    assert shard.region(tp - 1, 1).shape == (2, 32, whole[2] // tp)
+    assert shard.region(tp - 1, 0).offsets == (0, 0, whole[2] // tp * (tp - 1))
     assert found.dispatchers
     assert {each for each in found.shards if found.shards[each].expert_parts == 2} == {
         each for each in found.shards if ".experts." in each
@@ -103,7 +103,7 @@ def test_neighbours_hold_copies_where_there_are_fewer_key_heads_than_ranks() -> 
     found = translated(LLAMA, 4)
     key, query = found.shards["layers.0.attention.k_proj.weight"], found.shards["layers.0.attention.q_proj.weight"]
     assert (key.copies, key.parts) == (2, 2)
-    assert [key.box(rank).offsets[0] for rank in range(4)] == [0, 0, 8, 8]
+    assert [key.region(rank).offsets[0] for rank in range(4)] == [0, 0, 8, 8]
     assert query.copies == 1
 
 

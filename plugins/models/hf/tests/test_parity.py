@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.step_context import StepContext
 
 LENGTH = 40  # more than the windows of 16
@@ -60,7 +60,7 @@ def test_the_loss_of_routers_is_the_one_that_transformers_adds(builder, material
     loss = other(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
     assert loss.aux_loss > 1
     loss.loss.backward()
-    with at_border(StepContext(aux_loss_scale=1 / mask.sum(), padding=mask == 0)):
+    with at_step_boundary(StepContext(aux_loss_scale=1 / mask.sum(), padding=mask == 0)):
         logits = ours(ids)
     functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
     _assert_equal_gradients(fused, ours, other)
@@ -74,7 +74,7 @@ def test_the_loss_of_routers_is_the_one_that_transformers_adds(builder, material
 
 def test_a_micro_batch_of_padding_alone_has_no_loss_of_routers(builder, materialised):
     ours = materialised(builder("qwen3-moe", output_router_logits=True, router_aux_loss_coef=2.0))
-    with at_border(StepContext(padding=torch.ones(1, LENGTH, dtype=torch.bool))):
+    with at_step_boundary(StepContext(padding=torch.ones(1, LENGTH, dtype=torch.bool))):
         (0 * ours(tokens(1))).sum().backward()
     assert all(parameter.grad is None or parameter.grad.abs().max() == 0 for parameter in ours.parameters())
 

@@ -12,7 +12,7 @@ from nxdt_core.engine.layout import set_dropout_salts
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.models.loss import cross_entropy_sum
 from nxdt_core.models.random.init import initialize
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.step_context import StepContext
 
@@ -63,7 +63,7 @@ def test_without_router_logits_nothing_balances(builder, tokens, moe, balanced):
     for scale in (0.0, 1.0):
         module = mixtral.build()
         initialize(module.named_parameters(), mixtral.init_rules(), seed=1)
-        with at_border(StepContext(aux_loss_scale=scale)):
+        with at_step_boundary(StepContext(aux_loss_scale=scale)):
             module(tokens(2, 9)).square().mean().backward()
         gradients.append(module.layers["1"].moe.router.weight.grad)
     assert torch.equal(*gradients) is not balanced

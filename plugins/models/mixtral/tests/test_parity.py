@@ -11,7 +11,7 @@ import torch
 from nxdt_core.config import load
 from nxdt_core.hf.directory import load_hf, read_hf_config, save_hf
 from nxdt_core.models.loss import CausalLM
-from nxdt_core.models.step_border import at_border
+from nxdt_core.models.step_boundary import at_step_boundary
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.train import build
@@ -119,7 +119,7 @@ def test_logits_and_gradients_equal_those_of_transformers(config, pair):
     assert (mine - other).abs().max() <= 1e-5
     assert other.abs().max() > 0.1
     grad = torch.randn_like(other) / other.numel() ** 0.5
-    with at_border(StepContext(aux_loss_scale=0.0)):
+    with at_step_boundary(StepContext(aux_loss_scale=0.0)):
         ours(ids).backward(grad)
     other.backward(grad)
     compare_gradients(ours, theirs, builder)
@@ -138,12 +138,12 @@ def test_the_balance_loss_is_that_of_transformers_in_the_mean_over_layers(pair, 
     grad = torch.randn_like(output.logits) / ids.numel()
     (0.7 * torch.stack(each).mean()).backward(retain_graph=True)
     output.logits.backward(grad)
-    with at_border(StepContext(aux_loss_scale=1 / ids.numel())):  # as a step does, whose every token bears loss
+    with at_step_boundary(StepContext(aux_loss_scale=1 / ids.numel())):  # as a step does, whose every token bears loss
         ours(ids).backward(grad)
     compare_gradients(ours, theirs, builder)
     without = builder.build()
     without.load_state_dict(ours.state_dict())
-    with at_border(StepContext(aux_loss_scale=0.0)):
+    with at_step_boundary(StepContext(aux_loss_scale=0.0)):
         without(ids).backward(grad)
     router = "layers.0.moe.router.weight"
     assert (without.get_parameter(router).grad - ours.get_parameter(router).grad).abs().max() > 1e-3
@@ -162,10 +162,10 @@ def test_the_pooled_balance_loss_is_that_of_transformers(pair, top_k):
     grad = torch.randn_like(output.logits) / ids.numel()
     (0.7 * output.aux_loss).backward(retain_graph=True)
     output.logits.backward(grad)
-    with at_border(StepContext(aux_loss_scale=1 / ids.numel())):
+    with at_step_boundary(StepContext(aux_loss_scale=1 / ids.numel())):
         ours(ids).backward(grad)
     compare_gradients(ours, theirs, builder)
-    with at_border(StepContext(aux_loss_scale=1 / ids.numel())):
+    with at_step_boundary(StepContext(aux_loss_scale=1 / ids.numel())):
         plain(ids).backward(grad)
     router = "layers.0.moe.router.weight"
     assert (plain.get_parameter(router).grad - ours.get_parameter(router).grad).abs().max() > 1e-4

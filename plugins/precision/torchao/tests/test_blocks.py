@@ -8,12 +8,12 @@ from nxdt_plugin_torchao.blocks import RowBlocks, dequantised, quantised
 from torchao.optim.subclass_8bit import OptimState8bit
 
 from nxdt_core.protocols.optimizer import ParameterShard
-from nxdt_core.protocols.piece import Box
+from nxdt_core.protocols.tensor_shards import TensorSlice
 
 
 def blocks(width: int, *, size: int = 256, first: int = 0, whole: int | None = None) -> RowBlocks:
     shape = (4, first + width if whole is None else whole)
-    return RowBlocks.of(ParameterShard(shape=shape, box=Box((0, first), (4, width))), width, size)
+    return RowBlocks.of(ParameterShard(shape=shape, region=TensorSlice((0, first), (4, width))), width, size)
 
 
 def values(rows: int, width: int, *, signed: bool, exponent: int = 0, seed: int = 0) -> torch.Tensor:

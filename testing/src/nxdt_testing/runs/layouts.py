@@ -16,15 +16,15 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import UnknownComponent
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.tensor_shards import TensorSlice
 from nxdt_core.train.weights.saved_config import check_shared_state
 from nxdt_testing.contract import difference
 from nxdt_testing.processes.rank_worker import import_module
@@ -126,12 +126,12 @@ class _Work:
             held = run.model.state_dict()
             if self.optimizer is not None:
                 check_shared_state(run.optimizer.state_dict(), held, run.engine.ranks)
-            places = {name: piece_of(each, name).box.offsets for name, each in held.items()}
+            places = {name: local_shard_of(each, name).region.offsets for name, each in held.items()}
             moved = run.moved()
         names = [] if objective is None else run.metrics[0]
         return Trained(
             losses=dict(enumerate(run.losses, start=1)),
-            metrics={name: dict(enumerate((each[name] for each in run.metrics), start=1)) for name in names},
+            metrics={name: dict(enumerate((metric[name] for metric in run.metrics), start=1)) for name in names},
             updates={name: (places[name], change) for name, change in moved.items()},
         )
 
@@ -173,7 +173,7 @@ def compare(
     for name, wanted in alone.metrics.items():
         of = f"metric {name!r}"
         numbers = [each.metrics.get(name, {}) for each in found]
-        said += [difference(each, wanted, where, of=of, rtol=_METRIC, atol=_METRIC) for each in numbers]
+        said += [difference(number, wanted, where, of=of, rtol=_METRIC, atol=_METRIC) for number in numbers]
     return [*[each for each in said if each][:1], *_updates_that_differ(alone, found, rtol)]
 
 
@@ -270,7 +270,9 @@ def _updates_that_differ(alone: Trained, found: Iterable[Trained], rtol: float) 
         for name, (offsets, update) in each.updates.items():
             if update.numel() == 0:
                 continue
-            expected = whole[name][Box(offsets, tuple(update.shape)).within(Box.whole(tuple(whole[name].shape)))]
+            expected = whole[name][
+                TensorSlice(offsets, tuple(update.shape)).within(TensorSlice.whole(tuple(whole[name].shape)))
+            ]
             size = max(rtol * float(whole[name].abs().max()), floor)
             worst[name] = max(worst.get(name, 0.0), float((update - expected).abs().max()) / size)
     wrong = sorted((name for name, share in worst.items() if not share <= 1), key=lambda name: -worst[name])

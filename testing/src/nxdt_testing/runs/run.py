@@ -15,7 +15,7 @@ from torch import nn
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.engine.weights import reset_buffers
 from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.random.init import complete_init_rules, initialize
@@ -133,7 +133,7 @@ def _rows(batch: Batch, first: int, count: int) -> Batch:
 
 def elements(held: Any, name: str = "a tensor") -> torch.Tensor:
     """Return this rank's elements of a tensor or piece, on the host."""
-    return piece_of(held, name).tensor.detach().to(HOST)
+    return local_shard_of(held, name).tensor.detach().to(HOST)
 
 
 def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:

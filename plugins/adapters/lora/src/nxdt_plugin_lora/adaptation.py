@@ -30,9 +30,9 @@ from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSav
 class LowRankUpdate(Update):
     """Update of a linear layer: ``product + scaling * (dropout(x) Aᵀ) Bᵀ`` (Hu et al. 2021, arXiv:2106.09685)."""
 
-    follows: Mapping[str, int] = {"lora_A": 1, "lora_B": 0}
+    sharded_like: Mapping[str, int] = {"lora_A": 1, "lora_B": 0}
     reads_weight = False
-    grows = "lora_B"
+    zero_initialised = "lora_B"
     """Name of the parameter that starts at zero."""
 
     def __init__(
@@ -47,19 +47,19 @@ class LowRankUpdate(Update):
         if residual:
             self.lora_A0 = nn.Parameter(torch.empty(rank, inputs), requires_grad=False)
             self.lora_B0 = nn.Parameter(torch.empty(outputs, rank), requires_grad=False)
-            self.follows = {**self.follows, "lora_A0": 1, "lora_B0": 0}
+            self.sharded_like = {**self.sharded_like, "lora_A0": 1, "lora_B0": 0}
 
     def forward(self, hidden: torch.Tensor, product: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``hidden`` [..., in] and ``product`` [..., out] to the latter's shape."""
-        narrow = functional.linear(self.dropout(hidden), self.local(self.lora_A))  # [..., rank]
-        return _plus_scaled(self.of_residual(hidden, product), narrow, self.local(self.lora_B), self.scaling)
+        low_rank = functional.linear(self.dropout(hidden), self.local(self.lora_A))  # [..., rank]
+        return _plus_scaled(self.of_residual(hidden, product), low_rank, self.local(self.lora_B), self.scaling)
 
     def of_residual(self, hidden: torch.Tensor, product: torch.Tensor) -> torch.Tensor:
         """Return the product of ``hidden`` and the residual, where ``product`` is that of the whole weight."""
         if not self.residual:
             return product
-        narrow = functional.linear(hidden, self.local(self.lora_A0))
-        return _plus_scaled(product, narrow, self.local(self.lora_B0), -self.scaling)
+        low_rank = functional.linear(hidden, self.local(self.lora_A0))
+        return _plus_scaled(product, low_rank, self.local(self.lora_B0), -self.scaling)
 
 
 class DoraUpdate(LowRankUpdate):
@@ -69,7 +69,7 @@ class DoraUpdate(LowRankUpdate):
     ``|w|² + 2 s w·(Aᵀ b) + s² bᵀ (A Aᵀ) b``: no matrix of the weight's size is made.
     """
 
-    follows: Mapping[str, int] = {**LowRankUpdate.follows, "lora_magnitude": 0}
+    sharded_like: Mapping[str, int] = {**LowRankUpdate.sharded_like, "lora_magnitude": 0}
     reads_weight = True
 
     def __init__(self, inputs: int, outputs: int, **options: Any) -> None:
@@ -85,11 +85,11 @@ class DoraUpdate(LowRankUpdate):
             whole = torch.cat([down, self.local(self.lora_A0)]), torch.cat([up, -self.local(self.lora_B0)], 1)
         factor = self.local(self.lora_magnitude) / self._norms(weight, *whole)
         product, dropped = self.of_residual(hidden, product), self.dropout(hidden)
-        narrow = functional.linear(dropped, down)
+        low_rank = functional.linear(dropped, down)
         if dropped is hidden:
-            return factor * _plus_scaled(product, narrow, up, self.scaling)
+            return factor * _plus_scaled(product, low_rank, up, self.scaling)
         turned = (factor - 1) * self.of_residual(dropped, functional.linear(dropped, weight))
-        return product + turned + factor * self.scaling * functional.linear(narrow, up)
+        return product + turned + factor * self.scaling * functional.linear(low_rank, up)
 
     @torch.no_grad()
     def _norms(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
@@ -105,8 +105,8 @@ class DoraUpdate(LowRankUpdate):
 class EmbeddingUpdate(Update):
     """Update of an embedding: rows of ``A`` [rows, rank], which starts at zero, times ``B`` [rank, width]."""
 
-    follows: Mapping[str, int] = {"lora_A": 0, "lora_B": 1}
-    grows = "lora_A"
+    sharded_like: Mapping[str, int] = {"lora_A": 0, "lora_B": 1}
+    zero_initialised = "lora_A"
     """Name of the parameter that starts at zero."""
     inputs = 0
 
@@ -118,14 +118,14 @@ class EmbeddingUpdate(Update):
 
     def forward(self, ids: torch.Tensor, product: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """``ids`` int64 [...] and ``product`` [..., width] to the latter's shape."""
-        narrow = functional.embedding(ids, self.local(self.lora_A))
-        return _plus_scaled(product, narrow, self.local(self.lora_B).t(), self.scaling)
+        low_rank = functional.embedding(ids, self.local(self.lora_A))
+        return _plus_scaled(product, low_rank, self.local(self.lora_B).t(), self.scaling)
 
 
 class DoraEmbeddingUpdate(EmbeddingUpdate):
     """Update that also brings the columns of W + s A B to trained norms, as in peft; see :class:`DoraUpdate`."""
 
-    follows: Mapping[str, int] = {**EmbeddingUpdate.follows, "lora_magnitude": 1}
+    sharded_like: Mapping[str, int] = {**EmbeddingUpdate.sharded_like, "lora_magnitude": 1}
 
     def __init__(self, rows: int, width: int, *, rank: int, scaling: float) -> None:
         super().__init__(rows, width, rank=rank, scaling=scaling)
@@ -150,8 +150,8 @@ class DoraEmbeddingUpdate(EmbeddingUpdate):
 class ExpertsUpdate(Update):
     """Update of one matrix of experts [experts, out, in]: each expert has its own, from its own rows."""
 
-    follows: Mapping[str, int] = {"lora_A": 2, "lora_B": 1}
-    grows = "lora_B"
+    sharded_like: Mapping[str, int] = {"lora_A": 2, "lora_B": 1}
+    zero_initialised = "lora_B"
     """Name of the parameter that starts at zero."""
 
     def __init__(self, experts: int, inputs: int, outputs: int, *, rank: int, scaling: float, dropout: float) -> None:
@@ -165,8 +165,8 @@ class ExpertsUpdate(Update):
         self, rows: torch.Tensor, product: torch.Tensor, weight: torch.Tensor, groups: RowGroups | None
     ) -> torch.Tensor:
         """``rows``, ``groups`` and the result as of :func:`nxdt_core.models.moe.experts.grouped_linear`."""
-        narrow = grouped_linear(self.dropout(rows), self.local(self.lora_A), groups)
-        return product + self.scaling * grouped_linear(narrow, self.local(self.lora_B), groups)
+        low_rank = grouped_linear(self.dropout(rows), self.local(self.lora_A), groups)
+        return product + self.scaling * grouped_linear(low_rank, self.local(self.lora_B), groups)
 
 
 def _wide(weight: torch.Tensor) -> torch.dtype:
@@ -178,10 +178,10 @@ def _root(squares: torch.Tensor) -> torch.Tensor:
     return squares.clamp(min=torch.finfo(squares.dtype).tiny).sqrt()
 
 
-def _plus_scaled(product: torch.Tensor, narrow: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``product + scaling * narrow @ upᵀ`` in one kernel, which makes no second tensor of that size."""
+def _plus_scaled(product: torch.Tensor, low_rank: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
+    """``product + scaling * low_rank @ upᵀ`` in one kernel, which makes no second tensor of that size."""
     flat = product.reshape(-1, product.shape[-1])
-    return torch.addmm(flat, narrow.reshape(-1, narrow.shape[-1]), up.t(), alpha=scaling).view(product.shape)
+    return torch.addmm(flat, low_rank.reshape(-1, low_rank.shape[-1]), up.t(), alpha=scaling).view(product.shape)
 
 
 def adapt(
@@ -308,13 +308,13 @@ _MATRICES = ("gate_proj", "up_proj", "down_proj")
 def adaptable(module: nn.Module) -> dict[str, nn.Module]:
     """Return what can get an update, in the order of the model: paths of linear layers, embeddings and experts'
     matrices, with the module that has the weight."""
-    found: dict[str, nn.Module] = {}
+    modules: dict[str, nn.Module] = {}
     for path, part in module.named_modules():
         if isinstance(part, SwiGLUExperts):
-            found |= {f"{path}.{matrix}": part for matrix in _MATRICES}
+            modules |= {f"{path}.{matrix}": part for matrix in _MATRICES}
         elif type(part).forward in (nn.Linear.forward, nn.Embedding.forward):
-            found[path] = part
-    return found
+            modules[path] = part
+    return modules
 
 
 def adaptable_names(builder: ModelBuilder) -> set[str]:

@@ -16,16 +16,16 @@ from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.format.file_names import step_name
 from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.placement import is_dtensor, piece_of
+from nxdt_core.distributed.placement import is_dtensor, local_shard_of
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
 from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.adapter import Adapter, SavedAdapter
 from nxdt_core.protocols.parallel_model import ParallelModel
-from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.protocols.tensor_shards import TensorSlice
 from nxdt_core.train import build
 from nxdt_core.train.weights.loading import base_digest, without_base
 from nxdt_core.train.weights.saved_config import saved_adapter
@@ -129,9 +129,9 @@ class LoraAdapter(Adapter):
 
 def changes_base(model: ParallelModel, ranks: RankAgreement) -> bool:
     """Return whether an update of ``model`` has left its start. Collective."""
-    parameters = {name: piece_of(parameter).tensor for name, parameter in model.named_parameters()}
+    parameters = {name: local_shard_of(parameter).tensor for name, parameter in model.named_parameters()}
     names = {
-        f"{path}.{part.grows}"
+        f"{path}.{part.zero_initialised}"
         for module in model.local_modules()
         for path, part in module.named_modules()
         if isinstance(part, (LowRankUpdate, EmbeddingUpdate, ExpertsUpdate))
@@ -168,7 +168,7 @@ def set_initial_values(model: ParallelModel, ranks: RankAgreement) -> None:
     for number, (path, (update, weight)) in enumerate(updates.items()):
         whole = weight.full_tensor() if is_dtensor(weight) else weight
         held = state.get(f"{path.removesuffix('.update')}.weight")
-        if held is not None and piece_of(held).shape != tuple(whole.shape):
+        if held is not None and local_shard_of(held).shape != tuple(whole.shape):
             option = "use_dora" if hasattr(update, "lora_magnitude") else "init_lora_weights"
             raise LayerNotAdaptable(
                 path=path, layer="split by this engine", option=option, fits="layers of whole weights"
@@ -176,8 +176,8 @@ def set_initial_values(model: ParallelModel, ranks: RankAgreement) -> None:
         wide = whole.to(torch.promote_types(whole.dtype, torch.float32))
         if hasattr(update, "lora_magnitude"):
             norms = torch.linalg.vector_norm(wide, dim=update.inputs)
-            piece = piece_of(parameters[f"{path}.lora_magnitude"])
-            piece.tensor.copy_(norms[piece.box.within(piece_of(norms).box)])
+            shard = local_shard_of(parameters[f"{path}.lora_magnitude"])
+            shard.tensor.copy_(norms[shard.region.within(local_shard_of(norms).region)])
         holders = [rank for rank, paths in enumerate(paths_of_ranks) if path in paths]
         if isinstance(update, LowRankUpdate) and update.residual and ranks.rank == holders[number % len(holders)]:
             rank = parameters[f"{path}.lora_A"].shape[0]
@@ -187,8 +187,8 @@ def set_initial_values(model: ParallelModel, ranks: RankAgreement) -> None:
             computed[f"{path}.lora_B"] = (left[:, :rank] * root).cpu()
     for name, start in (item for of_rank in ranks.all_gather_object(computed) for item in of_rank.items()):
         for parameter in (parameters[each] for each in (name, f"{name}0") if each in parameters):
-            piece = piece_of(parameter)
-            piece.tensor.copy_(start[piece.box.within(Box.whole(piece.shape))])
+            shard = local_shard_of(parameter)
+            shard.tensor.copy_(start[shard.region.within(TensorSlice.whole(shard.shape))])
 
 
 def _check_options(own: LoraConfig, saved: Mapping[str, Any], where: str) -> None:
@@ -256,8 +256,8 @@ def _load_peft(
             raise AdapterOfAnotherBase(where=str(directory), base="this run")
         with torch.no_grad():
             for name, tensor in weights.items():
-                piece = piece_of(tensor, name)
-                piece.tensor.copy_(values[name][piece.box.within(Box.whole(piece.shape))])
+                shard = local_shard_of(tensor, name)
+                shard.tensor.copy_(values[name][shard.region.within(TensorSlice.whole(shard.shape))])
 
     on_all_ranks(ranks, fill, where=str(directory))
     model.load_state_dict(weights, strict=False)

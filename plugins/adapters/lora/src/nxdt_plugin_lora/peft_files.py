@@ -70,7 +70,7 @@ class PeftTensor:
     """Name of the parameter within the update; None for a parameter of the base that trains whole."""
     transposed: bool = False
     """True if the tensors are stored transposed."""
-    twin: str | None = None
+    tied_name: str | None = None
     """Name of the same tensor again, where two modules share it."""
     start: str | None = None
     """Name of the parameter with the frozen initial values, which the tensors have, too."""
@@ -82,10 +82,10 @@ class PeftTensor:
             is_a = self.leaf.kind == "lora_A"
             tensor = torch.cat([tensor, start if is_a else -start], -2 if is_a else -1)
         for part in self.source.tensors():
-            values = part.transform.write(tensor[part.box.within(part.box.whole(part.parameter_shape))])
+            values = part.transform.write(tensor[part.region.within(part.region.whole(part.parameter_shape))])
             yield part.name, (values.t() if self.transposed else values).contiguous()
-            if self.twin is not None:
-                yield self.twin, values.clone()
+            if self.tied_name is not None:
+                yield self.tied_name, values.clone()
 
     def read(self, fetch: Callable[[str], torch.Tensor]) -> torch.Tensor:
         """Return the parameter, of tensors that ``fetch`` gives by name."""
@@ -155,7 +155,7 @@ def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTe
             source=replace(source, hf_names=tuple(f"{_PREFIX}{name}" for name in source.hf_names)),
             modules=tuple(name.rpartition(".")[0] for name in (*source.hf_names, _HEAD)),
             leaf=None,
-            twin=f"{_PREFIX}{_HEAD}",
+            tied_name=f"{_PREFIX}{_HEAD}",
         )
     modules = tuple(name.rpartition(".")[0] for name in source.hf_names)
     beneath = ".base_layer" if owner in updated else ""
@@ -348,13 +348,13 @@ def read_peft(
     wanted = {part for tensor in tensors.values() for part in tensor.source.hf_names}
     base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # peft saves them with embeddings
     for each in tensors.values():
-        if each.twin is not None:  # a matrix that two modules share trains in both here
-            names = (*each.source.hf_names, each.twin)
+        if each.tied_name is not None:  # a matrix that two modules share trains in both here
+            names = (*each.source.hf_names, each.tied_name)
             shared = [held[name] for name in names if name in held]
             if shared and (len(shared) < len(names) or not all(torch.equal(shared[0], other) for other in shared)):
                 said = f"embedding and head share '{each.source.name}' here, and it trained them apart"
                 raise AdapterDiffers(where=str(directory), differences=[said], remedies=(MERGE,))
-    wanted |= {each.twin for each in tensors.values() if each.twin is not None}
+    wanted |= {tensor.tied_name for tensor in tensors.values() if tensor.tied_name is not None}
     missing, extra = sorted(wanted - held.keys()), sorted(held.keys() - wanted - base_layers)
     if missing or extra:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[])
@@ -572,7 +572,7 @@ def describe(
         },
         modules={module for name in theirs.keys() & adaptable for module in theirs[name]} - layers,
         transposed=any("transpose" in source.transform for source in of_base if source.name in updates),
-        tied=any(tensor.twin is not None for tensor in tensors.values()),
+        tied=any(tensor.tied_name is not None for tensor in tensors.values()),
         matrices=matrices,
     )
     return config, tensors

@@ -26,9 +26,9 @@ from nxdt_core.checkpoint.write.save import Planner
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.errors.training import CannotWriteRunDirectory
-from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.protocols.tensor_shards import Listing, ShardInfo, TensorKey, TensorSlice
 from nxdt_core.system.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
@@ -177,7 +177,7 @@ def merge_lora(
             raise MergeUnties(owner=owner, user=user)
     uri = build.step_uri(target, saved.manifest.step)
     listing: Listing = {
-        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, box=Box.whole(spec.shape))
+        ("model", name): ShardInfo(dtype=spec.dtype, shape=spec.shape, region=TensorSlice.whole(spec.shape))
         for name, spec in weights.specs.items()
         if base_of(name) is None
     }
@@ -230,7 +230,7 @@ def merge_lora(
             without_base=False,
             fencing=0,
             keep="regular",
-            elements=sum(info.box.elements for info in listing.values()),
+            elements=sum(info.region.elements for info in listing.values()),
         ),
         assignment=Planner(ranks).plan(prepare, where=uri),
         write=write,

@@ -76,10 +76,12 @@ class Lfs:
     def states(self, files: Sequence[Path]) -> list[HsmState]:
         """Return what is known of the copies of ``files``, in any order, lfs-hsm_state(1)."""
         lines = [line for batch in _batches(files) for line in self._run("hsm_state", *batch).splitlines()]
-        found = [HsmState(int(match[-1], 16)) for line in lines if (match := _STATE.findall(line))]
-        if len(found) != len(files):
-            raise LfsFailed(where=f"{self._path} hsm_state", reason=f"it reported {len(found)} of {len(files)} files")
-        return found
+        hsm_states = [HsmState(int(match[-1], 16)) for line in lines if (match := _STATE.findall(line))]
+        if len(hsm_states) != len(files):
+            raise LfsFailed(
+                where=f"{self._path} hsm_state", reason=f"it reported {len(hsm_states)} of {len(files)} files"
+            )
+        return hsm_states
 
     def _run(self, *words: str) -> str:
         more = "" if len(words) <= _SHOWN else " …"

@@ -162,12 +162,14 @@ def _bind(
     except TypeError as error:
         problem = str(error)
     parameters = [*signature.parameters.values()][skipped:]
-    known = [each.name for each in parameters]
+    known = [parameter.name for parameter in parameters]
     unknown = [each for each in kwargs if each not in known]
     missing = [
-        each.name
-        for each in parameters[max(0, len(args) - skipped) :]
-        if each.default is each.empty and each.kind is each.POSITIONAL_OR_KEYWORD and each.name not in kwargs
+        parameter.name
+        for parameter in parameters[max(0, len(args) - skipped) :]
+        if parameter.default is parameter.empty
+        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+        and parameter.name not in kwargs
     ]
     if unknown:
         problem = f"it has no argument '{unknown[0]}'"

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map, tree_map_only
 
-from nxdt_core.models.step_border import called_with_step, step_of
+from nxdt_core.models.step_boundary import called_with_step, step_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
@@ -230,15 +230,15 @@ class _Stage:
     def __init__(
         self, module: nn.Module, pipeline: PipelinePlan, kind: Any, total: int, widths: Mapping[str, int]
     ) -> None:
-        own: Any = module.get_submodule(pipeline.layers)
+        submodule: Any = module.get_submodule(pipeline.layers)
         numbers = [str(number) for number in range(total)]
-        present = [number for number in numbers if number in own]
+        present = [number for number in numbers if number in submodule]
         self.is_first, self.is_last = present[0] == numbers[0], present[-1] == numbers[-1]
         self.running = self.has_run = False
         self.received: torch.Tensor | None = None
-        own[present[0]].register_forward_pre_hook(self._enter, with_kwargs=True)
-        own[present[-1]].register_forward_hook(self._leave)
-        placed = {at: own[at] if at in own else _Elsewhere(self, at, "layer") for at in numbers}
+        submodule[present[0]].register_forward_pre_hook(self._enter, with_kwargs=True)
+        submodule[present[-1]].register_forward_hook(self._leave)
+        placed = {at: submodule[at] if at in submodule else _Elsewhere(self, at, "layer") for at in numbers}
         layers = nn.ModuleList(placed.values()) if issubclass(kind, nn.ModuleList) else nn.ModuleDict(placed)
         module.set_submodule(pipeline.layers, layers)
         for path in () if self.is_first else pipeline.first:

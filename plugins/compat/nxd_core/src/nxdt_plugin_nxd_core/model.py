@@ -11,14 +11,14 @@ import torch
 from torch import nn
 
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.protocols.parallel_model import ParallelModel
-from nxdt_core.protocols.piece import Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.tensor_shards import LocalShard
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, call_check, refused
 from nxdt_plugin_nxd_core.builder import CallBatch, ModelLoss, ModuleBuilder, scaled_gradients, split
@@ -197,7 +197,7 @@ class NxDModel(nn.Module):
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return this rank's shards by name; :func:`save_checkpoint` saves the whole."""
         held = self.parallel.state_dict()
-        return {name: value.tensor if isinstance(value, Piece) else value for name, value in held.items()}
+        return {name: value.tensor if isinstance(value, LocalShard) else value for name, value in held.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy values in: whole tensors, of which this rank takes its part, or shards as :meth:`state_dict` gives.
@@ -223,14 +223,14 @@ def _values(module: nn.Module) -> dict[str, torch.Tensor]:
     return {**dict(module.named_parameters()), **{name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}}
 
 
-def own_parts(held: Mapping[str, torch.Tensor | Piece], values: Mapping[str, Any]) -> dict[str, Any]:
+def own_parts(held: Mapping[str, torch.Tensor | LocalShard], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return this rank's part of each value that has more than it; what has another shape stays as it is."""
     parts = dict(values)
     for name in held.keys() & values.keys():
-        place, value = piece_of(held[name], name), values[name]
+        place, value = local_shard_of(held[name], name), values[name]
         if tuple(value.shape) == place.shape and place.tensor is not value:
-            whole = piece_of(value, name)
-            if place.box.intersection(whole.box) == place.box:
-                part = whole.tensor[place.box.within(whole.box)].detach()
-                parts[name] = Piece(part, place.shape, place.box)
+            whole = local_shard_of(value, name)
+            if place.region.intersection(whole.region) == place.region:
+                part = whole.tensor[place.region.within(whole.region)].detach()
+                parts[name] = LocalShard(part, place.shape, place.region)
     return parts

@@ -45,7 +45,7 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
     # The list of layers: that of the class, or without one the longest list of one class.
     lists: dict[str, int] = {}
     for path, part in module.named_modules():
-        kinds = {type(each) for each in part.children()}
+        kinds = {type(child) for child in part.children()}
         if not isinstance(part, nn.ModuleList | nn.ModuleDict) or any(path.startswith(f"{each}.") for each in lists):
             continue
         if len(kinds) == 1 if layer_class is None else kinds and all(issubclass(kind, layer_class) for kind in kinds):

@@ -61,10 +61,10 @@ class NxDOptimizer(torch.optim.Optimizer):
             """Return the optimizer over the caller's groups of the engine's shards."""
             held = {name: each for group in groups for name, each in zip(group["names"], group["params"], strict=True)}
             own = [{**group, "params": [held[name] for name in group["names"]]} for group in wanted]
-            made: torch.optim.Optimizer = optimizer_class(own, **defaults)
-            right = isinstance(made, torch.optim.Optimizer)
-            expect(_CALL, "optimizer_class", made, "a torch.optim.Optimizer", when=right)
-            return made
+            optimizer: torch.optim.Optimizer = optimizer_class(own, **defaults)
+            right = isinstance(optimizer, torch.optim.Optimizer)
+            expect(_CALL, "optimizer_class", optimizer, "a torch.optim.Optimizer", when=right)
+            return optimizer
 
         lr = defaults.get("lr", 0.0)
         check(_CALL, "lr", lr)

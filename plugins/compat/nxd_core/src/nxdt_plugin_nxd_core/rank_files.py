@@ -25,11 +25,11 @@ from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map
 from nxdt_core.checkpoint.collective import on_all_ranks
 from nxdt_core.checkpoint.torch_file import TorchFileDamaged, TorchFileRefused, read_torch_file
 from nxdt_core.distributed.devices import HOST
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
-from nxdt_core.protocols.piece import Box, Piece
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.system.regular_files import replacing
 from nxdt_plugin_nxd_core.arguments import binds, error_of, reason_and_advice, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, required_config
@@ -40,7 +40,7 @@ from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
 
 _RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
 _FILE = "checkpoint.pt"
-_SAVED = (torch.Tensor, Piece, bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
+_SAVED = (torch.Tensor, LocalShard, bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
 
 
 @binds
@@ -76,11 +76,11 @@ def save(
 
     def on_the_host(value: Any) -> Any:
         """Return this rank's elements of a tensor; collective where data parallel ranks have shards of it."""
-        if not isinstance(value, torch.Tensor | Piece):
+        if not isinstance(value, torch.Tensor | LocalShard):
             return value
         if master_dp_only and isinstance(value, DTensor):
             value = value.redistribute(placements=_tp_placements(value))
-        local = piece_of(value).tensor.detach()
+        local = local_shard_of(value).tensor.detach()
         if not writes:
             return None
         local = local.to(HOST, copy=True)  # torch.save writes all of the memory that a view belongs to
@@ -170,8 +170,8 @@ def load(
             parameters = target.nxd_config.model.parallel.state_dict()
             for key, value in chosen.items() if master_dp_only else ():
                 parameter = parameters.get(key.rpartition("/")[0])
-                if parameter is not None and tuple(value.shape) == _box(parameter, True).shape:
-                    values[key] = value[piece_of(parameter).box.within(_box(parameter, True))]
+                if parameter is not None and tuple(value.shape) == _region(parameter, True).shape:
+                    values[key] = value[local_shard_of(parameter).region.within(_region(parameter, True))]
 
     on_all_ranks(config.engine.ranks, read, where=str(source))
     if target is None:
@@ -203,7 +203,7 @@ def _path_of(config: NxDConfig, folder: Path, master_dp_only: bool) -> Path:
     if not ranks:
         raise _unfit(folder, "none")
     own = config["tensor_parallel_size"], config.stages
-    found = tuple(1 + max(int(each[at]) for each in ranks) for at in (1, 2))
+    found = tuple(1 + max(int(rank[at]) for rank in ranks) for at in (1, 2))
     if found != own:
         raise _unfit(folder, "other layout", theirs=found, ours=own)
     path = folder / _name(config, master_dp_only)
@@ -260,19 +260,19 @@ def _tp_placements(tensor: DTensor) -> list[Any]:
     ]
 
 
-def _box(tensor: torch.Tensor | Piece, of_all_dp: bool) -> Box:
+def _region(tensor: torch.Tensor | LocalShard, of_all_dp: bool) -> TensorSlice:
     """Return the box of what a file holds: this rank's, or that of its tensor parallel rank, which data parallel ranks
     may share out."""
     if not of_all_dp or not isinstance(tensor, DTensor):
-        return piece_of(tensor).box
+        return local_shard_of(tensor).region
     place = tensor.device_mesh, _tp_placements(tensor)
     sizes, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), *place)
-    return Box(tuple(offsets), tuple(sizes))
+    return TensorSlice(tuple(offsets), tuple(sizes))
 
 
 def _of_model(
     model: NxDModel, values: dict[str, Any], path: Path, *, strict: bool, of_all_dp: bool
-) -> Mapping[str, torch.Tensor | Piece]:
+) -> Mapping[str, torch.Tensor | LocalShard]:
     """Return this rank's part of a file's values.
 
     Raises:
@@ -283,27 +283,29 @@ def _of_model(
     for prefix, part in _fused(model):
         for kind in ("weight", "bias"):
             for letters in ("qkv", "q", "k", "v"):
-                name, held = f"{prefix}.{kind}_{letters}", [getattr(getattr(part, each), kind) for each in letters]
+                name, held = f"{prefix}.{kind}_{letters}", [getattr(getattr(part, letter), kind) for letter in letters]
                 if name not in values or None in held:
                     continue
                 if part.kv_size_multiplier > 1:
                     raise _unfit(path, "copied heads", name=name)
-                value, rows = values.pop(name), [_box(each, of_all_dp).shape[0] for each in held]
+                value, rows = values.pop(name), [_region(each, of_all_dp).shape[0] for each in held]
                 if letters == "qkv" and len(value) != sum(rows):
                     raise _unfit(path, "rows", rows=len(value), prefix=prefix, wanted=sum(rows))
                 parts = value.split(rows) if letters == "qkv" else [value]
                 values |= {f"{prefix}.{letter}.{kind}": each for letter, each in zip(letters, parts, strict=True)}
-    boxes = {name: _box(own[name], of_all_dp) for name in own.keys() & values.keys()}
+    regions = {name: _region(own[name], of_all_dp) for name in own.keys() & values.keys()}
     shapes = [
-        f"{name}: {tuple(values[name].shape)} instead of {box.shape} on this rank"
-        for name, box in boxes.items()
-        if tuple(values[name].shape) != box.shape
+        f"{name}: {tuple(values[name].shape)} instead of {region.shape} on this rank"
+        for name, region in regions.items()
+        if tuple(values[name].shape) != region.shape
     ]
     missing = sorted(own.keys() - values.keys()) if strict else []
     extra = sorted(values.keys() - own.keys()) if strict else []
     if missing or extra or shapes:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
-    return own_parts(own, {name: Piece(values[name], tuple(own[name].shape), box) for name, box in boxes.items()})
+    return own_parts(
+        own, {name: LocalShard(values[name], tuple(own[name].shape), region) for name, region in regions.items()}
+    )
 
 
 def _fused(model: NxDModel) -> Iterator[tuple[str, GQAQKVColumnParallelLinear]]:

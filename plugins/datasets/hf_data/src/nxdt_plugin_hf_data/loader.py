@@ -50,7 +50,7 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
         made = make()
         return TokenStream(tokens=made.tokens[:], starts=made.starts)
 
-    def unkept(error: OSError) -> None:
+    def on_error(error: OSError) -> None:
         raise CacheUnwritable(path=str(directory), reason=error.strerror or str(error)) from error
 
     def fits(stream: TokenStream) -> bool:  # the documents are all of its tokens
@@ -62,7 +62,7 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
             and is_array(stream.weights, "f", 0)
         )
 
-    return cached_arrays(directory, name, TokenStream, whole, unkept, fits)
+    return cached_arrays(directory, name, TokenStream, whole, on_error, fits)
 
 
 _KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}

@@ -171,7 +171,7 @@ class FileStream(IterableDataset):
     def _packed(self) -> Generator[Sample, None, int]:
         """Samples of rows end to end; returns the tokens that are left at the end of the pass."""
         length = self._cutting.seq_length
-        held: deque[Row] = deque()  # rows that are not all behind
+        rows: deque[Row] = deque()  # rows that are not all behind
         behind = self._place.token  # of the first of them
         waiting = -behind
         for row in self._rows():
@@ -179,15 +179,15 @@ class FileStream(IterableDataset):
                 raise PaddedDocuments(path=str(row.path))
             if not len(row.ids):
                 continue
-            held.append(row)
+            rows.append(row)
             waiting += len(row.ids)
             while waiting > length:
-                sample = self._window(held, behind)
+                sample = self._window(rows, behind)
                 waiting -= length
                 behind += length
-                while behind >= len(held[0].ids):
-                    behind -= len(held.popleft().ids)
-                self._place = replace(held[0].place, token=behind)
+                while behind >= len(rows[0].ids):
+                    behind -= len(rows.popleft().ids)
+                self._place = replace(rows[0].place, token=behind)
                 yield sample
         return waiting
 

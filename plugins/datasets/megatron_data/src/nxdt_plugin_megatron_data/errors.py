@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.data import found_nearby
+from nxdt_core.errors.data import nearby_paths
 
 IndexedFileMissing = NxdtError.define(
     "NXDT-D101",
@@ -11,7 +11,7 @@ IndexedFileMissing = NxdtError.define(
     "{key}: there is no {path}{near}.",
     "Give the path without .bin and .idx; 'nxdt data preprocess' makes both.",
     defaults={"candidates": ()},
-    also=found_nearby,
+    also=nearby_paths,
 )
 
 BadIndexFile = NxdtError.define(

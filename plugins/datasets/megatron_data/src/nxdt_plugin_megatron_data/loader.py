@@ -139,11 +139,11 @@ def cached_indices(
     Where the directory cannot be written, the index stays in the memory of this process, and a warning says so.
     """
 
-    def unkept(error: OSError) -> None:
+    def on_error(error: OSError) -> None:
         reason = error.strerror or str(error)
         _log.warning("%s: cannot keep an index there (%s); each process builds its own", directory, reason)
 
-    return cached_arrays(directory, name, Indices, build, unkept, fits)
+    return cached_arrays(directory, name, Indices, build, on_error, fits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -438,14 +438,14 @@ class MegatronData(DatasetSplits):
             reset_position_ids=config.reset_position_ids,
             eod_id=self._eod_id if config.eod_mask_loss else None,
         )
-        apart = config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss
+        separate_documents = config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss
         vocab_size = context.vocab_size
         if vocab_size is None and context.tokenizer is not None:
             vocab_size = context.tokenizer.vocab_size
         return SampleSettings(
             seq_length=context.seq_length,
             extra=not config.no_seqlen_plus_one_input_tokens,
-            packing=packing if apart else None,
+            packing=packing if separate_documents else None,
             eod_id=self._eod_id,
             vocab_size=vocab_size,
             vocab_owner="the model" if context.vocab_size is not None else "the tokenizer",

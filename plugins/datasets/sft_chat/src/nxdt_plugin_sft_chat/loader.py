@@ -454,12 +454,12 @@ class ChatData(DatasetSplits):
         if directory is None:
             return chats()
 
-        def unkept(error: OSError) -> None:
+        def on_error(error: OSError) -> None:
             _log.warning("%s: cannot keep tokens there; each process makes its own", error)
 
         name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
         fits = partial(Chats.fits, most=length + 1, vocab_size=self._tokenizer.vocab_size)
-        return cached_arrays(directory, name, Chats, chats, unkept, fits, most_bytes=self._config.cache_bytes)
+        return cached_arrays(directory, name, Chats, chats, on_error, fits, most_bytes=self._config.cache_bytes)
 
     def _encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
         """Yield the conversations of records in their order, without those that ``bad`` takes.

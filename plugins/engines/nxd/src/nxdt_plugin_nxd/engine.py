@@ -139,7 +139,7 @@ class NxdEngine(ParallelEngine):
         from nxdt_plugin_nxd.passes import ComputeContext
 
         fixed_shapes = not profile_of(self.device).host
-        stage = layout.lay_out(builder, self.place, self.config, precision, adapters, fixed_shapes=fixed_shapes)
+        stage = layout.parallelize(builder, self.place, self.config, precision, adapters, fixed_shapes=fixed_shapes)
         copies = max((shard.copies for shard in stage.shards.values()), default=1)
         if max(self.ranks.all_gather_object(copies)) > 1:  # a stage may have no attention
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)

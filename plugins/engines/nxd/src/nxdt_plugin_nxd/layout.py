@@ -34,22 +34,22 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.engine.expert import ExchangingDispatcher
 from nxdt_core.engine.pipeline.split import cut_stage
 from nxdt_core.engine.recompute import apply_recompute
-from nxdt_core.engine.weights import allocate, build_whole, draw_piece
+from nxdt_core.engine.weights import allocate, build_whole, draw_local_shard
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.models.loss import cross_entropies, log_partition
 from nxdt_core.models.moe.router import WholeMicroBatch
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout, MaskPart, encoded_name
-from nxdt_core.models.step_border import let_take_step
+from nxdt_core.models.step_boundary import accept_step
 from nxdt_core.models.updates import Update, updated_linear
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.batch import IGNORE_INDEX
 from nxdt_core.protocols.mesh import stages_of_rank
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_plugin_nxd.errors import VocabularyIsSharded
 from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.translation import MeshCoordinates, Replacement, Shard, Translation, is_within, paths_of, translate
@@ -61,12 +61,12 @@ _SEQUENCE_DIM = 1
 
 def apply_translation(module: nn.Module, translation: Translation, *, sequence_parallel: bool) -> None:
     """Put the library's layers into ``module``, on the meta device."""
-    for each in translation.replacements:
-        part = module.get_submodule(each.path)
-        layer = _layer(part, each, sequence_parallel)
+    for replacement in translation.replacements:
+        part = module.get_submodule(replacement.path)
+        layer = _layer(part, replacement, sequence_parallel)
         for leaf, parameter in part.named_parameters(recurse=False):
             getattr(layer, leaf).requires_grad_(parameter.requires_grad)
-        module.set_submodule(each.path, layer)
+        module.set_submodule(replacement.path, layer)
 
     def entry(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Enter a tensor block: with all parts of the sequence, or with gradients that are summed over its ranks."""
@@ -86,7 +86,7 @@ def apply_translation(module: nn.Module, translation: Translation, *, sequence_p
     for name, shard in translation.shards.items():
         path, _, leaf = name.rpartition(".")
         owner = module.get_submodule(path)
-        parameter, local = getattr(owner, leaf), shard.box(0).shape
+        parameter, local = getattr(owner, leaf), shard.region(0).shape
         if tuple(parameter.shape) != local:
             empty = torch.empty(local, dtype=parameter.dtype, device=_META)
             setattr(owner, leaf, nn.Parameter(empty, requires_grad=parameter.requires_grad))
@@ -99,7 +99,7 @@ def _update_of(part: nn.Module, shard_dim: int) -> nn.Module | None:
         return None
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
     own = getattr(part, "in_features", 0) // ranks
-    for dropout in (each for each in update.modules() if isinstance(each, Dropout)):
+    for dropout in (module for module in update.modules() if isinstance(module, Dropout)):
         dropout.whole = shard_dim == 0
         dropout.features = None if dropout.whole else (rank * own, own * ranks)
     if shard_dim == update.inputs:
@@ -328,23 +328,23 @@ class LocalParameter:
         """True for experts that are distributed over ranks."""
         return self.shard is not None and self.shard.expert_parts > 1
 
-    def box(self) -> Box:
+    def region(self) -> TensorSlice:
         """Return the place of its elements in the whole parameter."""
         if self.shard is None:
-            return Box.whole(tuple(self.parameter.shape))
-        return self.shard.box(self.place.tp, self.place.ep)
+            return TensorSlice.whole(tuple(self.parameter.shape))
+        return self.shard.region(self.place.tp, self.place.ep)
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Return the shape of the whole parameter."""
         return tuple(self.parameter.shape) if self.shard is None else self.shard.shape
 
-    def piece(self, tensor: torch.Tensor) -> torch.Tensor | Piece:
+    def local_shard(self, tensor: torch.Tensor) -> torch.Tensor | LocalShard:
         """Return a tensor of the parameter's local shape as a checkpoint takes it."""
-        return tensor if self.shard is None else Piece(tensor, self.shape, self.box())
+        return tensor if self.shard is None else LocalShard(tensor, self.shape, self.region())
 
 
-def lay_out(
+def parallelize(
     builder: ModelBuilder,
     place: MeshCoordinates,
     config: ResolvedConfig,
@@ -389,7 +389,7 @@ def lay_out(
     partial: set[str] = set()
     sequence_parallel = run.distributed_strategy.sequence_parallel and sizes.tp > 1
     for module in modules:
-        let_take_step(module)
+        accept_step(module)
         if sizes.tp > 1 or sizes.ep > 1:
             translation = translate(module, plan, tp=sizes.tp, ep=sizes.ep, sequence_parallel=sequence_parallel)
             apply_translation(module, translation, sequence_parallel=sequence_parallel)
@@ -424,7 +424,7 @@ def materialise(stage: Stage, place: MeshCoordinates, device: torch.device, *, s
         if held.distributed:
             parameter.expert_model_parallel = True  # type: ignore[attr-defined]
         if base or name in stage.added:
-            draw_piece(Piece(held.parameter, held.shape, held.box()), name, stage.rules, seed=seed)
+            draw_local_shard(LocalShard(held.parameter, held.shape, held.region()), name, stage.rules, seed=seed)
 
 
 def round_to(stage: Stage, dtype: torch.dtype) -> None:

@@ -127,19 +127,19 @@ def variables_of(config: ResolvedConfig) -> dict[str, str]:
     """Return the variables that a run with this engine asks for, also by the switches of ``precision.type: manual``."""
     run, selected = config.run, config.components["precision"]
     precision = None if selected is None else selected.config
-    own: NxdConfig = config.selected("engine").config
-    bucket = own.bucket_size_collectives
-    flags = " ".join(text for text in (own.compiler_flags, _CAST_FLAGS.get(run.precision.type)) if text)
+    nxd_config: NxdConfig = config.selected("engine").config
+    bucket = nxd_config.bucket_size_collectives
+    flags = " ".join(text for text in (nxd_config.compiler_flags, _CAST_FLAGS.get(run.precision.type)) if text)
     asked: dict[str, object] = {
         _FLAGS: flags or None,
         CACHE: run.compiler_cache_url,
         LNC: run.trainer.lnc,
-        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": own.async_exec_max_inflight_requests,
+        "NEURON_RT_ASYNC_EXEC_MAX_INFLIGHT_REQUESTS": nxd_config.async_exec_max_inflight_requests,
         "BUCKET_CAP_MB": bucket,
         "ALLREDUCE_BUCKET_CAP_MB": bucket,
-        "NEURON_RT_EXEC_TIMEOUT": own.neuron_rt_exec_timeout,
-        "NEURON_EXPERIMENTAL_COMPRESS_RG": 1 if own.neuron_experimental_compress_rg else None,
-        "NEURON_FUSE_SOFTMAX": 1 if own.fuse_softmax else None,
+        "NEURON_RT_EXEC_TIMEOUT": nxd_config.neuron_rt_exec_timeout,
+        "NEURON_EXPERIMENTAL_COMPRESS_RG": 1 if nxd_config.neuron_experimental_compress_rg else None,
+        "NEURON_FUSE_SOFTMAX": 1 if nxd_config.fuse_softmax else None,
         _ROUNDING: 1 if run.precision.type == _ROUNDED else None,
         **{name: 1 for key, name in _SWITCHES.items() if getattr(precision, key, False) in (True, 1, "1")},
     }

@@ -34,10 +34,10 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, TokenMeasure
-from nxdt_core.protocols.piece import Box, Piece
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
+from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_plugin_nxd.layout import LocalParameter, Stage, parameters_of, round_to, whole_logits
 from nxdt_plugin_nxd.lazy_device import end_of_step
 from nxdt_plugin_nxd.library import computes_on_host
@@ -57,17 +57,17 @@ class TrainedTensor:
     group: dist.ProcessGroup | None
     """Ranks that have the other parts."""
 
-    def box(self) -> Box:
+    def region(self) -> TensorSlice:
         """Return the place of its elements in the whole parameter."""
-        outer, size = self.held.box(), self.tensor.shape[0] if self.tensor.ndim else 0
+        outer, size = self.held.region(), self.tensor.shape[0] if self.tensor.ndim else 0
         if self.parts == 1:
             return outer
         offsets = (outer.offsets[0] + self.part * size, *outer.offsets[1:])
-        return Box(offsets, (size, *outer.shape[1:]))
+        return TensorSlice(offsets, (size, *outer.shape[1:]))
 
-    def piece(self, value: torch.Tensor) -> torch.Tensor | Piece:
+    def local_shard(self, value: torch.Tensor) -> torch.Tensor | LocalShard:
         """Return a tensor of this one's shape as a checkpoint takes it."""
-        return self.held.piece(value) if self.parts == 1 else Piece(value, self.held.shape, self.box())
+        return self.held.local_shard(value) if self.parts == 1 else LocalShard(value, self.held.shape, self.region())
 
     def placed(self, tensor_group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None) -> ParameterShard:
         """Return the optimizer's record of where this parameter is."""
@@ -75,7 +75,9 @@ class TrainedTensor:
         over += [expert_group] if self.held.distributed else []
         over += [self.group] if self.parts > 1 else []
         groups = tuple(group for group in over if group is not None)
-        return ParameterShard(shape=self.held.shape, box=self.box(), groups=groups, matrix=len(self.held.shape) >= 2)
+        return ParameterShard(
+            shape=self.held.shape, region=self.region(), groups=groups, matrix=len(self.held.shape) >= 2
+        )
 
     @torch.no_grad()
     def take(self) -> None:
@@ -93,7 +95,7 @@ class TrainedTensor:
             return
         value = self.tensor.detach()
         if rounding is not None:
-            (seed, name), shape, offsets = rounding, self.held.shape, self.box().offsets
+            (seed, name), shape, offsets = rounding, self.held.shape, self.region().offsets
             value = rounded_block(value, seed=seed, name=name, shape=shape, offsets=offsets)
         value = value.to(self.held.parameter.dtype)
         if self.parts > 1:
@@ -282,15 +284,15 @@ class NxdModel(ParallelModel):
         """Yield this rank's parameters under their global names; a tied one under its owner's."""
         return ((name, held.parameter) for name, held in self.held.items())
 
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Return parameters and saved buffers; a tied one once."""
-        weights = {name: held.piece(held.parameter.detach()) for name, held in self.held.items()}
+        weights = {name: held.local_shard(held.parameter.detach()) for name, held in self.held.items()}
         if self._masters:
-            weights |= {name: each.piece(each.tensor.detach()) for name, each in self.trained.items()}
+            weights |= {name: each.local_shard(each.tensor.detach()) for name, each in self.trained.items()}
         return weights | self._buffers
 
     @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece], *, strict: bool = True) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard], *, strict: bool = True) -> None:
         """Copy ``state`` into the parameters: shards of this layout.
 
         Raises:
@@ -388,9 +390,9 @@ class _TokenValues(Objective):
         return ObjectiveOutput(loss_sum=self.kept[-1].sum() * 0, weight=self.weight(batch))
 
 
-def elements(held: torch.Tensor | Piece) -> torch.Tensor:
+def elements(held: torch.Tensor | LocalShard) -> torch.Tensor:
     """Return the local elements of a tensor or a piece."""
-    return held.tensor if isinstance(held, Piece) else held
+    return held.tensor if isinstance(held, LocalShard) else held
 
 
 def _norm(tensors: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> torch.Tensor:
@@ -480,19 +482,19 @@ class NxdOptimizer(ParallelOptimizer):
         self._model.clear_gradients()
         end_of_step(self._model.device)
 
-    def state_dict(self) -> dict[str, torch.Tensor | Piece]:
+    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter where it has its shape."""
         if self._rejection is not None:
             self._rejection.settle()
-        state: dict[str, torch.Tensor | Piece] = {}
+        state: dict[str, torch.Tensor | LocalShard] = {}
         for name, trained in self._trained.items():
             for leaf, value in unpacked_state(self.inner, trained.tensor).items():
                 if isinstance(value, torch.Tensor):
                     local = value.shape == trained.tensor.shape
-                    state[f"{name}/{leaf}"] = trained.piece(value) if local else value
+                    state[f"{name}/{leaf}"] = trained.local_shard(value) if local else value
         return state
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | Piece]) -> None:
+    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard]) -> None:
         """Put ``state`` back under this optimizer's parameters.
 
         Raises:

@@ -33,7 +33,7 @@ from neuronx_distributed.pipeline.scheduler import (
 from torch import nn
 
 from nxdt_core.models.random.dropout import step_numbers
-from nxdt_core.models.step_border import called_with_step
+from nxdt_core.models.step_boundary import called_with_step
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import stages_of_rank
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput

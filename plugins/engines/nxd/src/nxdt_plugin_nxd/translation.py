@@ -19,8 +19,8 @@ from nxdt_core.errors.layouts import ExpertsDoNotDivide
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.piece import Box
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
+from nxdt_core.protocols.tensor_shards import TensorSlice
 from nxdt_plugin_nxd.errors import PlanNotExpressible
 
 Kind = Literal["column", "row", "vocabulary_embedding", "vocabulary_head", "sequence_embedding"]
@@ -50,7 +50,7 @@ class Shard:
     expert_parts: int = 1
     """Parts along the first dimension, which numbers experts."""
 
-    def box(self, rank: int, expert_rank: int = 0) -> Box:
+    def region(self, rank: int, expert_rank: int = 0) -> TensorSlice:
         """Return the place of a rank's elements in the whole parameter.
 
         Args:
@@ -65,7 +65,7 @@ class Shard:
             if parts > 1:
                 shape[dim] //= parts
                 offsets[dim] = part * shape[dim]
-        return Box(tuple(offsets), tuple(shape))
+        return TensorSlice(tuple(offsets), tuple(shape))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,14 +180,14 @@ def translate(
                     shards[f"{path}.{leaf}"] = shard(f"{path}.{leaf}", parameter, dim, repeated)
             if isinstance(update, Update):
                 for leaf, parameter in update.named_parameters():
-                    if update.follows.get(leaf) == dim:
+                    if update.sharded_like.get(leaf) == dim:
                         name = f"{path}.update.{leaf}"
                         shards[name] = shard(name, parameter, dim, repeated)
         if not isinstance(layer, nn.Embedding) and not is_within(path, blocks):
             problem = f"'{path}' is sharded, and no pattern of tensor_blocks is around it"
             raise PlanNotExpressible(model=model, problem=problem)
     shards |= experts
-    replaced = {each.path for each in replacements}
+    replaced = {replacement.path for replacement in replacements}
     for path, layer in module.named_modules() if sequence_parallel else ():  # the sequence is divided at embeddings
         if isinstance(layer, nn.Embedding) and not is_within(path, blocks) and path not in replaced:
             problem = f"sequence parallelism needs a style for the embedding '{path}'"

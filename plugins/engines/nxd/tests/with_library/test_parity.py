@@ -14,7 +14,7 @@ import torch
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core.config import load
-from nxdt_core.distributed.placement import piece_of
+from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.models.random.init import draw
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.plan import InitRule
@@ -178,7 +178,7 @@ def train(engine: str, model: str, ranks: int, strategy: Mapping[str, Any], more
     log_probs = torch.cat(parallel.log_probs(share)).numpy()
     forwarded = parallel.forward(share[0].input_ids)
     assert forwarded.shape == (micro_of(more), LENGTH, VOCABULARY)
-    pieces = {name: piece_of(value) for name, value in parallel.state_dict().items()}
+    shards = {name: local_shard_of(value) for name, value in parallel.state_dict().items()}
     outcome = Outcome(
         losses=losses,
         norms=norms,
@@ -188,10 +188,12 @@ def train(engine: str, model: str, ranks: int, strategy: Mapping[str, Any], more
         first=_is_first(made),
         weights={
             name: (
-                tuple(slice(o, o + n) for o, n in zip(piece.box.offsets, piece.box.shape, strict=True)),
-                piece.tensor.detach().numpy().copy(),
+                tuple(
+                    slice(o, o + n) for o, n in zip(local_shard.region.offsets, local_shard.region.shape, strict=True)
+                ),
+                local_shard.tensor.detach().numpy().copy(),
             )
-            for name, piece in pieces.items()
+            for name, local_shard in shards.items()
         },
     )
     made.shutdown()

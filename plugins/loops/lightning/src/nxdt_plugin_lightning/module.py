@@ -176,10 +176,10 @@ class NxdtModule(pl.LightningModule):
             NotOurBatch: the batch is of another dataloader.
         """
         _check_batch(batch)
-        found = self.session.evaluate_batch(batch)
+        step_loss = self.session.evaluate_batch(batch)
         if self._validation is not None:
-            self._validation.add(dataloader_idx, found)
-        return found
+            self._validation.add(dataloader_idx, step_loss)
+        return step_loss
 
     def on_test_epoch_start(self) -> None:
         """Do what :meth:`on_validation_epoch_start` does."""

@@ -85,8 +85,8 @@ def _attend(
         attended: torch.Tensor = core(query, key, value, document_ids, **sinks)
         return attended.transpose(1, 2).contiguous(), None  # of which some models take a view
     unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
-    own = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is s_aux), None)
-    if s_aux is not None and own is None:
+    name = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is s_aux), None)
+    if s_aux is not None and name is None:
         unknown.add("s_aux")
     getattr(module, NOTED)[module] = AttentionCall(
         heads=query.shape[1],
@@ -97,7 +97,7 @@ def _attend(
         window=sliding_window,
         softcap=softcap,
         dropout=dropout,
-        sinks=own,
+        sinks=name,
         causal=bool(others.get("is_causal", getattr(module, "is_causal", True))),
         documents=document_ids is not None,
         unknown=tuple(sorted(unknown | ({"attention_mask"} if attention_mask is not None else set()))),

@@ -30,7 +30,7 @@ from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.moe.layer import add_aux_loss
 from nxdt_core.models.moe.router import Routing, TokenShards, WholeMicroBatch
 from nxdt_core.models.patterns import matches
-from nxdt_core.models.step_border import step_of
+from nxdt_core.models.step_boundary import step_of
 from nxdt_plugin_hf.architecture import Architecture
 from nxdt_plugin_hf.errors import UnsupportedArchitecture
 

@@ -60,9 +60,9 @@ def trace_model(architecture: Architecture) -> tuple[dict[str, AttentionCall], d
             raise UnsupportedArchitecture(model=architecture.name, reason=_OWN_ATTENTION) from error
         reason = f"it cannot be built with this configuration: {_words(error)}"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
-    kept = [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    if kept:
-        reason = f"its buffer '{kept[0]}' is saved and holds no fractions"
+    keys_unchanged = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    if keys_unchanged:
+        reason = f"its buffer '{keys_unchanged[0]}' is saved and holds no fractions"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
     replace_experts(model)
     for module in model.modules():
@@ -283,7 +283,7 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
             model.set_submodule(path, Dropout(module.p))
         if getattr(module, "rope_type", None) == "longrope":  # other frequencies in longer texts, as in our module
             module.original = module.config.rope_parameters["original_max_position_embeddings"]
-            module.kept = functools.partial(_kept, module.original)
+            module.keys_unchanged = functools.partial(_kept, module.original)
     embedding = model.get_input_embeddings()
     model.embedding_path = _path_of(model, embedding, "embedding")
     if type(embedding).forward is not nn.Embedding.forward:  # one with a factor (Gemma) becomes one of torch's
@@ -319,9 +319,9 @@ def _kept(original: int, shortest: int, longest: int) -> bool:
 
 
 def _path_of(model: nn.Module, part: nn.Module | None, what: str) -> str:
-    found: str | None = next((path for path, module in model.named_modules() if module is part), None)
-    if found is not None:
-        return found
+    path: str | None = next((path for path, module in model.named_modules() if module is part), None)
+    if path is not None:
+        return path
     raise UnsupportedArchitecture(model=type(model).__name__, reason=f"it has no {what} module")
 
 

@@ -189,7 +189,7 @@ class Distill(Objective):
         """Take the teacher; see :class:`~nxdt_core.protocols.objective.Objective`."""
         self._model, self._pipelined = teacher, pipelined
 
-    def kept_bytes(self, logits: torch.Tensor) -> int:
+    def teacher_bytes(self, logits: torch.Tensor) -> int:
         """Return the bytes that are kept of the teacher's logits of a micro-batch."""
         if isinstance(logits, TokenLosses):
             return self._hidden_bytes

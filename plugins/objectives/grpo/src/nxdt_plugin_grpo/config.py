@@ -67,7 +67,7 @@ class GrpoConfig(Section):
     @property
     def reward_names(self) -> tuple[str, ...]:
         """Return the names of the rewards, in order."""
-        return tuple(each if isinstance(each, str) else str(each.get("name")) for each in self.rewards)
+        return tuple(reward if isinstance(reward, str) else str(reward.get("name")) for reward in self.rewards)
 
     @property
     def reward_model(self) -> tuple[str, str] | None:

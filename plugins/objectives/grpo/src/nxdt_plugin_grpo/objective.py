@@ -166,8 +166,8 @@ class Grpo(Objective):
         if "high_entropy" in batch.values:
             losses = losses * batch.values["high_entropy"]
         if config.beta and batch.reference_log_probs is not None:
-            apart = batch.reference_log_probs - now
-            divergence = ratio * (torch.exp(apart) - apart - 1)
+            reference_log_ratio = batch.reference_log_probs - now
+            divergence = ratio * (torch.exp(reference_log_ratio) - reference_log_ratio - 1)
             losses = losses + config.beta * divergence
             figures["kl"] = divergence.detach()
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
@@ -251,7 +251,9 @@ class Grpo(Objective):
         if not session.engine.ranks.any_rank(any(isinstance(each, Prompt) for each in given)):
             raise NoPrompts()  # one rank may have blank samples alone, and answers to them are drawn for nothing
         for batch in micro_batches:
-            prompts = [each if isinstance(each, Prompt) else _BLANK for each in batch.origins or [None] * batch.samples]
+            prompts = [
+                origin if isinstance(origin, Prompt) else _BLANK for origin in batch.origins or [None] * batch.samples
+            ]
             for prompt in prompts:
                 if len(prompt.ids) + longest > window:
                     raise PromptTooLong(place=prompt.place, tokens=len(prompt.ids), most=longest, window=window)
@@ -269,7 +271,7 @@ class Grpo(Objective):
                     answers, ended = zip(*drawn[number * sampling.samples :][: sampling.samples], strict=True)
                     own[place] = Group(prompt=list(prompt.ids), answers=[*answers], ended=[*ended])
                     asked[place] = prompt
-        rewards = [each for each in self._rewards or () if asked or isinstance(each.function, Model)]
+        rewards = [reward for reward in self._rewards or () if asked or isinstance(reward.function, Model)]
         if rewards:
             texts = []
             for place in asked:

@@ -66,9 +66,9 @@ class Answer(str):
     @classmethod
     def of(cls, text: str, ids: Sequence[int], prompt: Sequence[int] = ()) -> Answer:
         """Return a text with its tokens, and those of its prompt."""
-        made = cls(text)
-        made.ids, made.prompt = ids, prompt
-        return made
+        answer = cls(text)
+        answer.ids, answer.prompt = ids, prompt
+        return answer
 
 
 class Reward(ABC):
@@ -144,26 +144,26 @@ def score(
     """
     records, started = [prompt.record for prompt in prompts], monotonic()
     calls: dict[str, Future[Any] | Callable[[], Any]] = {}
-    for each in rewards:
-        ready = partial(_call, each.function, answers, records)
-        waits = each.timeout is not None or inspect.iscoroutinefunction(type(each.function).__call__)
-        calls[each.name] = _in_thread(ready) if waits else ready
+    for reward in rewards:
+        ready = partial(_call, reward.function, answers, records)
+        waits = reward.timeout is not None or inspect.iscoroutinefunction(type(reward.function).__call__)
+        calls[reward.name] = _in_thread(ready) if waits else ready
     scores: dict[str, list[float | None]] = {}
-    for each in rewards:
-        call = calls[each.name]
+    for reward in rewards:
+        call = calls[reward.name]
         try:
             if isinstance(call, Future):
-                left = None if each.timeout is None else max(0.0, started + each.timeout - monotonic())
+                left = None if reward.timeout is None else max(0.0, started + reward.timeout - monotonic())
                 if wait([call], left).not_done:
-                    said = f"took longer than {each.timeout:g} s"
-                    raise RewardFailed(reward=each.name, found=said, place=prompts[0].place)
+                    said = f"took longer than {reward.timeout:g} s"
+                    raise RewardFailed(reward=reward.name, found=said, place=prompts[0].place)
                 call = call.result
-            scores[each.name] = each.checked(call, prompts)
+            scores[reward.name] = reward.checked(call, prompts)
         except NxdtError as failure:
-            if not each.lenient:
+            if not reward.lenient:
                 raise
             _log.warning("%s", failure)
-            scores[each.name] = [None] * len(answers)
+            scores[reward.name] = [None] * len(answers)
     return scores
 
 

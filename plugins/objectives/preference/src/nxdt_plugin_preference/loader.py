@@ -70,14 +70,14 @@ class PairArrays:
     def __len__(self) -> int:
         return len(self.cut)
 
-    def fits(self, apart: bool, vocab_size: int) -> bool:
-        """Return whether the arrays agree, as those of answers ``apart`` from each other or of pairs, and all tokens
+    def fits(self, unpaired: bool, vocab_size: int) -> bool:
+        """Return whether the arrays agree, as those of answers ``unpaired`` from each other or of pairs, and all tokens
         are of the vocabulary."""
         pairs, unused = len(self.cut), len(self.unused_fields)
         return (
             are_offsets(self.starts, len(self.tokens))
-            and is_array(self.starts, "i", (2 if apart else 3) * pairs + 1)
-            and is_array(self.others, "i", pairs if apart else 0)
+            and is_array(self.starts, "i", (2 if unpaired else 3) * pairs + 1)
+            and is_array(self.others, "i", pairs if unpaired else 0)
             and 0 <= self.others.min(initial=0) <= self.others.max(initial=0) < max(pairs, 1)
             and self.lengths.min(initial=1) > 0
             and is_array(self.tokens, "u", len(self.tokens))
@@ -136,9 +136,9 @@ def gather(
     settings: Callable[[], str],
     *,
     vocab_size: int,
-    apart: bool = False,
+    unpaired: bool = False,
 ) -> PairArrays:
-    """Put the pairs whose answers differ end to end, or all answers ``apart`` from each other.
+    """Put the pairs whose answers differ end to end, or all answers ``unpaired`` from each other.
 
     ``bad`` and ``unused`` count while ``pairs`` are made, after which ``settings`` knows what decided them."""
     dtype = compact_dtype(vocab_size)
@@ -149,10 +149,10 @@ def gather(
     of_records: list[range] = []
     alike = 0
     for pair in pairs:
-        if not apart and pair.answers[0] == pair.answers[1]:
+        if not unpaired and pair.answers[0] == pair.answers[1]:
             alike += 1
             continue
-        entries = [(pair.prompt, answer) for answer in pair.answers] if apart else [(pair.prompt, *pair.answers)]
+        entries = [(pair.prompt, answer) for answer in pair.answers] if unpaired else [(pair.prompt, *pair.answers)]
         of_records.append(range(len(cut), len(cut) + len(entries)))
         for part in (part for entry in entries for part in entry):
             tokens += np.array(part, dtype).tobytes()
@@ -160,7 +160,7 @@ def gather(
         cut += [pair.cut] * len(entries)
         scores += pair.scores or [0.0]
     # Rotated by a record, so that the answers of the second rows are those of the first (TRL's estimate of the KL).
-    around = zip(of_records, [*of_records[-1:], *of_records], strict=False) if apart else ()
+    around = zip(of_records, [*of_records[-1:], *of_records], strict=False) if unpaired else ()
     others = [before[place % len(before)] for own, before in around for place in range(len(own))]
     return PairArrays(
         tokens=np.frombuffer(tokens, dtype),
@@ -302,7 +302,7 @@ class PreferenceData(DatasetSplits):
     """
 
     kind: ClassVar[str] = "preference"
-    _apart: ClassVar[bool] = False
+    _unpaired: ClassVar[bool] = False
     example: ClassVar[str] = '{"prompt": "...", "chosen": "...", "rejected": "..."}'
 
     def __init__(self, config: UnpairedConfig, context: DataContext) -> None:
@@ -347,7 +347,7 @@ class PreferenceData(DatasetSplits):
             _log.warning("%s data: left out %s: %s", name, count_records(left_out), ALIKE)
         if report.truncated:
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, report.truncated, len(pairs))
-        if self._apart and name == "train" and len(records) == found and len(set(pairs.scores.tolist())) == 1:
+        if self._unpaired and name == "train" and len(records) == found and len(set(pairs.scores.tolist())) == 1:
             raise LabelsAlike(split=name, records=len(pairs), label="true" if pairs.scores[0] > 0 else "false")
         if report.unused:
             _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
@@ -380,7 +380,7 @@ class PreferenceData(DatasetSplits):
                     yield pair
 
             vocab_size = self._tokenizer.vocab_size
-            return gather(counted(), bad, unused, renderer.fingerprint, vocab_size=vocab_size, apart=self._apart)
+            return gather(counted(), bad, unused, renderer.fingerprint, vocab_size=vocab_size, unpaired=self._unpaired)
 
         if directory is None:
             return pairs()
@@ -393,11 +393,13 @@ class PreferenceData(DatasetSplits):
         policy = (config.bad_records, config.max_bad_share, config.turn_order, runner and runner.settings)
         name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
 
-        def unkept(error: OSError) -> None:
+        def on_error(error: OSError) -> None:
             _log.warning("%s: cannot keep tokens there; each process makes its own", error)
 
-        fits = partial(PairArrays.fits, apart=self._apart, vocab_size=self._tokenizer.vocab_size)
-        return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, unkept, fits, most_bytes=config.cache_bytes)
+        fits = partial(PairArrays.fits, unpaired=self._unpaired, vocab_size=self._tokenizer.vocab_size)
+        return cached_arrays(
+            directory, f"pairs-{name}", PairArrays, pairs, on_error, fits, most_bytes=config.cache_bytes
+        )
 
     @property
     def _what(self) -> tuple[str, ...]:
@@ -417,7 +419,7 @@ class UnpairedData(PreferenceData):
     """
 
     kind = "unpaired-preference"
-    _apart = True
+    _unpaired = True
     example = '{"prompt": "...", "completion": "...", "label": true}'
 
     def _read_record(self, record: Mapping[str, Any], place: Place) -> Preference:

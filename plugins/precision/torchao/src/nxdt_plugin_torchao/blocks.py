@@ -68,7 +68,7 @@ class RowBlocks:
             width: elements of a row here, those that fill it up included.
             size: elements of a block.
         """
-        return cls(size, shard.box.offsets[-1] % size, width)
+        return cls(size, shard.region.offsets[-1] % size, width)
 
     @property
     def count(self) -> int:

@@ -99,8 +99,8 @@ class Float8Cast:
 
     def narrowed(self, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         """Return ``values`` in float8."""
-        narrow: torch.Tensor = to_fp8_saturated(values.float() * scale, self._dtype)
-        return narrow
+        quantized: torch.Tensor = to_fp8_saturated(values.float() * scale, self._dtype)
+        return quantized
 
     def widened(self, sent: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """Return the values of bytes in ``dtype``."""

@@ -82,9 +82,9 @@ def _rank(
 
     # The parameter of each number.
     parameters, groups = list(parameters_of(weights)), files[0].content.get("param_groups")
-    if not isinstance(groups, list) or not all(isinstance(each, dict) for each in groups):
+    if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
         raise Unmergeable("it has no param_groups")
-    sizes = [len(each.get("params", ())) for each in groups]
+    sizes = [len(group.get("params", ())) for group in groups]
     orders = [parameters] if len(sizes) == 1 and sizes[0] == len(parameters) else []
     for parts in _WITHOUT_DECAY:
         exempt = [name for name in parameters if any(part in name for part in parts)]

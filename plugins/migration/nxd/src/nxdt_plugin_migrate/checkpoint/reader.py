@@ -21,7 +21,7 @@ from nxdt_core.hf.key_map import Source, sources
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.protocols.piece import Box, Listing, ShardInfo, TensorKey
+from nxdt_core.protocols.tensor_shards import Listing, ShardInfo, TensorKey, TensorSlice
 from nxdt_core.system.regular_files import read_text
 from nxdt_plugin_migrate.checkpoint.layout import find_layout
 from nxdt_plugin_migrate.checkpoint.merge import Merger
@@ -203,7 +203,7 @@ class NeuronxCheckpoint(CheckpointReader):
             raise WeightsDoNotFit(missing=[], extra=extra, shapes=[], directory=model[extra[0]].where)
         for source in wanted:
             place = ("model", source.name)
-            updates = {each.name: each for each in source.tensors() if each.name in model}
+            updates = {tensor.name: tensor for tensor in source.tensors() if tensor.name in model}
             leaves = {name: self._fitted(model[name], each.shape, source) for name, each in updates.items()}
             self._reads[place] = partial(_updated, below, place, source, leaves)
             for leaf in leaves.values():
@@ -245,7 +245,7 @@ class NeuronxCheckpoint(CheckpointReader):
 
     def _offer(self, place: TensorKey, source: Source, leaves: Mapping[str, LazyTensor]) -> ShardInfo:
         """Remember how to read the parameter at ``place``."""
-        own = {each.name: self._fitted(leaves[each.name], each.shape, source) for each in source.tensors()}
+        own = {tensor.name: self._fitted(leaves[tensor.name], tensor.shape, source) for tensor in source.tensors()}
         self._reads[place] = lambda: source.read(lambda name: own[name].read())
         return _held(own[source.hf_names[0]].dtype, source.shape)
 
@@ -267,7 +267,7 @@ def _updated(
     (weight,) = below.read([place])
     if not leaves:
         return weight
-    shapes = {each.name: each.shape for each in source.tensors()}
+    shapes = {tensor.name: tensor.shape for tensor in source.tensors()}
     return weight + source.read(lambda name: leaves[name].read() if name in leaves else torch.zeros(shapes[name]))
 
 
@@ -277,4 +277,4 @@ def _highest(number: re.Pattern[str], names: Iterable[str]) -> int:
 
 
 def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> ShardInfo:
-    return ShardInfo(dtype=str(dtype).removeprefix("torch."), shape=shape, box=Box.whole(shape))
+    return ShardInfo(dtype=str(dtype).removeprefix("torch."), shape=shape, region=TensorSlice.whole(shape))

@@ -63,7 +63,7 @@ class Setting:
     """The value in the file, with interpolations."""
     override: int = 0
     """Place among the overrides that set keys, counted from 1; 0: the file sets it."""
-    beside: str = ""
+    at_line_end: str = ""
     above: tuple[str, ...] = ()
     verdict: Verdict = "mapped"
     reasons: list[str] = field(default_factory=list)
@@ -190,7 +190,7 @@ def read_document(file: PlainFile, overrides: Collection[str] = ()) -> Document:
     order = {path: place for place, path in enumerate(overrides, 1)}
     texts: dict[str, str] = {}
     _collect(yaml.compose(file.text, Loader=yaml.SafeLoader), "", file.text, texts)
-    beside, above = _comments(file.text)
+    at_line_end, above = _comments(file.text)
     meant = dict(entries(file.resolved))
     settings: dict[str, Setting] = {}
     sections: dict[str, int] = {}
@@ -210,7 +210,7 @@ def read_document(file: PlainFile, overrides: Collection[str] = ()) -> Document:
             text=text,
             original=text if text is not None else str(value),
             override=order.get(path, 0),
-            beside=beside.pop(line, ""),  # of several keys on a line, the first has the comment
+            at_line_end=at_line_end.pop(line, ""),  # of several keys on a line, the first has the comment
             above=above.pop(line, ()),
         )
     return Document(settings, headings, sections)
@@ -222,14 +222,14 @@ def _comments(text: str) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
     for token in yaml.scan(text, Loader=yaml.SafeLoader):
         if token.end_mark.column and not isinstance(token, (yaml.BlockEndToken, yaml.StreamEndToken)):
             ends[token.end_mark.line] = max(ends.get(token.end_mark.line, 0), token.end_mark.column)
-    beside: dict[int, str] = {}
+    at_line_end: dict[int, str] = {}
     above: dict[int, tuple[str, ...]] = {}
     pending: list[str] = []
     for number, line in enumerate(lines):
         rest = line[ends.get(number, 0) :].strip()
         if number in ends:
             if rest.startswith("#"):
-                beside[number + 1] = rest
+                at_line_end[number + 1] = rest
             if pending:
                 above[number + 1] = tuple(pending)
             pending = []
@@ -237,7 +237,7 @@ def _comments(text: str) -> tuple[dict[int, str], dict[int, tuple[str, ...]]]:
             pending.append(rest)
         elif not rest:
             pending = []  # comments before a blank line belong to no key
-    return beside, above
+    return at_line_end, above
 
 
 def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
@@ -280,7 +280,7 @@ def _lines(tree: dict[str, Any], path: str, document: Document) -> list[str]:
             text = f"{indent}{dump(name)}: {_text(child, here, document)}"
             lines += [""] if apart else []
             apart = False
-            lines += [*_comment_lines(child.above, indent), f"{text} {child.beside}".rstrip()]
+            lines += [*_comment_lines(child.above, indent), f"{text} {child.at_line_end}".rstrip()]
         else:
             apart = depth == 0
             lines += [""] if apart else []

@@ -1,4 +1,4 @@
-"""Pieces: the part of a tensor that one rank holds, and its place in the whole. No torch at import."""
+"""Shards: the part of a tensor that one rank holds, and its place in the whole. No torch at import."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["Box", "Listing", "Piece", "ShardInfo", "TensorKey"]
+__all__ = ["Listing", "LocalShard", "ShardInfo", "TensorKey", "TensorSlice"]
 
 
 _SAMPLES = 8
@@ -19,25 +19,25 @@ take minutes."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
-class Box:
+class TensorSlice:
     """``shape`` elements a dimension, the first of them at ``offsets`` of the whole tensor."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
 
     @classmethod
-    def whole(cls, shape: tuple[int, ...]) -> Box:
+    def whole(cls, shape: tuple[int, ...]) -> TensorSlice:
         """Return all of a tensor of ``shape``."""
         return cls((0,) * len(shape), shape)
 
     @property
     def elements(self) -> int:
-        """Return the number of elements in the box."""
+        """Return the number of elements in the region."""
         return math.prod(self.shape)
 
     def samples(self, shape: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
         """Yield the elements that a digest sees of a tensor of ``shape``, evenly spaced in the whole, as far as they
-        are in the box: their number among all, and their position in the box."""
+        are in the region: their number among all, and their position in the region."""
         elements = math.prod(shape)
         for number in range(_SAMPLES):
             at, position = number * (elements - 1) // (_SAMPLES - 1), list[int]()
@@ -48,7 +48,7 @@ class Box:
             if all(0 <= index < size for index, size in zip(local, self.shape, strict=True)):
                 yield number, local
 
-    def intersection(self, other: Box) -> Box | None:
+    def intersection(self, other: TensorSlice) -> TensorSlice | None:
         """Return the intersection, or None where it is empty."""
         starts = tuple(map(max, self.offsets, other.offsets))
         ends = (
@@ -58,9 +58,9 @@ class Box:
             )
         )
         shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
-        return Box(starts, shape) if all(size > 0 for size in shape) else None
+        return TensorSlice(starts, shape) if all(size > 0 for size in shape) else None
 
-    def within(self, outer: Box) -> tuple[slice, ...]:
+    def within(self, outer: TensorSlice) -> tuple[slice, ...]:
         """Return its position in a tensor that holds ``outer``, of which it is a part."""
         return tuple(
             slice(start - outer_start, start - outer_start + size)
@@ -69,14 +69,14 @@ class Box:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class LocalShard:
     """The elements of one tensor on this rank."""
 
     tensor: torch.Tensor
-    """Plain tensor; it shares its memory with the tensor that it is a piece of."""
+    """Plain tensor; it shares its memory with the tensor that it is a shard of."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    box: Box
+    region: TensorSlice
 
 
 TensorKey = tuple[str, str]
@@ -90,7 +90,7 @@ class ShardInfo:
     dtype: str
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    box: Box
+    region: TensorSlice
     same_as: str | None = None
     """Name, in the same section, of the tensor that is the very same memory here."""
 

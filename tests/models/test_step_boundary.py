@@ -10,7 +10,7 @@ from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.decoder import RotaryDecoderLayer
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
-from nxdt_core.models.step_border import at_border, called_with_step, let_take_step, step_of, takes_step
+from nxdt_core.models.step_boundary import accept_step, at_step_boundary, called_with_step, step_of, takes_step
 from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
@@ -50,7 +50,7 @@ class Adapted(Native):
 
 def test_a_forward_with_the_parameter_gets_it_as_an_argument_alone():
     module = Native()
-    let_take_step(module)
+    accept_step(module)
     assert type(module) is Native
     module(torch.zeros(2), step=STEP)
     assert (module.argument, module.border) == (STEP, OUTSIDE)
@@ -58,7 +58,7 @@ def test_a_forward_with_the_parameter_gets_it_as_an_argument_alone():
 
 def test_a_forward_without_the_parameter_finds_it_at_the_border_while_it_runs():
     module = Foreign()
-    let_take_step(module)
+    accept_step(module)
     module(torch.zeros(2), step=STEP)
     assert module.border is STEP
     assert step_of(None) is OUTSIDE
@@ -66,19 +66,19 @@ def test_a_forward_without_the_parameter_finds_it_at_the_border_while_it_runs():
 
 def test_updates_of_adapters_find_it_at_the_border_of_a_model_that_takes_it():
     module = Adapted()
-    let_take_step(module)
+    accept_step(module)
     module(torch.zeros(2), step=STEP)
     assert module.argument is module.linear.update.border is STEP
 
 
 def test_the_border_ends_with_an_exception():
-    with pytest.raises(KeyError), at_border(STEP):
+    with pytest.raises(KeyError), at_step_boundary(STEP):
         raise KeyError
     assert step_of(None) is OUTSIDE
 
 
 def test_an_argument_precedes_the_border():
-    with at_border(OTHER):
+    with at_step_boundary(OTHER):
         assert step_of(STEP) is STEP
         assert step_of(None) is OTHER
 
@@ -121,8 +121,8 @@ def test_what_is_recomputed_sees_the_border_of_its_forward():
     model = nn.ModuleDict({"layers": nn.ModuleDict({"0": Layer()})})
     apply_recompute(model, ParallelPlan(recompute_layer="layers.*"), granularity="full")
     hidden = torch.tensor([2.0, 3.0], requires_grad=True)
-    with at_border(STEP):
+    with at_step_boundary(STEP):
         output = model["layers"]["0"](hidden)
-    with at_border(OTHER):  # of the next micro-batch of a pipeline
+    with at_step_boundary(OTHER):  # of the next micro-batch of a pipeline
         output.sum().backward()
     assert hidden.grad.tolist() == [2.0, 3.0]

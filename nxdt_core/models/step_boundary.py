@@ -1,4 +1,4 @@
-"""The step context where a signature has no room for it: the border to modules and functions of other authors.
+"""The step context where a signature has no room for it: the boundary to modules and functions of other authors.
 
 Models and objectives of this project pass :class:`~nxdt_core.protocols.step_context.StepContext` on as the argument
 ``step``. Some calls between them and our building blocks have another author's signature: those of transformers'
@@ -23,14 +23,14 @@ from nxdt_core.models.updates import Update
 from nxdt_core.protocols.step_context import StepContext
 
 
-class _Border:
+class _StepBoundary:
     step = StepContext()
 
 
-_BORDER = _Border()
+_BOUNDARY = _StepBoundary()
 
 
-class at_border(AbstractContextManager[None]):
+class at_step_boundary(AbstractContextManager[None]):
     """Set the context within the block for callees that have no argument ``step``. The block may be entered again: a
     backward that is split recomputes twice."""
 
@@ -39,16 +39,16 @@ class at_border(AbstractContextManager[None]):
         self._before: list[StepContext] = []
 
     def __enter__(self) -> None:
-        self._before.append(_BORDER.step)
-        _BORDER.step = self._step
+        self._before.append(_BOUNDARY.step)
+        _BOUNDARY.step = self._step
 
     def __exit__(self, *_: object) -> None:
-        _BORDER.step = self._before.pop()
+        _BOUNDARY.step = self._before.pop()
 
 
 def step_of(step: StepContext | None) -> StepContext:
-    """Return the argument, or where it is None the context of the border; the default one outside of both."""
-    return _BORDER.step if step is None else step
+    """Return the argument, or where it is None the context of the boundary; the default one outside of both."""
+    return _BOUNDARY.step if step is None else step
 
 
 def takes_step(called: Any) -> bool:
@@ -64,24 +64,24 @@ def _has_step(function: Any) -> bool:
 
 
 def called_with_step(called: Any, step: StepContext, *args: Any) -> Any:
-    """Return ``called(*args)`` of an objective or a model, with ``step`` as an argument or else at the border."""
+    """Return ``called(*args)`` of an objective or a model, with ``step`` as an argument or else at the boundary."""
     if takes_step(called):
         return called(*args, step=step)
-    with at_border(step):
+    with at_step_boundary(step):
         return called(*args)
 
 
-def let_take_step(module: nn.Module) -> None:
+def accept_step(module: nn.Module) -> None:
     """Give the forward of a model or a pipeline stage the parameter ``step`` where it has none, in place.
 
-    Where adapters have added updates, the border is set, too: the linear layers around these have torch's signature.
+    Where adapters have added updates, the boundary is set, too: the linear layers around these have torch's signature.
     """
     takes = takes_step(module)
     if not takes or any(isinstance(part, Update) for part in module.modules()):
-        module.forward = _AtBorder(module.forward, takes=takes)
+        module.forward = _AcceptingStep(module.forward, takes=takes)
 
 
-class _AtBorder:
+class _AcceptingStep:
     """A forward with the parameter ``step``, around another one."""
 
     def __init__(self, forward: Callable[..., Any], *, takes: bool) -> None:
@@ -90,5 +90,5 @@ class _AtBorder:
     def __call__(self, *args: Any, step: StepContext | None = None, **kwargs: Any) -> Any:
         if self._takes:
             kwargs["step"] = step
-        with at_border(step_of(step)):
+        with at_step_boundary(step_of(step)):
             return self._forward(*args, **kwargs)
