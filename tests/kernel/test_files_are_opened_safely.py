@@ -37,7 +37,7 @@ ALLOWED = {
         f"{CORE}/cli/plot.py: figure.savefig(file, format=target.suffix.removeprefix('.'), dpi=120)",
         f"{CORE}/train/weights/reference.py: np.load(file, allow_pickle=False)",
         f"{CORE}/train/weights/reference.py: "
-        "np.savez(file, weights=np.array(weights), values=found.values, counts=found.counts)",
+        "np.savez(file, weights=np.array(weights), values=computed.values, counts=computed.counts)",
         f"{MEGATRON}/preprocess.py: np.fromfile(file, '<i4')",
         f"{MIGRATE}/nxdt.py: document.move(path, OF_ENGINE[path])",
         f"{MIGRATE}/nxdt.py: document.move(path, key, _CHECKPOINT if key.startswith('checkpoint.') else '')",

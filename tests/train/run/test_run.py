@@ -111,7 +111,8 @@ def test_tags_are_grouped_and_restarts_are_marked(small_run):
     for steps in (2, 5):
         config = small_run(f"trainer.max_steps={steps}", *saves)
         train(config)
-    events = EventAccumulator(str(config.run_dir))
+    # Two files of one second may be read in either order, by the number in their names.
+    events = EventAccumulator(str(config.run_dir), purge_orphaned_data=False)
     events.Reload()
     tags = events.Tags()["scalars"]
     assert {"train/loss", "train/lr", "val/loss", "perf/tokens_per_s", "checkpoint/stall_s", "run/resumed"} <= set(tags)
