@@ -62,7 +62,7 @@ def check_positions_stay(modules: Sequence[nn.Module], lengths: Sequence[int], c
         CacheUnsupported: they change.
     """
     for part in (part for module in modules for part in module.modules()):
-        positions_stay: Callable[[int, int], bool] | None = getattr(part, "kept", None)
+        positions_stay: Callable[[int, int], bool] | None = getattr(part, "keys_unchanged", None)
         if positions_stay is not None and not positions_stay(min(lengths), columns):
             raise CacheUnsupported(f"the rotary frequencies change where a text outgrows {part.original} tokens")
 

@@ -182,9 +182,9 @@ class WeightGather:
         """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
         dtype, scales = input_tensor.dtype, self._scales
         # Without a scale, the product casts what arrives to the dtype that it computes in, too.
-        two_byte: _Form = "whole" if dtype == self.forms.dtype else "narrow"
+        otherwise: _Form = "whole" if dtype == self.forms.dtype else "narrow"
         forms: list[_Form] = [
-            "scaled" if s.form == "scaled" and s.name in scales else "whole" if s.form == "whole" else two_byte
+            "scaled" if s.form == "scaled" and s.name in scales else "whole" if s.form == "whole" else otherwise
             for s in self._segments
         ]
         if all(form == "whole" for form in forms) or not dtype.is_floating_point:

@@ -35,7 +35,7 @@ FORMAT = dedent("""
             named = dict(builder.build().named_parameters())
             held = {{name: tuple(each.shape) for name, each in named.items()}}
             return {{
-                ("model", n): ShardInfo(dtype="float32", shape=s, box=TensorSlice.whole(s)) for n, s in held.items()
+                ("model", n): ShardInfo(dtype="float32", shape=s, region=TensorSlice.whole(s)) for n, s in held.items()
             }}
 
         def read(self, places):

@@ -60,9 +60,9 @@ def trace_model(architecture: Architecture) -> tuple[dict[str, AttentionCall], d
             raise UnsupportedArchitecture(model=architecture.name, reason=_OWN_ATTENTION) from error
         reason = f"it cannot be built with this configuration: {_words(error)}"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
-    keys_unchanged = [name for name, _ in model.named_buffers() if name in model.state_dict()]
-    if keys_unchanged:
-        reason = f"its buffer '{keys_unchanged[0]}' is saved and holds no fractions"
+    persistent = [name for name, _ in model.named_buffers() if name in model.state_dict()]
+    if persistent:
+        reason = f"its buffer '{persistent[0]}' is saved and holds no fractions"
         raise UnsupportedArchitecture(model=architecture.name, reason=reason)
     replace_experts(model)
     for module in model.modules():
