@@ -39,6 +39,7 @@ __all__ = [
     "fork_workers",
     "forks",
     "inherited_server",
+    "pause",
     "run",
     "start_server",
     "take_interrupts",
@@ -140,6 +141,12 @@ def take_interrupts() -> None:
     """Make Ctrl-C end a child, as ``preexec_fn``: a shell starts its background jobs, and their children, deaf to it.
     (A forked process always hears it.)"""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def pause(process: subprocess.Popen[Any]) -> None:
+    """Stop a child with SIGSTOP. A thread of it may run on until the kernel reports the child as stopped."""
+    process.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 class Popen(subprocess.Popen[Any]):

@@ -141,7 +141,7 @@ def test_a_store_is_owned_while_its_owner_lives_and_to_ask_changes_nothing(
     assert not is_owned(storage)
     assert not (tmp_path / "c").exists()
     first = child(kind, str(tmp_path / "c"))
-    first.process.send_signal(signal.SIGSTOP)
+    processes.pause(first.process)
     before = {path: path.read_bytes() for path in (tmp_path / "c").iterdir()}
     assert is_owned(storage)
     first.kill()
@@ -318,7 +318,7 @@ def test_a_paused_owner_that_was_followed_commits_nothing(
     """A real process, stopped and continued."""
     uri, then = str(tmp_path / "c"), "sys.stdin.readline(); own.check()"
     first = child("lease", uri, then, stderr=subprocess.PIPE)
-    first.process.send_signal(signal.SIGSTOP)
+    processes.pause(first.process)
     second = take(Unlockable(uri), me=elsewhere("second"), say=lambda line: None)
     first.process.send_signal(signal.SIGCONT)
     _, said = first.process.communicate("go on\n")

@@ -89,7 +89,7 @@ def test_a_second_run_is_refused_in_words_and_one_in_a_copied_directory_is_not(s
     config = small_run(*ENDLESS, *MONITORED)
     first = command(config)
     wait_for_steps(config, 2, first)
-    first.process.send_signal(signal.SIGSTOP)
+    processes.pause(first.process)
     kept = files_of(config.run_dir)
     second = command(small_run(*ENDLESS, *MONITORED, "seed=99"))
     assert second.process.wait(timeout=120) == 2, second.said
