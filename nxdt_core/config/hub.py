@@ -30,8 +30,9 @@ _FORM = re.compile(
     r"hf:(?P<repo>[\w.-]+/[\w.-]+)(?:@(?P<revision>[^@/\s]+))??(?:@(?P<commit>[0-9a-f]{40}))?(?:/(?P<file>\S+))?"
 )
 _WRITTEN = re.compile(r"hf:[^\s'\"]+@[0-9a-f]{40}[^\s'\"]*")
+_SINGLE = "model.safetensors"
 _DESCRIBING = (
-    *("config.json", "generation_config.json", "model.safetensors.index.json", "chat_template.jinja"),
+    *("config.json", "generation_config.json", f"{_SINGLE}.index.json", "chat_template.jinja"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model"),
     *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.json"),
 )
@@ -141,7 +142,7 @@ def complete(path: Path | str, *, download: bool = True) -> None:
     if (name := _LOCAL.get(Path(path))) is not None:
         with _library(name) as hub:
             files = _files(hub, name)
-            wanted = _matching(name, files) if name.file else [file for file in files if file.endswith(".safetensors")]
+            wanted = _matching(name, files) if name.file else _weights(name, files)
             if not wanted:
                 raise rows.HubNoSafetensors(name=str(replace(name, commit="")), files=files)
             if download:
@@ -183,6 +184,17 @@ def _matching(name: HubName, files: Sequence[str]) -> list[str]:
     if name.file:
         return [file for file in files if _matches(file.split("/"), name.file.split("/"))]
     return [file for file in files if any(fnmatchcase(file, pattern) for pattern in _DESCRIBING)]
+
+
+def _weights(name: HubName, files: Sequence[str]) -> list[str]:
+    """Return the files of weights that the reader of Hugging Face directories opens: the single one, else those that
+    the index names. A repository may have the weights once more, for other programs."""
+    weights = [file for file in files if file.endswith(".safetensors") and "/" not in file]
+    if _SINGLE in weights:
+        return [_SINGLE]
+    index = name.snapshot / f"{_SINGLE}.index.json"
+    text = read_text(index, follow=True) if index.is_file() else ""
+    return [file for file in weights if f'"{file}"' in text] or weights
 
 
 def _matches(parts: list[str], patterns: list[str]) -> bool:

@@ -77,7 +77,8 @@ def published(tmp_path_factory):
     (root / "validation.jsonl").write_bytes(CHATS)
     (root / "run.yaml").write_text(RUN)
     with HubServer() as server:
-        server.commit("model", "owner/small", {**content(root / "model"), "modeling_x.py": b"1"})
+        others = {"modeling_x.py": b"1", "consolidated.safetensors": b"2", "onnx/model.safetensors": b"3"}
+        server.commit("model", "owner/small", {**content(root / "model"), **others})
         server.commit(
             "dataset",
             "owner/chats",
