@@ -196,8 +196,8 @@ def read_source(
             return Source(label=label, tree=nothing, problems=(problem,), readable=False)
         tree, problems = parse_yaml(text, label, directory)
     if not isinstance(tree.data, dict):
-        place, reason = tree.origins[()].at(""), "no mapping at the top"
-        problems = [WrongValue(**place, found=reason, allowed="a mapping of keys and values")]
+        place, allowed = tree.origins[()].at(""), "a mapping of keys and values"
+        problems = [WrongValue(**place, found="no mapping at the top", allowed=allowed)]
         return Source(label=label, tree=nothing, problems=tuple(problems), readable=False)
     readable = not (problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)))
     return Source(label=label, tree=tree, problems=tuple(problems), path=path, stem=stem, readable=readable)
@@ -273,8 +273,8 @@ def find_base(tree: Tree, seen: Sequence[str]) -> str | ConfigProblem:
     except PackageNotFound as error:
         return WrongValue(**origin.at(BASE), found=f"{text!r}, but {error}", allowed=allowed)
     if named in seen:
-        reason = f"{text!r}, which is itself based on this file"
-        return WrongValue(**origin.at(BASE), found=reason, allowed="a file that is not")
+        found = f"{text!r}, which is itself based on this file"
+        return WrongValue(**origin.at(BASE), found=found, allowed="a file that is not")
     return named
 
 

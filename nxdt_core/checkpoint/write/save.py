@@ -160,9 +160,9 @@ def plan_save(
         listing: dict[TensorKey, ShardInfo] = {}
         for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
             section_ties = ties if ties is None or tensors is model else {}
-            section_pieces, section_shards = list_shards(section, tensors, section_ties)
-            local_shards.update({(section, name): local for name, local in section_pieces.items()})
-            listing |= {(section, name): shard for name, shard in section_shards.items()}
+            section_shards, infos = list_shards(section, tensors, section_ties)
+            local_shards.update({(section, name): local for name, local in section_shards.items()})
+            listing |= {(section, name): info for name, info in infos.items()}
         return listing
 
     assignment = (planner or Planner(ranks)).plan(prepare, where=f"{storage.uri}/{step_name(step)}")

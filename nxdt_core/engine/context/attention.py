@@ -8,12 +8,10 @@ dtype of the keys, and each rank adds to it in float32.
 Gathered keys and values: one collective per direction where the ring has as many hops as ranks, at the price of a whole
 sequence of keys and values in memory while a layer runs. Each rank saves its own; they are gathered again in backward.
 
-
-Context parallelism: ranks that share each sequence, for any model whose plan names its attention cores.
-
-Everything but attention works on tokens one by one and needs no change; positions are part of the batch. So the batch
-is sharded, and the attention cores are replaced by ones that reach the other ranks' keys. (Torch's own context
-parallelism cannot run without an accelerator: it has no sharding rule for the host's kernel.)
+Ranks share each sequence of any model whose plan names its attention cores. Everything but attention works on tokens
+one by one and needs no change; positions are part of the batch. So the batch is sharded, and the attention cores are
+replaced by ones that reach the other ranks' keys. (Torch's own context parallelism cannot run without an accelerator:
+it has no sharding rule for the host's kernel.)
 
 Their attention is one operator of autograd and of ``torch.compile``: a compiled graph has no room for messages on their
 way, so that it holds the operator whole. Outside of one autograd calls what is inside: estimates then see what it
