@@ -130,8 +130,9 @@ def generate(
     `best` in its place; a Hugging Face directory, or hf:owner/name of its hub; or an adapter that peft wrote. The model
     and its tokenizer are built from the configuration that is found there, or from --config.
 
-    FILE is text with a prompt per line, or JSONL, JSON, Arrow or Parquet with records that have a text `prompt`, or
-    `messages`. The records are printed as JSON lines, each with its `completion`; with several samples, `completions`.
+    FILE is text with a prompt per line, or JSONL, JSON, Arrow or Parquet with records that have a `prompt`, which is a
+    text or a list of messages, or `messages`. The records are printed as JSON lines, each with its `completion`; with
+    several samples, `completions`.
     """
     if (prompt is None) == (prompts is None):
         raise click.UsageError("Give a PROMPT, or a file with --prompts.")
@@ -140,11 +141,11 @@ def generate(
     records = [] if prompts is None else list(prompts_in(Path(prompts)))
     loaded, sampling = _loaded(checkpoint, options, samples)
     if prompt is None:
-        ids = []
-        for place, record in records:
-            content = record["prompt"] if isinstance(record.get("prompt"), str) else record["messages"]
-            ids.append(loaded.prompt(_turn(content) if chat and isinstance(content, str) else content, place))
-        for (_, record), texts in zip(records, loaded.writer.texts(ids, sampling, batch=batch_size), strict=True):
+        ids = [
+            loaded.prompt(_turn(content) if chat and isinstance(content, str) else content, place)
+            for place, _, content in records
+        ]
+        for (_, record, _), texts in zip(records, loaded.writer.texts(ids, sampling, batch=batch_size), strict=True):
             written = {"completion": texts[0]} if samples == 1 else {"completions": texts}
             say(json.dumps({**record, **written}, ensure_ascii=False))
         return

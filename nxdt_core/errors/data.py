@@ -255,7 +255,7 @@ NoAnswerToJudge = NxdtError.define(
 PromptMissing = NxdtError.define(
     "NXDT-E011",
     "A record without a prompt.",
-    "{place} has neither a text 'prompt' nor a list 'messages'.",
+    "{place} has neither a 'prompt', a text or a list of messages, nor a list 'messages'.",
     "Give each record one of the two.",
 )
 

@@ -144,9 +144,9 @@ def load_model(
     )
 
 
-def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place and the record of each prompt in a file: lines of text, or records that have a text ``prompt`` or
-    a list ``messages``.
+def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any], str | Messages]]:
+    """Yield the place, the record and the prompt of each line of text, or of each record that has a ``prompt``, a text
+    or a list of messages, or a list ``messages``.
 
     Raises:
         PromptMissing: a record has neither.
@@ -154,13 +154,14 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """
     if path.suffix == ".txt":
         lines = decode(path, read_bytes(path)).replace("\r\n", "\n").split("\n")  # splitlines cuts at U+2028, too
-        yield from ((f"{path}:{number}", {"prompt": line}) for number, line in enumerate(lines, 1) if line)
+        yield from ((f"{path}:{number}", {"prompt": line}, line) for number, line in enumerate(lines, 1) if line)
         return
     records, _ = read_records([path], "--prompts", example='{"prompt": "..."}')
     for place, record in records:
-        if not isinstance(record.get("prompt"), str) and not isinstance(record.get("messages"), list):
+        prompt = record["prompt"] if isinstance(record.get("prompt"), str | list) else record.get("messages")
+        if not isinstance(prompt, str | list):
             raise PromptMissing(place=str(place))
-        yield str(place), record
+        yield str(place), record, prompt
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -60,6 +60,7 @@ def test_records_come_back_with_completions_in_their_order(run, capsys, tmp_path
     records = [
         {"prompt": "Hello", "id": 7},
         {"messages": [{"role": "user", "content": "What is it?"}]},
+        {"prompt": [{"role": "user", "content": "What is it?"}], "solution": "it"},
         {"prompt": "A"},
     ]
     (tmp_path / "prompts.jsonl").write_text("".join(f"{json.dumps(record)}\n" for record in records))
@@ -67,7 +68,7 @@ def test_records_come_back_with_completions_in_their_order(run, capsys, tmp_path
     found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [{key: value for key, value in each.items() if key != "completion"} for each in found] == records
     assert found[0]["completion"] == completion(capsys, run, "Hello")
-    assert found[1]["completion"] == completion(capsys, run, "What is it?", "--chat")
+    assert found[1]["completion"] == found[2]["completion"] == completion(capsys, run, "What is it?", "--chat")
 
 
 def test_lines_of_text_and_several_samples(run, capsys, tmp_path):
@@ -82,7 +83,7 @@ def test_lines_of_text_and_several_samples(run, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("record", "said"), [({"prompt": 3}, "NXDT-E011"), ({"text": "a"}, ":1 has neither a text 'prompt'")]
+    ("record", "said"), [({"prompt": 3}, "NXDT-E011"), ({"text": "a"}, ":1 has neither a 'prompt'")]
 )
 def test_a_record_without_a_prompt_is_named_before_a_model_is_loaded(record, said, capsys, tmp_path):
     (tmp_path / "prompts.jsonl").write_text(json.dumps(record))
