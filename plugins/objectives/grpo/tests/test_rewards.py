@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
+import sys
 import threading
 import time
 
@@ -88,3 +90,11 @@ def test_the_form_and_the_length_of_an_answer():
     assert form([Answer.of(text, []) for text in texts], []) == [1.0, 0.0, 0.0]
     length = rewards.Length(config.LengthConfig(target=2, scale=10))
     assert length(ANSWERS, []) == [-0.1, 0.0]
+
+
+def test_the_file_of_a_reward_imports_nothing_heavy():
+    script = """import sys, nxdt_plugin_grpo.rewards
+from nxdt_core.kernel.discovery import HEAVY
+print([name for name in HEAVY if name in sys.modules])"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert ran.stdout == "[]\n"

@@ -43,12 +43,12 @@ from nxdt_plugin_grpo.config import (
     RepetitionConfig,
 )
 from nxdt_plugin_grpo.errors import RewardFailed, RewardMisnamed
-from nxdt_plugin_grpo.prompts import Prompt
 
 if TYPE_CHECKING:
     from nxdt_core.kernel import Kernel
     from nxdt_core.protocols.parallel_model import ParallelModel
     from nxdt_core.train.session import TrainSession
+    from nxdt_plugin_grpo.prompts import Prompt
 
 _log = logging.getLogger(__name__)
 
