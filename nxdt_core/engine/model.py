@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,6 @@ from nxdt_core.protocols.tensor_shards import LocalShard
 
 if TYPE_CHECKING:
     from nxdt_core.engine.pipeline.runner import PipelineRunner
-    from nxdt_core.engine.pipeline.stage import HiddenSpec
 
 
 class ComputeContext:
@@ -335,12 +334,11 @@ class TorchModel(ParallelModel):
             self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
             self._tied_group = tied_group(mesh) if self._tied else None
             self._pipeline = PipelineRunner(
-                layout.modules,
-                layout.numbers,
+                stages,
                 mesh,
-                schedule=mesh.sizes.schedule,
                 micro_batches=micro_batches,
-                hidden_spec=self._hidden_spec,
+                hidden_shape=self._hidden_shape,
+                hidden_dtype=compute.hidden,
                 device=compute.device,
                 forward_context=compute.autocast,
                 sent=compute.sent,
@@ -355,7 +353,7 @@ class TorchModel(ParallelModel):
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         with self._passing(micro_batches, objective, training=True) as batch:
             if self._pipeline is not None:
-                self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
+                self._pipeline.train(batch.micro_batches, batch.step_context, batch.loss)
             last = len(batch.micro_batches) - 1
             for index, on_host in enumerate(batch.micro_batches if self._pipeline is None else ()):
                 if self._layout.sharded and index in (0, last):  # between them nothing changes
@@ -374,7 +372,7 @@ class TorchModel(ParallelModel):
         """Return the loss without gradients, in evaluation mode."""
         with self._passing(micro_batches, objective, training=False) as batch:
             if self._pipeline is not None:
-                self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
+                self._pipeline.forward(batch.micro_batches, batch.step_context, batch.loss)
             else:
                 for on_host in batch.micro_batches:
                     moved = on_host.to(self._compute.device)
@@ -467,9 +465,7 @@ class TorchModel(ParallelModel):
         """Return what :func:`_whole` returns of the logits of a batch."""
         if self._pipeline is None:
             return _whole(self._logits(batch.to(self._compute.device), StepContext()), index)
-        outputs = self._pipeline.forward(
-            [batch], _inputs, lambda _: StepContext(), lambda logits, *_: _whole(logits, index)
-        )
+        outputs = self._pipeline.forward([batch], lambda _: StepContext(), lambda logits, *_: _whole(logits, index))
         return self._pipeline.broadcast_from_last(outputs[0] if outputs else None)
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
@@ -588,12 +584,13 @@ class TorchModel(ParallelModel):
         sizes = self._mesh.sizes
         return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._layout.sequence_parallel else 1)
 
-    def _hidden_spec(self, batch: Batch) -> HiddenSpec:
+    def _hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Return the shape of hidden states of ``batch`` between pipeline stages, on this rank."""
         assert self.plan.pipeline is not None
         rows, tokens = batch.input_ids.shape
         if self._layout.sequence_parallel:
             tokens //= self._mesh.sizes.tp
-        return (rows, tokens, self.plan.pipeline.hidden_size), self._compute.hidden
+        return rows, tokens, self.plan.pipeline.hidden_size
 
     @contextmanager
     def _forward_only(self, *, inference: bool = False) -> Iterator[None]:
@@ -625,13 +622,3 @@ def _whole(logits: torch.Tensor, index: int | None = None) -> torch.Tensor:
         return logits
     whole: torch.Tensor = logits.full_tensor()
     return whole
-
-
-def _inputs(batch: Batch) -> dict[str, Any]:
-    """Arguments of a pipeline stage in addition to ids or hidden states: stages behind the first see no ids to
-    count."""
-    arguments = batch.arguments()
-    if "position_ids" in arguments and arguments["position_ids"] is None:
-        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-        arguments["position_ids"] = positions.expand_as(batch.input_ids)
-    return arguments
