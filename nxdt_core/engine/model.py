@@ -23,10 +23,8 @@ from nxdt_core.engine.context.attention import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.fsdp import (
     ScaledWeights,
     begin_micro_batch,
-    casts_once_per_step,
     hooks_off,
     product_weights,
-    uses_copied_masters,
 )
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.decoding import (
@@ -264,14 +262,13 @@ class TokenValues(Objective):
 class TorchModel(ParallelModel):
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
-    def __init__(self, layout: Layout, mesh: ParallelMesh, compute: ComputeContext, *, micro_batches: int) -> None:
+    def __init__(self, layout: Layout, mesh: ParallelMesh, compute: ComputeContext) -> None:
         """Collective in a pipeline.
 
         Args:
             layout: materialised.
             mesh: that ``layout`` was made for.
             compute: device, dtypes and seed.
-            micro_batches: per training step and rank; the schedule of a pipeline must be able to run them.
         """
         self._layout, self._mesh, self._compute = layout, mesh, compute
         self.module = layout.modules[0]
@@ -297,12 +294,11 @@ class TorchModel(ParallelModel):
                 self._parameters.by_name,
                 mesh,
                 tensor_partial=layout.tensor_partial,
-                replica_partial=layout.replica_partial,
-                data_reduced=layout.sharded,
+                data_reduced=layout.storage.sharded,
                 overlapped=mesh.sizes.pp == 1,
             )
         # The ranks that hold what this one holds, if it is not the only one.
-        group = mesh.group("dp_replicate" if layout.sharded else "efsdp" if mesh.sizes.ep > 1 else "fsdp")
+        group = mesh.group("dp_replicate" if layout.storage.sharded else "efsdp" if mesh.sizes.ep > 1 else "fsdp")
         broadcasts = profile_of(compute.device).broadcast_loads
         self.replicas = Replicas(group) if broadcasts and group is not None else None
         self._routers: RouterMetrics | None = None
@@ -313,13 +309,13 @@ class TorchModel(ParallelModel):
         self._weights: CopiedMasters | ScaledWeights | None = None
         """Weights that modules compute with where they differ from the stored ones; FSDP2 gathers its own."""
         trained = [parameter for parameter in self._parameters.by_name.values() if parameter.requires_grad]
-        if trained and uses_copied_masters(mesh.sizes, compute.precision):
+        if trained and layout.storage.copied:
             self._weights = CopiedMasters(layout.modules, trained, compute.hidden)
         elif any(gather.scaled for gather in layout.gathers):
             self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._products: CopiedMasters | None = None
         """Weights of matrix products in autocast's dtype, which training computes with."""
-        if casts_once_per_step(mesh.sizes, compute.precision, micro_batches=micro_batches):
+        if layout.storage.cast_once:
             multiplied = product_weights(self.module, layout.plan)
             masters = [p for name, p in self.module.named_parameters() if name in multiplied and p.requires_grad]
             if masters:
@@ -336,7 +332,7 @@ class TorchModel(ParallelModel):
             self._pipeline = PipelineRunner(
                 stages,
                 mesh,
-                micro_batches=micro_batches,
+                micro_batches=layout.storage.micro_batches,
                 hidden_shape=self._hidden_shape,
                 hidden_dtype=compute.hidden,
                 device=compute.device,
@@ -356,7 +352,7 @@ class TorchModel(ParallelModel):
                 self._pipeline.train(batch.micro_batches, batch.step_context, batch.loss)
             last = len(batch.micro_batches) - 1
             for index, on_host in enumerate(batch.micro_batches if self._pipeline is None else ()):
-                if self._layout.sharded and index in (0, last):  # between them nothing changes
+                if self._layout.storage.sharded and index in (0, last):  # between them nothing changes
                     begin_micro_batch(self._layout.modules, self._mesh, last=index == last)
                 if self._gradients is not None and index == last:
                     self._gradients.begin_last_backward()
@@ -407,7 +403,7 @@ class TorchModel(ParallelModel):
             raise CacheUnsupported("context parallel ranks share each sequence")
         check_positions_stay(self._layout.modules, lengths, columns)
         slots = attention_slots(self._layout.modules, self.plan)
-        sharded = self._layout.sharded
+        sharded = self._layout.storage.sharded
         recorded = records_passes(self._mesh.sizes, sharded=sharded) and (self._writing > 0 or not sharded)
         if not (recorded and profile_of(self._compute.device).records):
             cache, multiple = KeyValueCache(slots, lengths, columns), self._sequence_multiple
@@ -446,7 +442,7 @@ class TorchModel(ParallelModel):
             self.module.eval()
         if isinstance(self._weights, CopiedMasters):
             self._weights.stay = True
-        with self._forward_only(), hooks_off(self._layout.modules if self._layout.sharded else ()):
+        with self._forward_only(), hooks_off(self._layout.modules if self._layout.storage.sharded else ()):
             yield
 
     def _last_logits(self, batch: Batch, columns: int, cache: KeyValueCache) -> torch.Tensor:
@@ -598,7 +594,7 @@ class TorchModel(ParallelModel):
         have copies, a caller's inference mode is left, since no backward can use what is made in it; and gathered
         weights are freed unless a text is being written, since the optimizer's update would not reach them.
         """
-        gathered = self._layout.sharded or self._weights is not None
+        gathered = self._layout.storage.sharded or self._weights is not None
         weights = nullcontext() if self._weights is None else self._weights.in_place()
         mode = torch.inference_mode(not gathered) if gathered or inference else nullcontext()
         with mode, torch.no_grad(), weights:
@@ -607,7 +603,7 @@ class TorchModel(ParallelModel):
             self._free_gathered()
 
     def _free_gathered(self) -> None:
-        for module in self._layout.modules if self._layout.sharded else ():
+        for module in self._layout.modules if self._layout.storage.sharded else ():
             for part in module.modules():
                 if is_fsdp_module(part):
                     part.reshard()

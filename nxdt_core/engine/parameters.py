@@ -14,6 +14,7 @@ from torch import nn
 from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.placement import is_dtensor, local_shard_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.plan_modules import styled
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
@@ -89,8 +90,7 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
 
 def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
     """Return the names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
-    rows = ("vocab_embedding", "vocab_head", "score_head")
-    vocabulary = [pattern for pattern, style in plan.tensor.items() if style in rows]
+    vocabulary = styled(plan, "vocab_embedding", "vocab_head", "score_head")
     names: set[str] = set()
     for module in modules:
         for path, part in module.named_modules():

@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.distributed.collectives import PendingGather, gather_along
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import HostValues
@@ -366,33 +367,33 @@ def apply_recompute(
     layers = (plan.recompute_layer,)
     named = [pattern for name in names for pattern in plan.recompute.get(name, ())]
     patterns = layers if granularity == "full" else named
-    for part in _matching(module, patterns):
+    chosen = modules_at(module, patterns)
+    for part in chosen.values():
         # Wrapped is the forward alone. Hooks then run once, outside: those of fully_shard, whose weights are gathered
         # again by the time backward asks, and those that enter a tensor block. (The hooks of
         # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
         wrap_forward(part, _Recomputed.forward, inner="computed")
-        part.discards_output = False  # type: ignore[assignment]
+        part.discards_output = False
     if granularity != "selective":
         return
     # The outputs of cheap ones are discarded, except inside another module that is recomputed.
-    made_cheaply = set(_matching(module, plan.cheap))
-    cheap = [part for part in _matching(module, patterns) if part in made_cheaply]
+    cheap = [part for path, part in chosen.items() if matches_any(plan.cheap, path)]
     inside = {part for outer in module.modules() if is_recomputed(outer) for part in outer.modules() if part != outer}
     for part in cheap:
         if part not in inside:
-            part.discards_output = True  # type: ignore[assignment]
+            part.discards_output = True
     if not all(part in inside for part in cheap):
         discard_in_layers(module, plan)
         # The matrices of a tensor block share one copy of a discarded output in autocast's dtype. Autocast itself makes
         # one for each, which could not be discarded. Routers of experts read the output uncast.
-        for path, block in module.named_modules():
-            if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, block, plan):
+        for path, block in modules_at(module, plan.tensor_blocks).items():
+            if not routes_tokens(path, block, plan):
                 block.register_forward_pre_hook(_cast)
 
 
 def discard_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
     """Let the layers of ``module`` discard what their parts compute again, unless the layers are recomputed."""
-    for layer in _matching(module, (plan.recompute_layer,)):
+    for layer in modules_at(module, (plan.recompute_layer,)).values():
         if not (is_recomputed(layer) or hasattr(layer, "discarded_tensors")):
             wrap_forward(layer, _Discarding.forward, inner="discarding")
             discarded: Any = DiscardedTensors()
@@ -453,10 +454,3 @@ class _Both(AbstractContextManager[None]):
 
     def __exit__(self, *raised: Any) -> None:
         self._entered.pop().__exit__(*raised)
-
-
-def _matching(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield each module that a pattern names, once, without the placeholders of other stages."""
-    for path, part in module.named_modules():
-        if matches_any(patterns, path) and not isinstance(part, nn.Identity):
-            yield part

@@ -45,16 +45,16 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import is_fsdp_module, local_of
 from nxdt_core.distributed.torch_versions import all_gather_single, fsdp_parameter_groups
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.engine.precision import product_layers
 from nxdt_core.engine.tensor.layers import VocabParallelEmbedding
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.models.moe.experts import SwiGLUExperts
-from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
-from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import DType, PrecisionPolicy, ScaledCast
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,6 +64,103 @@ if TYPE_CHECKING:
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _SCATTERED_IN_FLIGHT = 2
 """Sums that are not waited for; each has two copies of the gradients of a layer."""
+
+
+_BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+GradientUse = Literal["accumulated", "fresh", "sharded"]
+"""Use of a parameter's gradient in backward: added to an existing one, kept as the first one, or handed to a
+reduction that leaves the whole one behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStorage:
+    """How the ranks of a layout hold weights, gradients and optimizer state, and the bytes of an element of each."""
+
+    sizes: MeshSizes
+    policy: PrecisionPolicy
+    micro_batches: int = 1
+    """Micro-batches of a step, per rank."""
+
+    @property
+    def alone(self) -> bool:
+        """Return whether no other rank has the weights of this one, and no pipeline stage adds to gradients past the
+        hooks that :mod:`nxdt_core.engine.precision` needs."""
+        return self.sizes.dp_replicate == self.sizes.fsdp == self.sizes.pp == 1
+
+    @property
+    def mixed(self) -> bool:
+        """Return whether weights or their gradients are kept in another dtype than they are computed with."""
+        return self.policy.master_weights or self.policy.gradients != self.policy.parameters
+
+    @property
+    def copied(self) -> bool:
+        """Return whether masters have copies that are computed with, so that they need no FSDP2."""
+        return self.alone and self.policy.master_weights and self.policy.gradients == "float32"
+
+    @property
+    def sharded(self) -> bool:
+        """Return whether FSDP2 holds the weights: there are ranks to shard over, or dtypes that differ.
+
+        Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
+        """
+        zero = self.sizes.zero_stage > 0 and self.sizes.dp_replicate * self.sizes.fsdp > 1
+        return not self.copied and (self.mixed or zero)
+
+    @property
+    def cast_once(self) -> bool:
+        """Return whether a step casts the weights of matrix products to autocast's dtype once, for all micro-batches.
+        One micro-batch has each product cast its weight once anyway."""
+        return self.alone and not self.mixed and self.policy.autocast is not None and self.micro_batches > 1
+
+    @property
+    def experts_whole(self) -> bool:
+        """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
+        return self.sizes.ep > 1 and self.sizes.efsdp == self.sizes.dp_replicate == 1 and not self.mixed
+
+    @property
+    def gradient_use(self) -> GradientUse:
+        """Return what happens to a micro-batch's gradients."""
+        if self.sharded and (self.sizes.zero_stage >= 2 or self.micro_batches == 1):
+            return "sharded"
+        if self.micro_batches == 1:
+            return "fresh"
+        return "sharded" if self.copied else "accumulated"  # copies' are added to those of the masters
+
+    @property
+    def compute_bytes(self) -> int:
+        """Return the bytes per element of a parameter in forward and backward."""
+        return _BYTES[self.policy.parameters]
+
+    @property
+    def product_bytes(self) -> int:
+        """Return the bytes per element of what matrix products compute with."""
+        return _BYTES[self.policy.autocast or self.policy.parameters]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
+        return _BYTES["float32" if self.policy.master_weights else self.policy.parameters]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes per element of an accumulated gradient."""
+        return _BYTES[self.policy.gradients]
+
+    def check_sums(self) -> None:
+        """Check that FSDP2 does not round the sums of gradients over micro-batches to the dtype of the shards.
+
+        Raises:
+            GradientSumsRounded: it would.
+        """
+        if self.mixed and not self.policy.master_weights and self.sizes.zero_stage >= 2 and self.micro_batches > 1:
+            raise GradientSumsRounded(
+                precision=self.policy.name,
+                sums=self.policy.gradients,
+                weights=self.policy.parameters,
+                stage=self.sizes.zero_stage,
+                micro_batches=self.micro_batches,
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +201,8 @@ def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
     layers = product_layers(module, plan)
     plain = ((path, layer) for path, layer, _ in layers if not isinstance(local_of(layer.weight), QuantisedWeight))
     weights = {f"{path}.weight" for path, layer in plain if _only_multiplied(layer)}
-    for path, part in module.named_modules():
-        if isinstance(part, SwiGLUExperts) and matches_any(plan.experts.modules, path) and not part.updates:
+    for path, part in modules_at(module, plan.experts.modules).items():
+        if isinstance(part, SwiGLUExperts) and not part.updates:
             weights |= {f"{path}.{name}" for name in _EXPERTS}
     return frozenset(weights - {name for pair in plan.tied for name in pair})
 
@@ -331,40 +428,6 @@ class ReduceScatterByExchange:
             begin_reduce_scatter(output_tensor, input_tensor, group)()
 
 
-def needs_sharding(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.
-
-    Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
-    """
-    if uses_copied_masters(sizes, precision):
-        return False
-    mixed = precision.master_weights or precision.gradients != precision.parameters
-    return mixed or (sizes.zero_stage > 0 and sizes.dp_replicate * sizes.fsdp > 1)
-
-
-def uses_copied_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether no other rank has the weights of this one, so that their masters need no FSDP2.
-
-    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.precision` needs.
-    """
-    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
-    return alone and precision.master_weights and precision.gradients == "float32"
-
-
-def casts_once_per_step(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> bool:
-    """Return whether a step casts the weights of matrix products to autocast's dtype once, for all micro-batches, where
-    no other rank has the weights of this one. One micro-batch has each product cast its weight once anyway."""
-    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
-    plain = precision.parameters == precision.gradients and not precision.master_weights
-    return alone and plain and precision.autocast is not None and micro_batches > 1
-
-
-def leaves_experts_whole(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
-    mixed = precision.master_weights or precision.gradients != precision.parameters
-    return sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed
-
-
 def outer_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, tuple[str, ...]]:
     """Return the paths of the modules around the layers of a stage that FSDP2 can gather apart from its root: the
     embedding, or an empty path, and the norm and the head.
@@ -376,8 +439,7 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, tuple[str
     layers if the head is in it. In other models the root is gathered as a whole before the embedding.
     """
     first, last = "", tuple[str, ...]()
-    for path in _styled(module, plan, "vocab_embedding"):
-        table = module.get_submodule(path)
+    for path, table in modules_at(module, styled(plan, "vocab_embedding")).items():
         # Backward of an update reads its weights, so that a table with one is part of the root.
         plain = type(table) in (nn.Embedding, VocabParallelEmbedding) and getattr(table, "update", None) is None
         if plain and _shares_no_parameter(module, (path,)):
@@ -387,17 +449,10 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, tuple[str
         behind = tuple(
             path for path in plan.pipeline.last if path in parts and any(True for _ in parts[path].parameters())
         )
-        heads = _styled(module, plan, "vocab_head")
+        heads = modules_at(module, styled(plan, "vocab_head"))
         if any(head in behind for head in heads) and _shares_no_parameter(module, behind):
             last = behind
     return first, last
-
-
-def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[str]:
-    """Paths of the modules with parameters that ``plan`` gives a style."""
-    patterns = tuple(pattern for pattern, style in plan.tensor.items() if style == wanted)
-    matching = [(path, part) for path, part in module.named_modules() if matches_any(patterns, path)]
-    return [path for path, part in matching if any(True for _ in part.parameters())]
 
 
 def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
@@ -406,23 +461,6 @@ def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(any(name.startswith(f"{path}.") for path in paths))
     return all(len(inside) == 1 for inside in owners.values())
-
-
-def check_gradient_dtype(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
-    """Check that FSDP2 does not round the sums of gradients over micro-batches to the dtype of the shards.
-
-    Raises:
-        GradientSumsRounded: it would.
-    """
-    two_byte = not precision.master_weights and precision.gradients != precision.parameters
-    if two_byte and sizes.zero_stage >= 2 and micro_batches > 1:
-        raise GradientSumsRounded(
-            precision=precision.name,
-            sums=precision.gradients,
-            weights=precision.parameters,
-            stage=sizes.zero_stage,
-            micro_batches=micro_batches,
-        )
 
 
 def apply_data_parallel(
@@ -458,16 +496,17 @@ def apply_data_parallel(
         # Among a layer's inputs are the float32 tables of rotary embeddings; in bfloat16 they are 0.4 % off.
         cast_forward_inputs=False,
     )
-    layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
+    layers = modules_at(module, (plan.recompute_layer,))
     forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()
     ignored = {parameter for parameter in module.parameters() if isinstance(local_of(parameter), QuantisedWeight)}
-    if leaves_experts_whole(mesh.sizes, precision):
+    if WeightStorage(sizes=mesh.sizes, policy=precision).experts_whole:
         ignored |= {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
     (first, last), dense = outer_modules(module, plan), _mesh(mesh)
     profile = profile_of(torch.device(dense.device_type))
     sums, overlapped = PendingReduceScatters(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
-    parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
+    parts: list[tuple[tuple[str, ...], DeviceMesh]] = [((name,), _mesh(mesh, expert=True)) for name in experts]
+    parts += [((name,), dense) for name in layers]
     parts += [((first,), dense)] * bool(first) + [(last, dense)] * bool(last) + [(("",), dense)]
     for names, where in parts:
         modules = [module.get_submodule(name) for name in names]
@@ -504,7 +543,7 @@ def apply_data_parallel(
     # The gather of each part starts before the preceding part runs, in forward and backward. By itself FSDP2 does so in
     # backward alone, and there, with several micro-batches, the first part gathers the last one of the micro-batch
     # before.
-    order = [first] * bool(first) + list(layers) + list(last[:1])
+    order = [*[first] * bool(first), *layers, *last[:1]]
     for before, here, following in zip([None, *order], order, [*order[1:], None], strict=False):
         inner = [name for name in experts if name.startswith(f"{here}.")]
         ahead_of = [_sharded(module, name) for name in (*inner, following) if name is not None]

@@ -136,8 +136,9 @@ class PipelineRunner:
                     )
                     self._prepared = key, stages, stock
                 _, stages, stock = self._prepared
-                # Outputs are not returned, which 2.9 cannot leave.
-                options = {"return_outputs": False} if "return_outputs" in signature(stock.step).parameters else {}
+                options: dict[str, Any] = {}
+                if "return_outputs" in signature(stock.step).parameters:  # 2.9 cannot leave them
+                    options["return_outputs"] = False
                 stock.step(target=torch.arange(len(batches)), losses=losses, **options)
                 for stage in stages:
                     stage.finish_sends()

@@ -7,7 +7,7 @@ sequence under sequence parallelism. :func:`partial_parameters` follows from thi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxdt_core.distributed.collectives import gather_whole, reduce_from_group
 from nxdt_core.distributed.placement import shard_over_mesh, sharded_over
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.plan_modules import modules_at, style_of
 from nxdt_core.engine.recompute import enter_within
 from nxdt_core.engine.tensor.layers import (
     SEQUENCE_DIM,
@@ -36,7 +37,7 @@ from nxdt_core.engine.tensor.layers import (
     local_part,
 )
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
@@ -92,16 +93,14 @@ def apply_tensor_parallel(
     if sequence_parallel:
         _check_sequence_parallel(module, plan, blocks)
     sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
-    styles = dict(_styled(module, plan))
+    styles = _styled(module, plan)
     for path, style in styles.items():
         if style in _IN_BLOCKS and not any(_inside(path, block) for block in blocks):
             raise TensorPlanUnusable(problem=f"'{path}' is {style}, and no pattern of tensor_blocks is around it")
         replacement = sharder.replacement(path, module.get_submodule(path), style)
         if replacement is not None:
             module.set_submodule(path, replacement)
-    routers = [
-        path for path, _ in module.named_modules() if matches_any((*plan.experts.routers, *plan.experts.modules), path)
-    ]
+    routers = modules_at(module, (*plan.experts.routers, *plan.experts.modules))
     for block in blocks:
         if styles.get(block) != "row":  # whose inputs are its own part of the features
             routes = any(_inside(path, block) for path in routers)
@@ -115,14 +114,6 @@ def apply_tensor_parallel(
                 part.register_forward_pre_hook(entry)
 
 
-def keep_gathered(parts: Iterable[nn.Module]) -> None:
-    """Let tensor blocks among ``parts`` save what they gathered: they are recomputed, and so gather again anyway."""
-    for part in parts:
-        entry = getattr(part, "entry", None)
-        if isinstance(entry, BlockEntry):
-            entry.again = False
-
-
 def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> frozenset[str]:
     """Return the names of parameters whose gradients are partial sums over ``tp``, after :func:`apply_tensor_parallel`.
 
@@ -130,7 +121,7 @@ def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parall
     embedding (except what comes after a ``row``'s sum: its bias, and ``replicate`` modules), or anywhere under sequence
     parallelism.
     """
-    styles = dict(_styled(module, plan))
+    styles = _styled(module, plan)
     partials = [*_blocks(module, plan), *(f"{p}.update" for p, style in styles.items() if style == "vocab_embedding")]
     rows = {path for path, style in styles.items() if style in ("row", "row_split")}
     replicated = [path for path, style in styles.items() if style == "replicate"]
@@ -149,19 +140,9 @@ def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parall
     )
 
 
-def replicated_partials(module: nn.Module) -> frozenset[str]:
-    """Return the names of key and value parameters whose gradients are partial sums over ``tp_kv_replica``: each copy
-    serves other query heads."""
-    return frozenset(
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if "tp_kv" in sharded_over(parameter)
-    )
-
-
 def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list[str]) -> None:
     """Check that the sequence is sharded at the embeddings and gathered at the head."""
-    styled = dict(_styled(module, plan))
+    styled = _styled(module, plan)
     gathering = any(styled.get(block) in ("column", "column_whole") for block in blocks)
     if not {"vocab_head", "score_head"} & {*plan.tensor.values()} and not gathering:
         raise TensorPlanUnusable(problem="sequence parallelism needs a vocab_head, whose logits are whole sequences")
@@ -173,21 +154,20 @@ def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list
             )
 
 
-def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, TensorStyle]]:
-    """Yield the paths that a pattern of ``plan.tensor`` matches, without the placeholders of other stages."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
-        if style is not None and not isinstance(part, nn.Identity):
-            yield path, style
+def _styled(module: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
+    """Return the style of each path that a pattern of ``plan.tensor`` matches, placeholders of other stages left out;
+    a module that is shared has several paths."""
+    styles = {
+        path: style_of(plan, path)
+        for path, part in module.named_modules(remove_duplicate=False)
+        if not isinstance(part, nn.Identity)
+    }
+    return {path: style for path, style in styles.items() if style is not None}
 
 
 def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
     """Return the paths of the tensor blocks, none inside another."""
-    blocks = [
-        path
-        for path, part in module.named_modules()
-        if matches_any(plan.tensor_blocks, path) and not isinstance(part, nn.Identity)
-    ]
+    blocks = [*modules_at(module, plan.tensor_blocks)]
     for block in blocks:
         outer = next((other for other in blocks if other != block and _inside(block, other)), None)
         if outer is not None:
