@@ -87,8 +87,7 @@ class TorchEngine(ParallelEngine):
         """
         data = self._run.data
         options = LayoutOptions.of(self._run, profile_of(self.device), self._sizes)
-        storage = WeightStorage(sizes=self._sizes, policy=precision, micro_batches=options.micro_batches or 1)
-        storage.check_sums()
+        storage = WeightStorage.of(self._sizes, precision, micro_batches=options.micro_batches or 1)
         if storage.sharded and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=self.ranks.collective_timeout_s)

@@ -254,7 +254,7 @@ def parallelize(
     tensor_partial: set[str] = set()
     padded: dict[str, PaddedDim] = {}
     gathers: list[WeightGather] = []
-    storage = WeightStorage(sizes=mesh.sizes, policy=precision, micro_batches=options.micro_batches or 1)
+    storage = WeightStorage.of(mesh.sizes, precision, micro_batches=options.micro_batches or 1)
     profile, blocks = options.profile, block_attention(options.profile)
     shared: frozenset[torch.dtype] | None = None
     if profile.shared_heads is not None:

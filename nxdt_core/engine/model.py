@@ -21,10 +21,10 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
 from nxdt_core.engine.context.attention import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.fsdp import (
-    ScaledWeights,
     begin_micro_batch,
     hooks_off,
     product_weights,
+    scaled_weights,
 )
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.decoding import (
@@ -275,8 +275,7 @@ class TorchModel(ParallelModel):
         """The first of this rank's stages: the whole model without a pipeline."""
         self.plan, self.precision, self.padded = layout.plan, compute.precision, layout.padded
         self.added, self.data_ranks = layout.added, mesh.sizes.dp
-        self._parameters = StageParameters(layout.modules, layout.plan.tied)
-        self._owned = self._parameters.owned(mesh)
+        self._parameters = StageParameters(layout.modules, layout.plan.tied, mesh)
         self._buffers: dict[str, torch.Tensor] = {}
         """Buffers that are saved."""
         for module in layout.modules:
@@ -306,13 +305,11 @@ class TorchModel(ParallelModel):
             self._routers = RouterMetrics(
                 layout.routers, layout.modules, device=compute.device, dtype=compute.metrics_dtype
             )
-        self._weights: CopiedMasters | ScaledWeights | None = None
+        self._weights: CopiedMasters | None = None
         """Weights that modules compute with where they differ from the stored ones; FSDP2 gathers its own."""
         trained = [parameter for parameter in self._parameters.by_name.values() if parameter.requires_grad]
         if trained and layout.storage.copied:
             self._weights = CopiedMasters(layout.modules, trained, compute.hidden)
-        elif any(gather.scaled for gather in layout.gathers):
-            self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._products: CopiedMasters | None = None
         """Weights of matrix products in autocast's dtype, which training computes with."""
         if layout.storage.cast_once:
@@ -440,7 +437,7 @@ class TorchModel(ParallelModel):
     def _recorded_passes(self) -> Iterator[None]:
         if self.module.training:
             self.module.eval()
-        if isinstance(self._weights, CopiedMasters):
+        if self._weights is not None:
             self._weights.stay = True
         with self._forward_only(), hooks_off(self._layout.modules if self._layout.storage.sharded else ()):
             yield
@@ -515,12 +512,12 @@ class TorchModel(ParallelModel):
             self._gradients.reduce_all()
         if self._tied:
             sum_tied_gradients(self._tied, self._tied_group)
-        return self._norm([parameter.grad for parameter in self._owned])
+        return self._norm([parameter.grad for parameter in self._parameters.owned])
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights that the optimizer updates or leaves frozen; masters where there are
         some."""
-        return self._norm(self._owned)
+        return self._norm(self._parameters.owned)
 
     def sync_tied_copies(self) -> None:
         """Let second copies of tied parameters follow, and drop gathered weights; called after an update and after a
@@ -563,9 +560,10 @@ class TorchModel(ParallelModel):
                 named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
                 shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
                 around.enter_context(rounded_weights(shards, self._compute.masters_rounded, self._step))
-            for weights in (self._weights, self._products) if training else ():
-                if weights is not None:
-                    around.enter_context(weights.in_place())
+            if training:
+                around.enter_context(self._computed_weights())
+            if training and self._products is not None:
+                around.enter_context(self._products.in_place())
             yield batch
         self._has_run = True
 
@@ -595,12 +593,17 @@ class TorchModel(ParallelModel):
         weights are freed unless a text is being written, since the optimizer's update would not reach them.
         """
         gathered = self._layout.storage.sharded or self._weights is not None
-        weights = nullcontext() if self._weights is None else self._weights.in_place()
         mode = torch.inference_mode(not gathered) if gathered or inference else nullcontext()
-        with mode, torch.no_grad(), weights:
+        with mode, torch.no_grad(), self._computed_weights():
             yield
         if not self._writing:
             self._free_gathered()
+
+    def _computed_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which modules compute with weights that differ from the stored ones."""
+        if self._weights is not None:
+            return self._weights.in_place()
+        return scaled_weights(self._layout.gathers, self._parameters.by_name, self._mesh.group("fsdp"))
 
     def _free_gathered(self) -> None:
         for module in self._layout.modules if self._layout.storage.sharded else ():

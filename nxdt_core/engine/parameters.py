@@ -33,37 +33,32 @@ class StageParameters:
     (``zbv``) keeps the owner alone, and its ``tied_pairs`` follow it.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], tied: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], tied: Sequence[tuple[str, str]], mesh: ParallelMesh) -> None:
         self.by_name: dict[str, nn.Parameter] = {}
         """Global name → what the optimizer trains and checkpoints hold."""
-        self.copies: set[str] = set()
-        """Names under which this rank has the user's copy only: its elements are counted where the owner is."""
+        self.owned: list[nn.Parameter] = []
+        """Parameters whose elements this rank counts in sums over all ranks: it is the first of those of its pipeline
+        stage that hold the very same elements, and has the owner of a tied pair."""
         self.tied_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         """(owner, user) that are two tensors on this rank."""
         parameters = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
-        owner_of = {user: owner for owner, user in tied}
+        owner_of, copies = {user: owner for owner, user in tied}, set[str]()
         for name, parameter in parameters.items():
             owner = owner_of.get(name)
             if owner is None:
                 self.by_name[name] = parameter
             elif owner not in parameters:
                 self.by_name[owner] = parameter
-                self.copies.add(owner)
+                copies.add(owner)
             elif parameters[owner] is not parameter:
                 self.tied_pairs.append((parameters[owner], parameter))
-
-    def owned(self, mesh: ParallelMesh) -> list[nn.Parameter]:
-        """Return the parameters whose elements this rank counts in sums over all ranks: it is the first of those of its
-        pipeline stage that hold the very same elements, and has the owner of a tied pair."""
-        owned = []
         for name, parameter in self.by_name.items():
             cut = sharded_over(parameter)
             tensor_dim: Dimension = "tp_kv_replica" if "tp_kv" in cut else "tp"
             data_dim: Dimension = "efsdp" if "ep" in cut else "fsdp"
             replicas: tuple[Dimension, ...] = ("dp_replicate", data_dim, tensor_dim)
-            if name not in self.copies and not any(mesh.rank(dim) for dim in replicas if dim not in cut):
-                owned.append(parameter)
-        return owned
+            if name not in copies and not any(mesh.rank(dim) for dim in replicas if dim not in cut):
+                self.owned.append(parameter)
 
 
 def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool) -> ParameterShard:

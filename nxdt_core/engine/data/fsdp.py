@@ -2,7 +2,7 @@
 
 Weights of matrix products are sent in the dtype that the products cast them to anyway. Under autocast that is
 autocast's dtype. Where a precision policy computes products in one byte per element, it is that, under scaling factors
-of whole weights (:class:`ScaledWeights`). The largest elements of all shards are found over the ranks in one
+of whole weights (:func:`scaled_weights`). The largest elements of all shards are found over the ranks in one
 all-reduce, once per pass, before the first gather needs them. Products are bitwise those of the weight itself, so
 results do not change. Norms, embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they
 are.
@@ -79,44 +79,47 @@ class WeightStorage:
 
     sizes: MeshSizes
     policy: PrecisionPolicy
-    micro_batches: int = 1
+    micro_batches: int
     """Micro-batches of a step, per rank."""
+    sharded: bool
+    """FSDP2 holds the weights: there are ranks to shard over, or dtypes that differ from the parameters'. Without ZeRO
+    it has the second only; masters are then sharded all the same, since whole ones have no advantage."""
+    copied: bool
+    """Masters have copies that are computed with, and need no FSDP2, since no other rank has the weights of this one.
+    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.precision` needs."""
+    cast_once: bool
+    """A step casts the weights of matrix products to autocast's dtype once, for all micro-batches, where no other rank
+    has the weights of this one. One micro-batch has each product cast its weight once anyway."""
+    experts_whole: bool
+    """Each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
 
-    @property
-    def alone(self) -> bool:
-        """Return whether no other rank has the weights of this one, and no pipeline stage adds to gradients past the
-        hooks that :mod:`nxdt_core.engine.precision` needs."""
-        return self.sizes.dp_replicate == self.sizes.fsdp == self.sizes.pp == 1
+    @classmethod
+    def of(cls, sizes: MeshSizes, policy: PrecisionPolicy, *, micro_batches: int = 1) -> WeightStorage:
+        """Return how ranks of ``sizes`` hold what ``policy`` says.
 
-    @property
-    def mixed(self) -> bool:
-        """Return whether weights or their gradients are kept in another dtype than they are computed with."""
-        return self.policy.master_weights or self.policy.gradients != self.policy.parameters
-
-    @property
-    def copied(self) -> bool:
-        """Return whether masters have copies that are computed with, so that they need no FSDP2."""
-        return self.alone and self.policy.master_weights and self.policy.gradients == "float32"
-
-    @property
-    def sharded(self) -> bool:
-        """Return whether FSDP2 holds the weights: there are ranks to shard over, or dtypes that differ.
-
-        Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
+        Raises:
+            GradientSumsRounded: FSDP2 would round the sums of gradients over micro-batches to the dtype of the shards.
         """
-        zero = self.sizes.zero_stage > 0 and self.sizes.dp_replicate * self.sizes.fsdp > 1
-        return not self.copied and (self.mixed or zero)
-
-    @property
-    def cast_once(self) -> bool:
-        """Return whether a step casts the weights of matrix products to autocast's dtype once, for all micro-batches.
-        One micro-batch has each product cast its weight once anyway."""
-        return self.alone and not self.mixed and self.policy.autocast is not None and self.micro_batches > 1
-
-    @property
-    def experts_whole(self) -> bool:
-        """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
-        return self.sizes.ep > 1 and self.sizes.efsdp == self.sizes.dp_replicate == 1 and not self.mixed
+        alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
+        mixed = policy.master_weights or policy.gradients != policy.parameters
+        copied = alone and policy.master_weights and policy.gradients == "float32"
+        if mixed and not policy.master_weights and sizes.zero_stage >= 2 and micro_batches > 1:
+            raise GradientSumsRounded(
+                precision=policy.name,
+                sums=policy.gradients,
+                weights=policy.parameters,
+                stage=sizes.zero_stage,
+                micro_batches=micro_batches,
+            )
+        return cls(
+            sizes=sizes,
+            policy=policy,
+            micro_batches=micro_batches,
+            sharded=not copied and (mixed or (sizes.zero_stage > 0 and sizes.dp_replicate * sizes.fsdp > 1)),
+            copied=copied,
+            cast_once=alone and not mixed and policy.autocast is not None and micro_batches > 1,
+            experts_whole=sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed,
+        )
 
     @property
     def gradient_use(self) -> GradientUse:
@@ -146,21 +149,6 @@ class WeightStorage:
     def gradient_bytes(self) -> int:
         """Return the bytes per element of an accumulated gradient."""
         return _BYTES[self.policy.gradients]
-
-    def check_sums(self) -> None:
-        """Check that FSDP2 does not round the sums of gradients over micro-batches to the dtype of the shards.
-
-        Raises:
-            GradientSumsRounded: it would.
-        """
-        if self.mixed and not self.policy.master_weights and self.sizes.zero_stage >= 2 and self.micro_batches > 1:
-            raise GradientSumsRounded(
-                precision=self.policy.name,
-                sums=self.policy.gradients,
-                weights=self.policy.parameters,
-                stage=self.sizes.zero_stage,
-                micro_batches=self.micro_batches,
-            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -227,14 +215,10 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
     (group,) = groups
     if any(p.sharded_param.dtype == forms.dtype for p in group.fsdp_params):  # frozen, and stored as they travel
         return None
-    segments = []
-    for p in group.fsdp_params:
-        name = names.get(id(p.sharded_param), "")
-        form: _Form = "scaled" if name in forms.scaled else "narrow" if name in forms.two_byte else "whole"
-        segments.append(_Segment(p._sharded_param_data.numel(), name, form))
-    if all(segment.form == "whole" for segment in segments):
+    named = [names.get(id(p.sharded_param), "") for p in group.fsdp_params]
+    if not (forms.two_byte | forms.scaled).intersection(named):
         return None
-    gather = WeightGather(segments, forms)
+    gather = WeightGather(named, [p._sharded_param_data.numel() for p in group.fsdp_params], forms)
     cast(Any, sharded).set_custom_all_gather(gather)
     return gather
 
@@ -242,32 +226,17 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
 _Form = Literal["whole", "narrow", "scaled"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A parameter's shard in the flat buffer of its group."""
-
-    size: int
-    """Elements, those that pad it included."""
-    name: str
-    form: _Form
-
-
 class WeightGather:
     """FSDP2's all-gather of a group's parameters, which follow each other in a flat buffer, in mixed dtypes."""
 
-    def __init__(self, segments: list[_Segment], forms: GatherDtypes) -> None:
-        self._segments = segments
-        self.forms = forms
-        self._scales: dict[str, torch.Tensor] = {}
-
-    @property
-    def scaled(self) -> tuple[str, ...]:
+    def __init__(self, names: list[str], sizes: list[int], forms: GatherDtypes) -> None:
+        """``names``: of the parameters, in order; ``sizes``: elements of each in the buffer, padding included."""
+        self._names, self._sizes, self.forms = names, sizes, forms
+        self._narrow = forms.two_byte | forms.scaled
+        self.scaled = tuple(name for name in names if name in forms.scaled)
         """Names of the weights that travel in one byte per element while they have scales."""
-        return tuple(segment.name for segment in self._segments if segment.form == "scaled")
-
-    def set_scales(self, scales: dict[str, torch.Tensor]) -> None:
-        """Set the scaling factors of the current weights; a weight without one is sent in its own dtype."""
-        self._scales = scales
+        self.scales: dict[str, torch.Tensor] = {}
+        """Scaling factors of the current weights; a weight without one is sent in its own dtype."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the memory for what is gathered."""
@@ -277,24 +246,22 @@ class WeightGather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
-        dtype, scales = input_tensor.dtype, self._scales
+        dtype, scales = input_tensor.dtype, self.scales
         # Without a scale, the product casts what arrives to the dtype that it computes in, too.
         otherwise: _Form = "whole" if dtype == self.forms.dtype else "narrow"
         forms: list[_Form] = [
-            "scaled" if s.form == "scaled" and s.name in scales else "whole" if s.form == "whole" else otherwise
-            for s in self._segments
+            "scaled" if name in scales else otherwise if name in self._narrow else "whole" for name in self._names
         ]
         if all(form == "whole" for form in forms) or not dtype.is_floating_point:
             work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
-        sizes = [segment.size for segment in self._segments]
-        parts = torch.split(input_tensor, sizes)
+        parts = torch.split(input_tensor, self._sizes)
         packed = []  # the bytes that are sent of each shard
-        for part, segment, form in zip(parts, self._segments, forms, strict=True):
+        for part, name, form in zip(parts, self._names, forms, strict=True):
             sent_part = part if form == "whole" else part.to(self.forms.dtype)
             if form == "scaled":
                 assert self.forms.cast is not None
-                sent_part = self.forms.cast.narrowed(sent_part, scales[segment.name])
+                sent_part = self.forms.cast.narrowed(sent_part, scales[name])
             packed.append(sent_part.view(torch.uint8))
         lengths = [part.numel() for part in packed]
         sent = torch.cat(packed)
@@ -304,12 +271,12 @@ class WeightGather:
 
         def unpack() -> None:
             of_ranks = torch.split(received.view(ranks, -1), lengths, 1)
-            outputs = torch.split(output_tensor.view(ranks, -1), sizes, 1)
-            for part, whole, segment, form in zip(of_ranks, outputs, self._segments, forms, strict=True):
+            outputs = torch.split(output_tensor.view(ranks, -1), self._sizes, 1)
+            for part, whole, name, form in zip(of_ranks, outputs, self._names, forms, strict=True):
                 values = part.clone(memory_format=torch.contiguous_format)  # a row for each rank, aligned
                 if form == "scaled":
                     assert self.forms.cast is not None
-                    whole.copy_(self.forms.cast.widened(values, scales[segment.name], self.forms.dtype))
+                    whole.copy_(self.forms.cast.widened(values, scales[name], self.forms.dtype))
                 else:
                     whole.copy_(values.view(dtype if form == "whole" else self.forms.dtype))
 
@@ -333,46 +300,36 @@ class _Unpacking(dist.Work):
         return done
 
 
-class ScaledWeights:
-    """The weights of a rank's stages that are sent in one byte per element while a pass runs."""
+@contextmanager
+def scaled_weights(
+    gathers: Sequence[WeightGather], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Send weights in one byte per element, under their current scales, within the block. Collective.
 
-    def __init__(
-        self,
-        gathers: Sequence[WeightGather],
-        parameters: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        """
-        Args:
-            gathers: of all stages, in the order that all ranks share.
-            parameters: this rank's shards by name.
-            group: the ranks that have the other shards; None where this one has all of them.
-        """
-        self._gathers = [gather for gather in gathers if gather.scaled] if group is not None else []
-        self._forms = self._gathers[0].forms if self._gathers else None
-        self._weights = {name: parameters[name] for gather in self._gathers for name in gather.scaled}
-        self._group = group
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Send the weights under their current scales within the block. Collective."""
-        if self._forms is None or self._forms.cast is None:
-            yield
-            return
-        shards = [local_of(weight).detach() for weight in self._weights.values()]
-        shards_or_zero = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
-        # Rounding keeps the order of values: the largest rounded value is that of the largest.
-        with torch.no_grad():
-            maxima = torch.stack(torch._foreach_norm(shards_or_zero, torch.inf)).to(self._forms.dtype).float()
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
-            scales = dict(zip(self._weights, self._forms.cast.scales(maxima).unbind(), strict=True))
-        for gather in self._gathers:
-            gather.set_scales({name: scales[name] for name in gather.scaled})
-        try:
-            yield
-        finally:  # all in two bytes again, since they may change
-            for gather in self._gathers:
-                gather.set_scales({})
+    Args:
+        gathers: of all stages, in the order that all ranks share.
+        parameters: this rank's shards by name.
+        group: the ranks that have the other shards; None where this one has all of them.
+    """
+    scaling = [gather for gather in gathers if gather.scaled]
+    if group is None or not scaling or (cast_of := scaling[0].forms.cast) is None:
+        yield
+        return
+    names = list(dict.fromkeys(name for gather in scaling for name in gather.scaled))
+    shards = [local_of(parameters[name]).detach() for name in names]
+    shards_or_zero = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+    # Rounding keeps the order of values: the largest rounded value is that of the largest.
+    with torch.no_grad():
+        maxima = torch.stack(torch._foreach_norm(shards_or_zero, torch.inf)).to(scaling[0].forms.dtype).float()
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        scales = dict(zip(names, cast_of.scales(maxima).unbind(), strict=True))
+    for gather in scaling:
+        gather.scales = {name: scales[name] for name in gather.scaled}
+    try:
+        yield
+    finally:  # all in two bytes again, since they may change
+        for gather in scaling:
+            gather.scales = {}
 
 
 class PendingReduceScatters:
@@ -499,7 +456,7 @@ def apply_data_parallel(
     layers = modules_at(module, (plan.recompute_layer,))
     forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()
     ignored = {parameter for parameter in module.parameters() if isinstance(local_of(parameter), QuantisedWeight)}
-    if WeightStorage(sizes=mesh.sizes, policy=precision).experts_whole:
+    if WeightStorage.of(mesh.sizes, precision).experts_whole:
         ignored |= {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
     (first, last), dense = outer_modules(module, plan), _mesh(mesh)

@@ -89,7 +89,7 @@ def global_norm(
     """Return the 2-norm of all gradients, or of all weights, over all ranks and stages, each element counted once.
 
     Args:
-        tensors: of the parameters of :meth:`nxdt_core.engine.parameters.StageParameters.owned`.
+        tensors: of the parameters in :attr:`nxdt_core.engine.parameters.StageParameters.owned`.
         world: all ranks; None for one that is alone.
         device: on which the result is.
         dtype: of the result and of its summation, the same on all ranks.

@@ -83,7 +83,7 @@ class Workload:
         """Return how the ranks hold parameters, gradients and optimizer state."""
         data = self.run.data
         micro_batches = data.global_batch_size // (data.micro_batch_size * self.sizes.dp)
-        return WeightStorage(sizes=self.sizes, policy=self.parts.precision, micro_batches=micro_batches)
+        return WeightStorage.of(self.sizes, self.parts.precision, micro_batches=micro_batches)
 
     @property
     def rows_per_sample(self) -> int:

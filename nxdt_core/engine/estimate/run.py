@@ -39,7 +39,6 @@ def estimate(work: Workload) -> Estimate:
         ModelReadsValues: the model cannot run without values.
     """
     sizes, storage, parts, data = work.sizes, work.storage, work.parts, work.run.data
-    storage.check_sums()
     built = build_whole(parts.builder, parts.adapters)
     whole, plan = built.module, built.plan
     cuts = pipeline_cuts(whole, plan, parts.builder, sizes, work.options)

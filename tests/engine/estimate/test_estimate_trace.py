@@ -186,7 +186,7 @@ def test_gradients_are_counted_where_they_are_new_and_stay(use, gradients):
 def test_the_fullest_moment_comes_of_the_schedules_own_order():
     trace = MicroBatchTrace(kept=10, peak={"activations": 8, "logits": 0, "workspace": 7, "gradients": 0})
     policy = PrecisionPolicy(name="fp32")
-    storage = WeightStorage(sizes=MeshSizes(zero_stage=0), policy=policy, micro_batches=8)
+    storage = WeightStorage.of(MeshSizes(zero_stage=0), policy, micro_batches=8)
 
     def at(rank, received=0):
         order = schedule_operations("1f1b", 4, 1, 8)[rank]
@@ -199,7 +199,7 @@ def test_the_fullest_moment_comes_of_the_schedules_own_order():
 
 def test_masters_are_counted_with_the_optimizer():
     policy = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
-    storage = WeightStorage(sizes=MeshSizes(dp_shard=4), policy=policy, micro_batches=2)
+    storage = WeightStorage.of(MeshSizes(dp_shard=4), policy, micro_batches=2)
     layer = HeldParameter(group="layers.0", local=60, stored=15, state=15 * 8)
     held = [layer, HeldParameter(group=ROOT, local=40, stored=10, state=10 * 8)]
     peak = MicroBatchTrace(kept=0, peak=dict.fromkeys(("activations", "logits", "workspace", "gradients"), 1000))

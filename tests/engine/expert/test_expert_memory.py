@@ -55,9 +55,9 @@ def test_a_rank_holds_its_experts_once(ranks):
 
 def test_experts_that_other_ranks_have_too_or_with_masters_are_sharded():
     policy = PrecisionPolicy(name="autocast", autocast="bfloat16")
-    assert WeightStorage(sizes=MeshSizes(dp_shard=4, ep=4), policy=policy).experts_whole
-    assert not WeightStorage(sizes=MeshSizes(dp_shard=4, ep=2), policy=policy).experts_whole
-    assert not WeightStorage(sizes=MeshSizes(dp_shard=2, dp_replicate=2, ep=2), policy=policy).experts_whole
-    assert not WeightStorage(sizes=MeshSizes(dp_shard=4), policy=policy).experts_whole
+    assert WeightStorage.of(MeshSizes(dp_shard=4, ep=4), policy).experts_whole
+    assert not WeightStorage.of(MeshSizes(dp_shard=4, ep=2), policy).experts_whole
+    assert not WeightStorage.of(MeshSizes(dp_shard=2, dp_replicate=2, ep=2), policy).experts_whole
+    assert not WeightStorage.of(MeshSizes(dp_shard=4), policy).experts_whole
     masters = PrecisionPolicy(name="masters", parameters="bfloat16", master_weights=True)
-    assert not WeightStorage(sizes=MeshSizes(dp_shard=4, ep=4), policy=masters).experts_whole
+    assert not WeightStorage.of(MeshSizes(dp_shard=4, ep=4), masters).experts_whole
