@@ -23,6 +23,7 @@ from nxdt_core.engine.context.attention import core_semantics
 from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, TokenChoice
@@ -43,12 +44,13 @@ def attention_slots(modules: Sequence[nn.Module], plan: ParallelPlan) -> list[At
         raise CacheUnsupported("the model's plan names no attention cores")
     slots = []
     for module in modules:
-        for path, core in modules_at(module, plan.attention_cores).items():
-            parent, _, name = path.rpartition(".")
-            try:
-                slots.append((module.get_submodule(parent), name, core_semantics(path, core)))
-            except NxdtError as error:
-                raise CacheUnsupported(error.what().rstrip(".")) from error
+        for path, core in module.named_modules():
+            if matches_any(plan.attention_cores, path):
+                parent, _, name = path.rpartition(".")
+                try:
+                    slots.append((module.get_submodule(parent), name, core_semantics(path, core)))
+                except NxdtError as error:
+                    raise CacheUnsupported(error.what().rstrip(".")) from error
     return slots
 
 

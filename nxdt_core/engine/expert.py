@@ -331,8 +331,7 @@ def apply_expert_parallel(
         raise ModelWithoutExperts(ep=mesh.size("ep"))
     if mesh.size("ep") == mesh.size("tp") == mesh.size("cp") == 1:
         return
-    for path in expert_modules(module, plan):
-        experts = module.get_submodule(path)
+    for path, experts in modules_at(module, plan.experts.modules).items():
         for name, parameter in list(experts.named_parameters()):
             cuts = _sharded_dims(path, name, experts, plan, mesh)
             if cuts:  # this rank's part, cloned, so that the whole can go
@@ -344,8 +343,8 @@ def apply_expert_parallel(
                 owner, _, leaf = name.rpartition(".")
                 shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
                 setattr(experts.get_submodule(owner), leaf, shard)
-        experts.local = local_part  # type: ignore[assignment]
-        experts.shares = mesh.size("tp")  # type: ignore[assignment]
+        experts.local = local_part
+        experts.shares = mesh.size("tp")
         for name, update in experts.named_modules():
             if isinstance(update, Update):
                 update.local = local_part
@@ -372,11 +371,6 @@ def apply_expert_parallel(
 def exchange_chunks(module: nn.Module, plan: ParallelPlan) -> dict[str, int]:
     """Return in how many parts each layer with experts is to send its tokens, by path of the dispatcher."""
     return {p: int(getattr(module.get_submodule(p), "chunks", 1)) for p in modules_at(module, plan.experts.dispatchers)}
-
-
-def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
-    """Return the paths of the modules whose parameters are experts."""
-    return tuple(modules_at(module, plan.experts.modules))
 
 
 def _sharded_dims(

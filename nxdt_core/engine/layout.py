@@ -38,7 +38,6 @@ from nxdt_core.engine.expert import (
     apply_expert_parallel,
     apply_token_shuffle,
     exchange_chunks,
-    expert_modules,
     routers_of,
 )
 from nxdt_core.engine.loss import chunk_loss, compiled_rows
@@ -50,6 +49,7 @@ from nxdt_core.engine.pipeline.schedules import (
     micro_batches_fit,
 )
 from nxdt_core.engine.pipeline.split import cut_stage, ties_ends
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
@@ -306,7 +306,7 @@ def parallelize(
                 pipeline_collectives(mesh)
             compile_layers(module, plan, backend=options.compile_backend, static_shapes=profile.static_shapes)
         if storage.sharded:
-            experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
+            experts = modules_at(module, plan.experts.modules) if mesh.sizes.ep > 1 else ()
             gathers += apply_data_parallel(module, plan, mesh, precision, experts, compiled=compiled)
     return Layout(
         modules=modules,

@@ -603,6 +603,8 @@ class TorchModel(ParallelModel):
         """Return the context in which modules compute with weights that differ from the stored ones."""
         if self._weights is not None:
             return self._weights.in_place()
+        if not self._layout.gathers:
+            return nullcontext()
         return scaled_weights(self._layout.gathers, self._parameters.by_name, self._mesh.group("fsdp"))
 
     def _free_gathered(self) -> None:

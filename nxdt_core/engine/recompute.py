@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Literal
 
@@ -417,23 +417,11 @@ class _Recomputed:
         discarded = discards_of(part) if part.discards_output and not kwargs else None
         if discarded is not None:
             return discarded_output(part, part.computed, args, discarded)
-        # The second computation may run during another micro-batch.
         values, step = HostValues(), step_of(None)
-        contexts = values.recorded(), _Both(at_step_boundary(step), values.repeated())
-        return checkpoint(part.computed, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            with at_step_boundary(step):  # the second computation may run during another micro-batch
+                return part.computed(*args, **kwargs)
 
-class _Both(AbstractContextManager[None]):
-    """Two contexts in one, which may be entered again."""
-
-    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
-        self._contexts, self._entered = contexts, list[ExitStack]()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *raised: Any) -> None:
-        self._entered.pop().__exit__(*raised)
+        contexts = values.recorded(), values.repeated()
+        return checkpoint(computed, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)

@@ -35,7 +35,6 @@ from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.context.blocks import (
     ContextSequence,
     document_cache,
-    document_cache_of,
     local_blocks,
     prefix_blocks,
     ring_blocks,
@@ -43,7 +42,6 @@ from nxdt_core.engine.context.blocks import (
     zigzag_unshard,
 )
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.layouts import (
     AttentionCoreMissing,
@@ -62,6 +60,7 @@ from nxdt_core.models.attention.partial_attention import (
     sink_gradients,
 )
 from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
@@ -261,7 +260,7 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     group = mesh.group("cp")
     if group is None:
         return
-    cores = modules_at(module, plan.attention_cores)
+    cores = [(path, core) for path, core in module.named_modules() if matches_any(plan.attention_cores, path)]
     # A pipeline stage without layers has no attention.
     layers = None if plan.pipeline is None else module.get_submodule(plan.pipeline.layers)
     has_layers = layers is None or any(True for _ in layers.children())
@@ -270,8 +269,7 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     device = torch.device(mesh.mesh("cp").device_type)
     if method == "ring" and not profile_of(device).point_to_point:
         raise RingNeedsPointToPoint(device_type=device.type)
-    document_cache(group)
-    for path, core in cores.items():
+    for path, core in cores:
         semantics = core_semantics(path, core)
         if semantics.dropout:
             raise AttentionCoreUnknown(path=path, core=type(core).__qualname__, reason="it has dropout")
@@ -364,7 +362,7 @@ def _sequence(
     method: str,
     group_name: str,
 ) -> ContextSequence:
-    documents = document_cache_of(group_name)
+    documents = document_cache(group_name)
     return ContextSequence(
         scale=scale,
         softcap=softcap,

@@ -92,17 +92,13 @@ class DocumentCache:
 _OVER: dict[str, DocumentCache] = {}
 
 
-def document_cache(group: dist.ProcessGroup) -> DocumentCache:
-    """Return the documents of all micro-batches that the ranks of ``group`` share."""
-    cache = _OVER.get(group.group_name)
+def document_cache(group_name: str) -> DocumentCache:
+    """Return the documents of all micro-batches that the ranks of a group share: operators are given names."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
+    cache = _OVER.get(group_name)
     if cache is None or cache.group is not group:
-        cache = _OVER[group.group_name] = DocumentCache(group)
+        cache = _OVER[group_name] = DocumentCache(group)
     return cache
-
-
-def document_cache_of(group_name: str) -> DocumentCache:
-    """Return the documents of a group that :func:`document_cache` saw before: operators are given names, not groups."""
-    return _OVER[group_name]
 
 
 def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ...]:

@@ -17,11 +17,12 @@ from nxdt_core.engine.decoding import records_passes
 from nxdt_core.engine.estimate.memory import FIRST, LAST, HeldParameter, count_unique, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, Workload, measure_rank
 from nxdt_core.engine.estimate.trace import ring_share
-from nxdt_core.engine.expert import exchange_chunks, expert_modules, routers_of
+from nxdt_core.engine.expert import exchange_chunks, routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations, stage_costs
 from nxdt_core.engine.pipeline.split import stage_layers
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.weights import build_whole
 from nxdt_core.protocols.estimate import Estimate, Memory, RankEstimate
 from nxdt_core.protocols.mesh import rank_of_stage, stages_of_rank
@@ -125,8 +126,8 @@ def _overlap(
     if chunks > 1:
         elements = 0.0  # of experts that a token is multiplied with
         routers = routers_of(whole, plan).items()
-        for path, (router, experts) in zip(expert_modules(whole, plan), routers, strict=False):
-            size = sum(parameter.numel() for parameter in whole.get_submodule(path).parameters())
+        for part, (router, experts) in zip(modules_at(whole, plan.experts.modules).values(), routers, strict=False):
+            size = sum(parameter.numel() for parameter in part.parameters())
             elements += size * getattr(whole.get_submodule(router), "top_k", 1) / experts
         behind["ep"] = 6 * elements / work.parts.builder.flops_per_token(work.run.data.seq_length)
     return behind, never

@@ -8,10 +8,11 @@ sequence under sequence parallelism. :func:`partial_parameters` follows from thi
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -92,7 +93,7 @@ def apply_tensor_parallel(
     blocks = _blocks(module, plan)
     if sequence_parallel:
         _check_sequence_parallel(module, plan, blocks)
-    sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
+    sharder = TensorSharder(plan=plan, mesh=mesh, group=group, heads=heads, sequence_parallel=sequence_parallel)
     styles = _styled(module, plan)
     for path, style in styles.items():
         if style in _IN_BLOCKS and not any(_inside(path, block) for block in blocks):
@@ -207,41 +208,37 @@ class _ShardedDim:
         return part
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSharder:
     """Shards the modules of one pipeline stage; parameters that were one (tied) stay one."""
 
-    def __init__(
-        self, plan: ParallelPlan, mesh: ParallelMesh, heads: HeadSharding | None, *, sequence_parallel: bool
-    ) -> None:
-        group = mesh.group("tp")
-        assert group is not None, "nothing to shard over"
-        self._plan = plan
-        self._mesh = mesh
-        self._group = group
-        self._heads = heads
-        self._sequence_parallel = sequence_parallel
-        self._sharded: dict[torch.Tensor, nn.Parameter] = {}
+    plan: ParallelPlan
+    mesh: ParallelMesh
+    group: dist.ProcessGroup
+    heads: HeadSharding | None
+    sequence_parallel: bool
+    sharded: dict[torch.Tensor, nn.Parameter] = field(default_factory=dict)
 
     def replacement(self, path: str, module: nn.Module, style: TensorStyle) -> nn.Module | None:
         """Return the module to put at ``path``; None where the existing one may stay."""
         if style == "score_head":
-            if self._sequence_parallel:
-                module.register_forward_hook(lambda _, args, scores: gather_whole(scores, SEQUENCE_DIM, self._group))
+            if self.sequence_parallel:
+                module.register_forward_hook(lambda _, args, scores: gather_whole(scores, SEQUENCE_DIM, self.group))
             return None
         if style == "replicate":
-            if not self._sequence_parallel or not isinstance(module, nn.Embedding):
+            if not self.sequence_parallel or not isinstance(module, nn.Embedding):
                 return None
             table = _table(path, module, style)
             update = self._update(table, None)
-            return SequenceParallelEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
+            return SequenceParallelEmbedding(table.weight, self.group, padding_idx=table.padding_idx, update=update)
         if style == "vocab_embedding":
             table = _table(path, module, style)
             cut = self._even(path, 0, table.num_embeddings, "rows of the vocabulary")
             return VocabParallelEmbedding(
                 self._shard(table.weight, cut),
-                self._group,
+                self.group,
                 padding_idx=table.padding_idx,
-                sequence_parallel=self._sequence_parallel,
+                sequence_parallel=self.sequence_parallel,
                 update=self._update(table, cut),
             )
         if style in ("heads", "channels"):
@@ -263,7 +260,7 @@ class TensorSharder:
         return GatheredColumnLinear(
             weight,
             bias,
-            group=self._group,
+            group=self.group,
             ends_block=style == "column_whole",
             spread=cut.spread,
             part=cut.part,
@@ -279,8 +276,8 @@ class TensorSharder:
         return _ROWS[style](
             self._shard(linear.weight, cut),
             linear.bias,
-            self._group,
-            sequence_parallel=self._sequence_parallel,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
             spread=cut.spread,
             update=self._update(linear, cut),
         )
@@ -319,21 +316,21 @@ class TensorSharder:
                 part.whole = cut.spread.dim == 0
                 part.features = None if part.whole else (cut.spread.starts[cut.part], sum(cut.spread.counts))
         if cut.spread.dim == update.inputs:
-            update.over_inputs = partial(reduce_from_group, group=self._group)
+            update.over_inputs = partial(reduce_from_group, group=self.group)
         return update
 
     def _even(self, path: str, dim: int, size: int, features: str) -> _ShardedDim:
         """Return the sharding into equal parts without padding."""
-        tp = self._group.size()
+        tp = self.group.size()
         if size % tp:
             raise ShardDoesNotDivide(module=path, size=size, features=features, tp=tp)
         block = size // tp
         spread = PaddedDim.of(dim, block=block, starts=range(0, size, block), counts=[block] * tp, unit=1)
-        return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+        return _ShardedDim(spread=spread, mesh=self.mesh.mesh("tp"), copied=False, part=self.group.rank())
 
     def _of_heads(self, path: str, dim: int, size: int) -> _ShardedDim | None:
         """Return the sharding by whole heads, where the plan says that the ``size`` features are heads."""
-        heads, layout = self._plan.heads, self._heads
+        heads, layout = self.plan.heads, self.heads
         if heads is None or layout is None:
             return None
         key_value = dim == 0 and matches_any(heads.key_value, path)
@@ -344,18 +341,18 @@ class TensorSharder:
             raise TensorPlanUnusable(problem=f"'{path}' has {size} features, no multiple of {count} heads")
         if not key_value:
             spread = layout.query(dim, size // count)
-            return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+            return _ShardedDim(spread=spread, mesh=self.mesh.mesh("tp"), copied=False, part=self.group.rank())
         spread, copied = layout.key_value(dim, size // count), layout.kv_replicas > 1
-        mesh = self._mesh.mesh("tp_kv", "tp_kv_replica") if copied else self._mesh.mesh("tp")
-        return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
+        mesh = self.mesh.mesh("tp_kv", "tp_kv_replica") if copied else self.mesh.mesh("tp")
+        return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self.group.rank() // layout.kv_replicas)
 
     def _shard(self, parameter: torch.Tensor, cut: _ShardedDim) -> nn.Parameter:
-        replacement = self._sharded.get(parameter)
+        replacement = self.sharded.get(parameter)
         if replacement is None:
             dims = (cut.spread.dim, None) if cut.copied else (cut.spread.dim,)
             sharded = shard_over_mesh(cut.local(parameter), cut.mesh, *dims)
             replacement = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-            self._sharded[parameter] = replacement
+            self.sharded[parameter] = replacement
         return replacement
 
 
