@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -40,7 +41,7 @@ class HeldParameter:
     """A parameter of a pipeline stage, as one rank holds it."""
 
     stage: int = 0
-    """Number of the stage among those of the rank."""
+    """Number of the pipeline stage."""
     group: str = ""
     """What FSDP2 gathers it with: the path of a layer or of experts, or one of the places around the layers."""
     whole: int = 0
@@ -89,7 +90,7 @@ def held_parameters(
         module: on the meta device.
         plan: names layers and experts.
         storage: says how FSDP2 will shard.
-        stage: its number among those of the rank.
+        stage: its number.
         partial: names whose gradients are partial sums over ``tp``.
         forms: how FSDP2 gathers the weights.
         state: measures the optimizer state of a shard.
@@ -225,9 +226,6 @@ def needs_stand_ins(factory: OptimizerFactory, config: object) -> bool:
     return not AdamUpdates.handles(stepped_once(factory, config, [nn.Parameter(torch.zeros(16, 16))]))
 
 
-_FLOAT32 = 4
-
-
 def peak_memory(
     held: Sequence[HeldParameter],
     storage: WeightStorage,
@@ -280,8 +278,8 @@ def peak_memory(
         if zero_stage == 3:
             communication += _computed_with(largest, held, storage)
             # What travels in autocast's dtype is kept in it until it is unpacked.
-            frozen_so = any(p.two_byte and not p.trained for p in held)
-            travelling = 0 if frozen_so else sum(p.local for p in held if p.two_byte)
+            frozen_two_byte = any(p.two_byte and not p.trained for p in held)
+            travelling = 0 if frozen_two_byte else sum(p.local for p in held if p.two_byte)
             communication += largest * storage.product_bytes * travelling // max(sum(p.local for p in held), 1)
     if storage.gradient_use == "fresh":
         gradients = sum(trace.peak["gradients"] for trace in traces.values())
@@ -317,17 +315,14 @@ def peak_memory(
 
     # The update; stand-ins add a bucket of weights and gradients in float32, and of narrower state.
     if stand_ins:
-        widened = 2.0 * _FLOAT32
+        widened = 2.0 * torch.float32.itemsize
         if storage.policy.optimizer_state == "bfloat16":
             widened += state / max(trained_stored, 1)
-        in_buckets = [
-            sum(p.stored for p in bucket)
-            for stage in {p.stage for p in held}
-            for bucket in buckets(
-                [p for p in held if p.trained and p.stage == stage], lambda p: p.whole, BUCKET_ELEMENTS
-            )
-        ]
-        workspace = round(max(in_buckets, default=0) * widened)
+        fullest = 0
+        for _, of_stage in groupby(held, lambda p: p.stage):
+            for bucket in buckets([p for p in of_stage if p.trained], lambda p: p.whole, BUCKET_ELEMENTS):
+                fullest = max(fullest, sum(p.stored for p in bucket))
+        workspace = round(fullest * widened)
     gradients = trained_stored * gradient_bytes if storage.sharded else whole_gradients
     moments.append(Memory(weights=updated[0], gradients=gradients, optimizer=updated[1], workspace=workspace))
     return max(moments, key=lambda moment: moment.total)
