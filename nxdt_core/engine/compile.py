@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import is_recomputed
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.autocast import compute_dtype
-from nxdt_core.models.patterns import matches
 from nxdt_core.models.step_boundary import at_step_boundary, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 
@@ -54,15 +54,14 @@ def compile_layers(module: nn.Module, plan: ParallelPlan, *, backend: str, stati
     """
     torch._dynamo.config.capture_scalar_outputs = True  # how many rows an expert gets is a size in the graph
     in_graphs: set[type[nn.Module]] = set()
-    for path, part in module.named_modules():
-        if matches(plan.recompute_layer, path) and not isinstance(part, nn.Identity):
-            # Not part.compile(): that would take the hooks in, and leaves recomputed layers uncompiled (torch 2.13).
-            # What is recomputed is compiled, and not its recomputation: that would be one graph with the layer twice in
-            # backward, in which torch 2.13 cannot save the meshes of DTensors.
-            forward = "computed" if is_recomputed(part) else "forward"
-            dynamic = False if static_shapes else None
-            compiled = _CompiledForward(path, part, getattr(part, forward), in_graphs, backend=backend, dynamic=dynamic)
-            setattr(part, forward, compiled)
+    for path, part in modules_at(module, (plan.recompute_layer,)).items():
+        # Not part.compile(): that would take the hooks in, and leaves recomputed layers uncompiled (torch 2.13).
+        # What is recomputed is compiled, and not its recomputation: that would be one graph with the layer twice in
+        # backward, in which torch 2.13 cannot save the meshes of DTensors.
+        forward = "computed" if is_recomputed(part) else "forward"
+        dynamic = False if static_shapes else None
+        compiled = _CompiledForward(path, part, getattr(part, forward), in_graphs, backend=backend, dynamic=dynamic)
+        setattr(part, forward, compiled)
 
 
 class _CompiledForward:

@@ -20,6 +20,7 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.context.attention import core_semantics
+from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
 from nxdt_core.models.patterns import matches_any
@@ -76,12 +77,10 @@ def records_passes(sizes: MeshSizes, *, sharded: bool) -> bool:
 @contextmanager
 def last_rows_only(modules: Sequence[nn.Module], plan: ParallelPlan, index: int) -> Iterator[None]:
     """Let heads compute the logits of token ``index`` of each row alone within the block."""
-    heads = [path for path, style in plan.tensor.items() if style == "vocab_head"]
     handles = [
         part.register_forward_pre_hook(lambda _, args: (args[0][:, index : index + 1], *args[1:]))
         for module in modules
-        for path, part in module.named_modules()
-        if matches_any(heads, path) and not isinstance(part, nn.Identity)
+        for part in modules_at(module, styled(plan, "vocab_head")).values()
     ]
     try:
         yield

@@ -14,7 +14,7 @@ from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.compile_cache import ahead_of, use_cache
-from nxdt_core.engine.data.fsdp import check_gradient_dtype, needs_sharding
+from nxdt_core.engine.data.fsdp import WeightStorage
 from nxdt_core.engine.layout import LayoutOptions, parallelize
 from nxdt_core.engine.layout import materialise as materialise_layout
 from nxdt_core.engine.mesh import ParallelMesh
@@ -86,14 +86,13 @@ class TorchEngine(ParallelEngine):
             GradientSumsRounded: the layout does not keep sums of gradients as ``precision`` says.
         """
         data = self._run.data
-        micro_batches = data.global_batch_size // (data.micro_batch_size * self._sizes.dp)
-        check_gradient_dtype(self._sizes, precision, micro_batches=micro_batches)
-        if needs_sharding(self._sizes, precision) and self.ranks.world_size == 1:  # for gradients' dtype
+        options = LayoutOptions.of(self._run, profile_of(self.device), self._sizes)
+        storage = WeightStorage.of(self._sizes, precision, micro_batches=options.micro_batches or 1)
+        if storage.sharded and self.ranks.world_size == 1:  # for gradients' dtype
             self.ranks.start_alone(self.device)
             self.mesh = ParallelMesh.build(self._sizes, self.device.type, timeout_s=self.ranks.collective_timeout_s)
         if self._run.adapter.base_dtype is not None:
             load_library()
-        options = LayoutOptions.of(self._run, profile_of(self.device), self._sizes)
         if frozen:
             options = options.of_frozen()
         layout = parallelize(builder, self.mesh, options, precision, adapters)
@@ -101,7 +100,7 @@ class TorchEngine(ParallelEngine):
         materialise_layout(layout, self.device, seed=seed, base=materialise)
         pins = profile_of(self.device).pinned_host_memory and data.pin_memory is not False
         compute = ComputeContext(precision, self.device, seed, options.row_kernels, pins=pins)
-        model = TorchModel(layout, self.mesh, compute, micro_batches=micro_batches)
+        model = TorchModel(layout, self.mesh, compute)
         self._models.add(model)
         return model
 

@@ -44,6 +44,7 @@ from nxdt_core.distributed.collectives import (
 from nxdt_core.distributed.placement import shard_over_mesh
 from nxdt_core.engine.context.blocks import zigzag_chunks, zigzag_unshard
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import prefetch_block_input
 from nxdt_core.engine.tensor.layers import local_part, sum_over_ranks
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
@@ -53,7 +54,7 @@ from nxdt_core.models.host_values import host_values
 from nxdt_core.models.moe.dispatch import LocalDispatcher, TokenPermutation, permute, unpermute
 from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing, WholeMicroBatch, exclusive_cumsum
-from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.plan import ParallelPlan
@@ -261,9 +262,9 @@ def apply_token_shuffle(module: nn.Module, plan: ParallelPlan, mesh: ParallelMes
     def undo(part: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         return exchange_tokens(output, group) if part.training else output
 
-    dispatchers = [path for path, _ in module.named_modules() if matches_any(plan.experts.dispatchers, path)]
-    for path, part in module.named_modules():
-        if matches_any(plan.tensor_blocks, path) and any(inner.startswith(f"{path}.") for inner in dispatchers):
+    dispatchers = modules_at(module, plan.experts.dispatchers)
+    for path, part in modules_at(module, plan.tensor_blocks).items():
+        if any(inner.startswith(f"{path}.") for inner in dispatchers):
             part.register_forward_pre_hook(mix, prepend=True)
             part.register_forward_hook(undo)
 
@@ -330,8 +331,7 @@ def apply_expert_parallel(
         raise ModelWithoutExperts(ep=mesh.size("ep"))
     if mesh.size("ep") == mesh.size("tp") == mesh.size("cp") == 1:
         return
-    for path in expert_modules(module, plan):
-        experts = module.get_submodule(path)
+    for path, experts in modules_at(module, plan.experts.modules).items():
         for name, parameter in list(experts.named_parameters()):
             cuts = _sharded_dims(path, name, experts, plan, mesh)
             if cuts:  # this rank's part, cloned, so that the whole can go
@@ -343,8 +343,8 @@ def apply_expert_parallel(
                 owner, _, leaf = name.rpartition(".")
                 shard = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
                 setattr(experts.get_submodule(owner), leaf, shard)
-        experts.local = local_part  # type: ignore[assignment]
-        experts.shares = mesh.size("tp")  # type: ignore[assignment]
+        experts.local = local_part
+        experts.shares = mesh.size("tp")
         for name, update in experts.named_modules():
             if isinstance(update, Update):
                 update.local = local_part
@@ -361,25 +361,16 @@ def apply_expert_parallel(
             chunks=chunks,
         )
         module.set_submodule(path, dispatcher)
-    for path in _paths(module, plan.experts.routers):
+    for router in modules_at(module, plan.experts.routers).values():
         # Tensor parallel ranks route the same tokens each for itself.
         group, copies = mesh.group("cp"), mesh.size("tp")
         shards = WholeMicroBatch(copies=copies) if group is None else ZigZagTokens(group=group, copies=copies)
-        module.get_submodule(path).shards = shards  # type: ignore[assignment]
+        router.shards = shards
 
 
 def exchange_chunks(module: nn.Module, plan: ParallelPlan) -> dict[str, int]:
     """Return in how many parts each layer with experts is to send its tokens, by path of the dispatcher."""
-    return {p: int(getattr(module.get_submodule(p), "chunks", 1)) for p in _paths(module, plan.experts.dispatchers)}
-
-
-def expert_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, ...]:
-    """Return the paths of the modules whose parameters are experts."""
-    return tuple(_paths(module, plan.experts.modules))
-
-
-def _paths(module: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    return [path for path, _ in module.named_modules() if matches_any(patterns, path)]
+    return {p: int(getattr(module.get_submodule(p), "chunks", 1)) for p in modules_at(module, plan.experts.dispatchers)}
 
 
 def _sharded_dims(
@@ -443,8 +434,8 @@ def routers_of(whole: nn.Module, plan: ParallelPlan) -> dict[str, int]:
     """Return the number of experts of each router that keeps statistics, by path, in the order of the whole model."""
     return {
         path: int(part.experts)
-        for path, part in whole.named_modules()
-        if matches_any(plan.experts.routers, path) and hasattr(part, "statistics")
+        for path, part in modules_at(whole, plan.experts.routers).items()
+        if hasattr(part, "statistics")
     }
 
 

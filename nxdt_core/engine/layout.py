@@ -16,9 +16,11 @@ compilation, data parallel sharding. Materialising follows.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, Literal
 
 import torch
@@ -30,13 +32,12 @@ from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.engine.compile import compile_layers, pipeline_collectives
 from nxdt_core.engine.context.attention import apply_context_parallel
 from nxdt_core.engine.context.blocks import zigzag_runs
-from nxdt_core.engine.data.fsdp import WeightGather, apply_data_parallel, needs_sharding
+from nxdt_core.engine.data.fsdp import WeightGather, WeightStorage, apply_data_parallel
 from nxdt_core.engine.expert import (
     Sliced,
     apply_expert_parallel,
     apply_token_shuffle,
     exchange_chunks,
-    expert_modules,
     routers_of,
 )
 from nxdt_core.engine.loss import chunk_loss, compiled_rows
@@ -45,14 +46,14 @@ from nxdt_core.engine.pipeline.schedules import (
     PartCosts,
     check_whole_backward,
     choose_cuts,
-    counted_costs,
     micro_batches_fit,
 )
 from nxdt_core.engine.pipeline.split import cut_stage, ties_ends
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
-from nxdt_core.engine.tensor.apply import apply_tensor_parallel, keep_gathered, partial_parameters, replicated_partials
-from nxdt_core.engine.tensor.layers import PaddedDim, padded_parameters, unpadded_shard
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
+from nxdt_core.engine.tensor.layers import BlockEntry, PaddedDim, padded_parameters, unpadded_shard
 from nxdt_core.engine.weights import allocate, build_whole, draw_local_shard, set_dtypes
 from nxdt_core.errors.layouts import (
     BaseNotQuantised,
@@ -62,10 +63,10 @@ from nxdt_core.errors.layouts import (
     ShapesDependOnData,
 )
 from nxdt_core.models.attention.documents import BlockAttention
-from nxdt_core.models.attention.grouped_query import CausalAttention
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels
 from nxdt_core.models.moe.dispatch import LocalDispatcher
-from nxdt_core.models.patterns import matches_within
+from nxdt_core.models.patterns import matches_any, matches_within
 from nxdt_core.models.quantised import BaseDtype
 from nxdt_core.models.random.dropout import Dropout, MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.models.step_boundary import accept_step
@@ -76,6 +77,10 @@ from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 _SALT_BITS = 62
+_TRAINED, _FROZEN = 6, 4
+"""Operations per weight and token: two in forward, two for the gradient of the input, two for that of the weight."""
+_ONCE, _TWICE = 3, 4
+"""Products in forward and backward, without and with forward repeated in backward."""
 
 
 def set_dropout_salts(module: nn.Module, plan: ParallelPlan, mesh: ParallelMesh, *, sequence_parallel: bool) -> None:
@@ -205,12 +210,9 @@ class Layout:
     """Parameters of the whole model that adapters added."""
     tensor_partial: frozenset[str]
     """Parameters whose gradient is a partial sum on each tensor parallel rank."""
-    replica_partial: frozenset[str]
-    """Parameters of heads that several tensor parallel ranks hold; each rank has only the gradient from its queries."""
     padded: Mapping[str, PaddedDim]
     """Parameters with heads of zeros, which no checkpoint sees."""
-    sharded: bool
-    """FSDP2 holds the parameters."""
+    storage: WeightStorage
     sequence_parallel: bool
     """Hidden states between layers are parts of the sequence."""
     compiled: bool
@@ -250,10 +252,10 @@ def parallelize(
         cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
         modules = tuple(cut_stage(whole, plan, stage=number, stages=stages, cuts=cuts) for number in numbers)
     tensor_partial: set[str] = set()
-    replica_partial: set[str] = set()
     padded: dict[str, PaddedDim] = {}
     gathers: list[WeightGather] = []
-    sharded, profile, blocks = needs_sharding(mesh.sizes, precision), options.profile, block_attention(options.profile)
+    storage = WeightStorage.of(mesh.sizes, precision, micro_batches=options.micro_batches or 1)
+    profile, blocks = options.profile, block_attention(options.profile)
     shared: frozenset[torch.dtype] | None = None
     if profile.shared_heads is not None:
         shared = frozenset(getattr(torch, name) for name in profile.shared_heads)
@@ -276,7 +278,6 @@ def parallelize(
             apply_token_shuffle(module, plan, mesh, ranks=options.token_shuffle)
         if mesh.sizes.tp > 1:  # after experts are cut: what tensor parallelism shards has no partial sums
             tensor_partial |= partial_parameters(module, plan, sequence_parallel=sequence_parallel)
-            replica_partial |= replicated_partials(module)
             padded |= padded_parameters(module)
         set_dropout_salts(module, plan, mesh, sequence_parallel=sequence_parallel)
         if options.base_dtype is not None:
@@ -295,14 +296,17 @@ def parallelize(
         if recompute:
             apply_recompute(module, plan, granularity=options.recompute_granularity, names=options.recompute_names)
         if regather:
-            keep_gathered(parts_of_recomputed(module))
+            for part in parts_of_recomputed(module):  # which gathers again anyway
+                entry = getattr(part, "entry", None)
+                if isinstance(entry, BlockEntry):
+                    entry.again = False
             discard_in_layers(module, plan)
         if options.compile_backend is not None:
             if options.async_tensor_parallel:
                 pipeline_collectives(mesh)
             compile_layers(module, plan, backend=options.compile_backend, static_shapes=profile.static_shapes)
-        if sharded:
-            experts = expert_modules(module, plan) if mesh.sizes.ep > 1 else ()
+        if storage.sharded:
+            experts = modules_at(module, plan.experts.modules) if mesh.sizes.ep > 1 else ()
             gathers += apply_data_parallel(module, plan, mesh, precision, experts, compiled=compiled)
     return Layout(
         modules=modules,
@@ -311,9 +315,8 @@ def parallelize(
         rules=built.rules,
         added=built.added,
         tensor_partial=frozenset(tensor_partial),
-        replica_partial=frozenset(replica_partial),
         padded=padded,
-        sharded=sharded,
+        storage=storage,
         sequence_parallel=sequence_parallel,
         compiled=compiled,
         routers=routers_of(whole, plan) if plan.experts.routers else {},
@@ -342,17 +345,62 @@ def pipeline_cuts(
 
 
 def part_costs(whole: nn.Module, plan: ParallelPlan, builder: ModelBuilder, options: LayoutOptions) -> PartCosts:
-    """Return what layers, and the parts before and after them, cost in a step with ``options``."""
+    """Return what layers, and the parts before and after them, cost in a step with ``options``.
+
+    ``whole`` has its adapters and is not sharded; ``plan`` has a pipeline.
+    """
+    assert plan.pipeline is not None
+    names = [f"{plan.pipeline.layers}.{key}" for key, _ in whole.get_submodule(plan.pipeline.layers).named_children()]
+    modules = dict(whole.named_modules())
+    top_k = {
+        path: int(part.top_k)
+        for path, part in modules.items()
+        if matches_any(plan.experts.routers, path) and hasattr(part, "top_k")
+    }
+    # Matrix products of a token, by module; experts count as far as it is sent to them by the router that is nearest
+    # to them in the tree of modules.
+    work: Counter[str] = Counter()
+    for path, module in modules.items():
+        for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
+            if parameter.ndim < 2:
+                continue
+            elements = parameter.numel()
+            if matches_any(plan.experts.modules, path):
+                nearest = max(top_k, key=partial(_shared_depth, path), default="")
+                elements = elements * top_k.get(nearest, 1) // parameter.shape[0]
+            work[path] += elements * (_TRAINED if parameter.requires_grad else _FROZEN)
+    # The operations of all attention cores are divided among them by the tokens that each attends to.
     length = max(options.seq_length, 2)
-    attention = builder.flops_per_token(length) - builder.flops_per_token(1)
-    return counted_costs(
-        whole,
-        plan,
-        attention=attention * length / (length - 1),
-        seq_length=length,
-        recomputes_layers=options.recompute_granularity == "full",
-        recomputes_head=options.loss_chunk_tokens is not None,
+    attention = (builder.flops_per_token(length) - builder.flops_per_token(1)) * length / (length - 1)
+    # Scores are computed with the tokens of the window; with a cap, they are with all, and a window hides some.
+    seen: dict[str, int] = {}
+    for path, core in modules.items():
+        if matches_any(plan.attention_cores, path):
+            semantics: AttentionSemantics | None = core.semantics() if hasattr(core, "semantics") else None
+            window = None if semantics is None or semantics.softcap is not None else semantics.window
+            seen[path] = min(window or length, length)
+    work.update({path: round(attention * tokens / sum(seen.values())) for path, tokens in seen.items()})
+    layers: Counter[str] = Counter()
+    first = last = 0
+    for path, operations in work.items():
+        layer = ".".join(path.split(".")[: plan.pipeline.layers.count(".") + 2])
+        if layer in names:
+            layers[layer] += operations
+        elif any(f"{path}.".startswith(f"{module}.") for module in plan.pipeline.first):
+            first += operations
+        elif any(f"{path}.".startswith(f"{module}.") for module in plan.pipeline.last):
+            last += operations
+    return PartCosts(
+        layers={name: layers[name] * (_TWICE if options.recompute_granularity == "full" else _ONCE) for name in names},
+        first=first * _ONCE,
+        last=last * (_ONCE if options.loss_chunk_tokens is None else _TWICE),
     )
+
+
+def _shared_depth(path: str, other: str) -> int:
+    """Return how many components of two paths are equal from the first on."""
+    pairs = zip(path.split("."), other.split("."), strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def block_attention(profile: DeviceProfile) -> BlockAttention | None:

@@ -22,6 +22,7 @@ from torch.nn import functional
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, shard_over_mesh
 from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.compile import one_graph
+from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.engine.tensor.layers import VocabParallelHead, local_part, local_vocab_rows
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.models.autocast import compute_dtype
@@ -35,7 +36,6 @@ from nxdt_core.models.loss import (
     softcapped,
     whole_vocabulary_cross_entropies,
 )
-from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
@@ -64,12 +64,10 @@ def chunk_loss(module: nn.Module, plan: ParallelPlan, *, tokens: int, kernels: R
         ModelWithoutHead: the plan names none.
         HeadNotLinear: a head is something else than a linear layer.
     """
-    heads = tuple(path for path, style in plan.tensor.items() if style == "vocab_head")
+    heads = styled(plan, "vocab_head")
     if not heads:
         raise ModelWithoutHead()
-    for path, head in module.named_modules():
-        if not matches_any(heads, path) or isinstance(head, nn.Identity):
-            continue
+    for path, head in modules_at(module, heads).items():
         if type(head) not in (nn.Linear, VocabParallelHead) or getattr(head, "update", None) is not None:
             raise HeadNotLinear(path=path, kind=type(head).__qualname__)
         head.forward = _ChunkedForward(module, head, tokens, kernels)

@@ -9,7 +9,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -21,12 +21,10 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, local_of
 from nxdt_core.engine.context.attention import shard_sequence, unshard_sequence
 from nxdt_core.engine.data.fsdp import (
-    ScaledWeights,
     begin_micro_batch,
-    casts_once_per_step,
     hooks_off,
     product_weights,
-    uses_copied_masters,
+    scaled_weights,
 )
 from nxdt_core.engine.data.gradients import GradientReducer, global_norm
 from nxdt_core.engine.decoding import (
@@ -62,7 +60,6 @@ from nxdt_core.protocols.tensor_shards import LocalShard
 
 if TYPE_CHECKING:
     from nxdt_core.engine.pipeline.runner import PipelineRunner
-    from nxdt_core.engine.pipeline.stage import HiddenSpec
 
 
 class ComputeContext:
@@ -265,22 +262,20 @@ class TokenValues(Objective):
 class TorchModel(ParallelModel):
     """This rank's part of a model; see :class:`nxdt_core.protocols.parallel_model.ParallelModel`."""
 
-    def __init__(self, layout: Layout, mesh: ParallelMesh, compute: ComputeContext, *, micro_batches: int) -> None:
+    def __init__(self, layout: Layout, mesh: ParallelMesh, compute: ComputeContext) -> None:
         """Collective in a pipeline.
 
         Args:
             layout: materialised.
             mesh: that ``layout`` was made for.
             compute: device, dtypes and seed.
-            micro_batches: per training step and rank; the schedule of a pipeline must be able to run them.
         """
         self._layout, self._mesh, self._compute = layout, mesh, compute
         self.module = layout.modules[0]
         """The first of this rank's stages: the whole model without a pipeline."""
         self.plan, self.precision, self.padded = layout.plan, compute.precision, layout.padded
         self.added, self.data_ranks = layout.added, mesh.sizes.dp
-        self._parameters = StageParameters(layout.modules, layout.plan.tied)
-        self._owned = self._parameters.owned(mesh)
+        self._parameters = StageParameters(layout.modules, layout.plan.tied, mesh)
         self._buffers: dict[str, torch.Tensor] = {}
         """Buffers that are saved."""
         for module in layout.modules:
@@ -298,12 +293,11 @@ class TorchModel(ParallelModel):
                 self._parameters.by_name,
                 mesh,
                 tensor_partial=layout.tensor_partial,
-                replica_partial=layout.replica_partial,
-                data_reduced=layout.sharded,
+                data_reduced=layout.storage.sharded,
                 overlapped=mesh.sizes.pp == 1,
             )
         # The ranks that hold what this one holds, if it is not the only one.
-        group = mesh.group("dp_replicate" if layout.sharded else "efsdp" if mesh.sizes.ep > 1 else "fsdp")
+        group = mesh.group("dp_replicate" if layout.storage.sharded else "efsdp" if mesh.sizes.ep > 1 else "fsdp")
         broadcasts = profile_of(compute.device).broadcast_loads
         self.replicas = Replicas(group) if broadcasts and group is not None else None
         self._routers: RouterMetrics | None = None
@@ -311,16 +305,14 @@ class TorchModel(ParallelModel):
             self._routers = RouterMetrics(
                 layout.routers, layout.modules, device=compute.device, dtype=compute.metrics_dtype
             )
-        self._weights: CopiedMasters | ScaledWeights | None = None
+        self._weights: CopiedMasters | None = None
         """Weights that modules compute with where they differ from the stored ones; FSDP2 gathers its own."""
         trained = [parameter for parameter in self._parameters.by_name.values() if parameter.requires_grad]
-        if trained and uses_copied_masters(mesh.sizes, compute.precision):
+        if trained and layout.storage.copied:
             self._weights = CopiedMasters(layout.modules, trained, compute.hidden)
-        elif any(gather.scaled for gather in layout.gathers):
-            self._weights = ScaledWeights(layout.gathers, self._parameters.by_name, mesh.group("fsdp"))
         self._products: CopiedMasters | None = None
         """Weights of matrix products in autocast's dtype, which training computes with."""
-        if casts_once_per_step(mesh.sizes, compute.precision, micro_batches=micro_batches):
+        if layout.storage.cast_once:
             multiplied = product_weights(self.module, layout.plan)
             masters = [p for name, p in self.module.named_parameters() if name in multiplied and p.requires_grad]
             if masters:
@@ -335,12 +327,11 @@ class TorchModel(ParallelModel):
             self._tied = tied_copies(stages, layout.plan, stage_count=mesh.sizes.stages)
             self._tied_group = tied_group(mesh) if self._tied else None
             self._pipeline = PipelineRunner(
-                layout.modules,
-                layout.numbers,
+                stages,
                 mesh,
-                schedule=mesh.sizes.schedule,
-                micro_batches=micro_batches,
-                hidden_spec=self._hidden_spec,
+                micro_batches=layout.storage.micro_batches,
+                hidden_shape=self._hidden_shape,
+                hidden_dtype=compute.hidden,
                 device=compute.device,
                 forward_context=compute.autocast,
                 sent=compute.sent,
@@ -355,10 +346,10 @@ class TorchModel(ParallelModel):
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
         with self._passing(micro_batches, objective, training=True) as batch:
             if self._pipeline is not None:
-                self._pipeline.train(batch.micro_batches, _inputs, batch.step_context, batch.loss)
+                self._pipeline.train(batch.micro_batches, batch.step_context, batch.loss)
             last = len(batch.micro_batches) - 1
             for index, on_host in enumerate(batch.micro_batches if self._pipeline is None else ()):
-                if self._layout.sharded and index in (0, last):  # between them nothing changes
+                if self._layout.storage.sharded and index in (0, last):  # between them nothing changes
                     begin_micro_batch(self._layout.modules, self._mesh, last=index == last)
                 if self._gradients is not None and index == last:
                     self._gradients.begin_last_backward()
@@ -374,7 +365,7 @@ class TorchModel(ParallelModel):
         """Return the loss without gradients, in evaluation mode."""
         with self._passing(micro_batches, objective, training=False) as batch:
             if self._pipeline is not None:
-                self._pipeline.forward(batch.micro_batches, _inputs, batch.step_context, batch.loss)
+                self._pipeline.forward(batch.micro_batches, batch.step_context, batch.loss)
             else:
                 for on_host in batch.micro_batches:
                     moved = on_host.to(self._compute.device)
@@ -409,7 +400,7 @@ class TorchModel(ParallelModel):
             raise CacheUnsupported("context parallel ranks share each sequence")
         check_positions_stay(self._layout.modules, lengths, columns)
         slots = attention_slots(self._layout.modules, self.plan)
-        sharded = self._layout.sharded
+        sharded = self._layout.storage.sharded
         recorded = records_passes(self._mesh.sizes, sharded=sharded) and (self._writing > 0 or not sharded)
         if not (recorded and profile_of(self._compute.device).records):
             cache, multiple = KeyValueCache(slots, lengths, columns), self._sequence_multiple
@@ -446,9 +437,9 @@ class TorchModel(ParallelModel):
     def _recorded_passes(self) -> Iterator[None]:
         if self.module.training:
             self.module.eval()
-        if isinstance(self._weights, CopiedMasters):
+        if self._weights is not None:
             self._weights.stay = True
-        with self._forward_only(), hooks_off(self._layout.modules if self._layout.sharded else ()):
+        with self._forward_only(), hooks_off(self._layout.modules if self._layout.storage.sharded else ()):
             yield
 
     def _last_logits(self, batch: Batch, columns: int, cache: KeyValueCache) -> torch.Tensor:
@@ -467,9 +458,7 @@ class TorchModel(ParallelModel):
         """Return what :func:`_whole` returns of the logits of a batch."""
         if self._pipeline is None:
             return _whole(self._logits(batch.to(self._compute.device), StepContext()), index)
-        outputs = self._pipeline.forward(
-            [batch], _inputs, lambda _: StepContext(), lambda logits, *_: _whole(logits, index)
-        )
+        outputs = self._pipeline.forward([batch], lambda _: StepContext(), lambda logits, *_: _whole(logits, index))
         return self._pipeline.broadcast_from_last(outputs[0] if outputs else None)
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
@@ -523,12 +512,12 @@ class TorchModel(ParallelModel):
             self._gradients.reduce_all()
         if self._tied:
             sum_tied_gradients(self._tied, self._tied_group)
-        return self._norm([parameter.grad for parameter in self._owned])
+        return self._norm([parameter.grad for parameter in self._parameters.owned])
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights that the optimizer updates or leaves frozen; masters where there are
         some."""
-        return self._norm(self._owned)
+        return self._norm(self._parameters.owned)
 
     def sync_tied_copies(self) -> None:
         """Let second copies of tied parameters follow, and drop gathered weights; called after an update and after a
@@ -571,9 +560,10 @@ class TorchModel(ParallelModel):
                 named = [pair for pair in (*self._parameters.by_name.items(), *copies) if pair[1].requires_grad]
                 shards = [(p, name, shard_of(p, self.padded.get(name), matrix=False)) for name, p in named]
                 around.enter_context(rounded_weights(shards, self._compute.masters_rounded, self._step))
-            for weights in (self._weights, self._products) if training else ():
-                if weights is not None:
-                    around.enter_context(weights.in_place())
+            if training:
+                around.enter_context(self._computed_weights())
+            if training and self._products is not None:
+                around.enter_context(self._products.in_place())
             yield batch
         self._has_run = True
 
@@ -588,12 +578,13 @@ class TorchModel(ParallelModel):
         sizes = self._mesh.sizes
         return (2 * sizes.cp if sizes.cp > 1 else 1) * (sizes.tp if self._layout.sequence_parallel else 1)
 
-    def _hidden_spec(self, batch: Batch) -> HiddenSpec:
+    def _hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        """Return the shape of hidden states of ``batch`` between pipeline stages, on this rank."""
         assert self.plan.pipeline is not None
         rows, tokens = batch.input_ids.shape
         if self._layout.sequence_parallel:
             tokens //= self._mesh.sizes.tp
-        return (rows, tokens, self.plan.pipeline.hidden_size), self._compute.hidden
+        return rows, tokens, self.plan.pipeline.hidden_size
 
     @contextmanager
     def _forward_only(self, *, inference: bool = False) -> Iterator[None]:
@@ -601,16 +592,23 @@ class TorchModel(ParallelModel):
         have copies, a caller's inference mode is left, since no backward can use what is made in it; and gathered
         weights are freed unless a text is being written, since the optimizer's update would not reach them.
         """
-        gathered = self._layout.sharded or self._weights is not None
-        weights = nullcontext() if self._weights is None else self._weights.in_place()
+        gathered = self._layout.storage.sharded or self._weights is not None
         mode = torch.inference_mode(not gathered) if gathered or inference else nullcontext()
-        with mode, torch.no_grad(), weights:
+        with mode, torch.no_grad(), self._computed_weights():
             yield
         if not self._writing:
             self._free_gathered()
 
+    def _computed_weights(self) -> AbstractContextManager[None]:
+        """Return the context in which modules compute with weights that differ from the stored ones."""
+        if self._weights is not None:
+            return self._weights.in_place()
+        if not self._layout.gathers:
+            return nullcontext()
+        return scaled_weights(self._layout.gathers, self._parameters.by_name, self._mesh.group("fsdp"))
+
     def _free_gathered(self) -> None:
-        for module in self._layout.modules if self._layout.sharded else ():
+        for module in self._layout.modules if self._layout.storage.sharded else ():
             for part in module.modules():
                 if is_fsdp_module(part):
                     part.reshard()
@@ -625,13 +623,3 @@ def _whole(logits: torch.Tensor, index: int | None = None) -> torch.Tensor:
         return logits
     whole: torch.Tensor = logits.full_tensor()
     return whole
-
-
-def _inputs(batch: Batch) -> dict[str, Any]:
-    """Arguments of a pipeline stage in addition to ids or hidden states: stages behind the first see no ids to
-    count."""
-    arguments = batch.arguments()
-    if "position_ids" in arguments and arguments["position_ids"] is None:
-        positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
-        arguments["position_ids"] = positions.expand_as(batch.input_ids)
-    return arguments

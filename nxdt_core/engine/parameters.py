@@ -14,6 +14,7 @@ from torch import nn
 from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.placement import is_dtensor, local_shard_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
+from nxdt_core.engine.plan_modules import styled
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.optimizers import ParameterGroupEmpty
@@ -32,37 +33,32 @@ class StageParameters:
     (``zbv``) keeps the owner alone, and its ``tied_pairs`` follow it.
     """
 
-    def __init__(self, modules: Sequence[nn.Module], tied: Sequence[tuple[str, str]]) -> None:
+    def __init__(self, modules: Sequence[nn.Module], tied: Sequence[tuple[str, str]], mesh: ParallelMesh) -> None:
         self.by_name: dict[str, nn.Parameter] = {}
         """Global name → what the optimizer trains and checkpoints hold."""
-        self.copies: set[str] = set()
-        """Names under which this rank has the user's copy only: its elements are counted where the owner is."""
+        self.owned: list[nn.Parameter] = []
+        """Parameters whose elements this rank counts in sums over all ranks: it is the first of those of its pipeline
+        stage that hold the very same elements, and has the owner of a tied pair."""
         self.tied_pairs: list[tuple[nn.Parameter, nn.Parameter]] = []
         """(owner, user) that are two tensors on this rank."""
         parameters = {name: p for module in modules for name, p in module.named_parameters(remove_duplicate=False)}
-        owner_of = {user: owner for owner, user in tied}
+        owner_of, copies = {user: owner for owner, user in tied}, set[str]()
         for name, parameter in parameters.items():
             owner = owner_of.get(name)
             if owner is None:
                 self.by_name[name] = parameter
             elif owner not in parameters:
                 self.by_name[owner] = parameter
-                self.copies.add(owner)
+                copies.add(owner)
             elif parameters[owner] is not parameter:
                 self.tied_pairs.append((parameters[owner], parameter))
-
-    def owned(self, mesh: ParallelMesh) -> list[nn.Parameter]:
-        """Return the parameters whose elements this rank counts in sums over all ranks: it is the first of those of its
-        pipeline stage that hold the very same elements, and has the owner of a tied pair."""
-        owned = []
         for name, parameter in self.by_name.items():
             cut = sharded_over(parameter)
             tensor_dim: Dimension = "tp_kv_replica" if "tp_kv" in cut else "tp"
             data_dim: Dimension = "efsdp" if "ep" in cut else "fsdp"
             replicas: tuple[Dimension, ...] = ("dp_replicate", data_dim, tensor_dim)
-            if name not in self.copies and not any(mesh.rank(dim) for dim in replicas if dim not in cut):
-                owned.append(parameter)
-        return owned
+            if name not in copies and not any(mesh.rank(dim) for dim in replicas if dim not in cut):
+                self.owned.append(parameter)
 
 
 def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool) -> ParameterShard:
@@ -89,8 +85,7 @@ def shard_of(parameter: nn.Parameter, padded: PaddedDim | None, *, matrix: bool)
 
 def tables(modules: Iterable[nn.Module], plan: ParallelPlan) -> frozenset[str]:
     """Return the names of embeddings and output heads: matrices whose rows are looked up or are classes, one by one."""
-    rows = ("vocab_embedding", "vocab_head", "score_head")
-    vocabulary = [pattern for pattern, style in plan.tensor.items() if style in rows]
+    vocabulary = styled(plan, "vocab_embedding", "vocab_head", "score_head")
     names: set[str] = set()
     for module in modules:
         for path, part in module.named_modules():

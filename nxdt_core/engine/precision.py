@@ -18,13 +18,13 @@ from torch import nn
 
 from nxdt_core.distributed.placement import local_of, local_shard_of, placed_like
 from nxdt_core.engine.optim.updates import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
+from nxdt_core.engine.plan_modules import style_of
 from nxdt_core.engine.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelHead,
 )
 from nxdt_core.errors.layouts import BaseNotQuantised
-from nxdt_core.models.patterns import matches
 from nxdt_core.models.quantised import BaseDtype, QuantisedWeight
 from nxdt_core.models.random.positions import noises, rounded
 from nxdt_core.models.updates import ProductLinear
@@ -102,7 +102,7 @@ def product_layers(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str,
     """
     tied = {name for pair in plan.tied for name in pair}
     for path, part in module.named_modules():
-        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
+        style = style_of(plan, path)
         if style is None or style in _NOT_LINEAR or f"{path}.weight" in tied:
             continue
         supported = isinstance(part, (*_WITH_SLOT, VocabParallelHead))

@@ -19,7 +19,7 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import MethodType
 from typing import Any, Literal
 
@@ -30,6 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.distributed.collectives import PendingGather, gather_along
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import HostValues
@@ -41,11 +42,13 @@ from nxdt_core.protocols.plan import ParallelPlan
 class Recipe:
     """Computes one discarded tensor again, once for all operations that need it in backward."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: Callable[[], torch.Tensor]) -> None:
+        """``make``: returns the tensor as it was in forward, in the same layout."""
+        self._make = make
         self.uses = 0
         """Operations that will still ask for the tensor."""
         self._value: torch.Tensor | None = None
-        self._autocast: Callable[[], AbstractContextManager[None]] = nullcontext
+        self.autocast: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def use(self) -> Recipe:
         """Count one more operation that will ask for the tensor."""
@@ -56,23 +59,20 @@ class Recipe:
         """Return the tensor, which is discarded again when the last user has taken it."""
         value = self._value
         if value is None:
-            with torch.no_grad(), self._autocast():
-                value = self.make()
+            with torch.no_grad(), self.autocast():
+                value = self._make()
         self.uses -= 1
         self._value = value if self.uses > 0 else None
         return value
 
-    def make(self) -> torch.Tensor:
-        """Return the tensor as it was in forward, in the same layout."""
-        raise NotImplementedError
 
-    def remember_autocast(self, tensor: torch.Tensor) -> None:
-        """Let :meth:`make` run in the current autocast state, which backward does not have."""
-        if tensor.is_meta:
-            return
-        kind = tensor.device.type
-        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-        self._autocast = functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+def autocast_now(tensor: torch.Tensor) -> Callable[[], AbstractContextManager[None]]:
+    """Return the current autocast state of the tensor's device, which backward does not have, as a context to enter."""
+    if tensor.is_meta:
+        return nullcontext
+    kind = tensor.device.type
+    enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+    return functools.partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
 
 class DiscardedTensors:
@@ -92,7 +92,7 @@ class DiscardedTensors:
 
     def add(self, tensor: torch.Tensor, recipe: Recipe) -> None:
         """Discard ``tensor``, a new one, after forward."""
-        recipe.remember_autocast(tensor)
+        recipe.autocast = autocast_now(tensor)
         self._recipes[tensor.untyped_storage()] = (recipe, tensor.dtype, tensor._version)
 
     def recipe(self, tensor: torch.Tensor) -> Recipe | None:
@@ -172,11 +172,11 @@ def discarded_output(
     if any(True for _ in module.parameters()):
         result = compute(*args)
         if isinstance(result, torch.Tensor):
-            discarded.add(result, _RecomputedTensor(compute, args, discarded))
+            discarded.add(result, _recomputed(compute, args, discarded))
         return result
     result = _RecomputedFunction.apply(compute, *args)  # type: ignore[no-untyped-call]
     if result.grad_fn is not None:
-        discarded.add(result, _FunctionResult(result.grad_fn))
+        discarded.add(result, Recipe(functools.partial(_output, result.grad_fn)))
     return result
 
 
@@ -184,38 +184,18 @@ def cast_discarded(part: nn.Module, tensor: torch.Tensor, dtype: torch.dtype) ->
     """Return ``tensor``, an input of ``part``, in ``dtype``; the copy of a discarded one is discarded as well."""
     cast, discarded = tensor.to(dtype), discards_of(part)
     if cast is not tensor and discarded is not None and discarded.recipe(tensor) is not None:
-        discarded.add(cast, _RecomputedTensor(lambda source: source.to(dtype), (tensor,), discarded))
+        discarded.add(cast, _recomputed(lambda source: source.to(dtype), (tensor,), discarded))
     return cast
 
 
-class _RecomputedTensor(Recipe):
-    """The result of a function of tensors that are kept, or are discarded themselves."""
-
-    def __init__(
-        self, compute: Callable[..., torch.Tensor], args: tuple[Any, ...], discarded: DiscardedTensors
-    ) -> None:
-        super().__init__()
-        self._compute = compute
-        self._args: list[Any] = []
-        for value in args:
-            recipe = discarded.recipe(value) if isinstance(value, torch.Tensor) else None
-            kept = value.detach() if isinstance(value, torch.Tensor) else value
-            self._args.append(kept if recipe is None else recipe.use())
-
-    def make(self) -> torch.Tensor:
-        return self._compute(*(value.take() if isinstance(value, Recipe) else value for value in self._args))
-
-
-class _FunctionResult(Recipe):
-    """The result of :class:`_RecomputedFunction`; making it also builds the graph that its backward needs."""
-
-    def __init__(self, node: Any) -> None:
-        super().__init__()
-        self._node = node
-
-    def make(self) -> torch.Tensor:
-        output: torch.Tensor = _graph(self._node)[1]
-        return output.detach()
+def _recomputed(compute: Callable[..., torch.Tensor], args: tuple[Any, ...], discarded: DiscardedTensors) -> Recipe:
+    """Return the recipe of a function's result; its tensors are kept, or are discarded themselves."""
+    kept: list[Any] = []
+    for value in args:
+        recipe = discarded.recipe(value) if isinstance(value, torch.Tensor) else None
+        detached = value.detach() if isinstance(value, torch.Tensor) else value
+        kept.append(detached if recipe is None else recipe.use())
+    return Recipe(lambda: compute(*(value.take() if isinstance(value, Recipe) else value for value in kept)))
 
 
 class _RecomputedFunction(torch.autograd.Function):
@@ -228,8 +208,7 @@ class _RecomputedFunction(torch.autograd.Function):
         ctx.graph = None
         tensors = [args[place] for place in ctx.places]
         ctx.save_for_backward(*tensors)
-        ctx.autocast = Recipe()
-        ctx.autocast.remember_autocast(tensors[0])
+        ctx.autocast = autocast_now(tensors[0])
         return compute(*args)
 
     @staticmethod
@@ -254,10 +233,15 @@ def _graph(ctx: Any) -> tuple[list[torch.Tensor], torch.Tensor]:
         args = list(ctx.others)
         for place, tensor in zip(ctx.places, inputs, strict=True):
             args[place] = tensor
-        with torch.enable_grad(), ctx.autocast._autocast():
+        with torch.enable_grad(), ctx.autocast():
             ctx.graph = inputs, ctx.compute(*args)
     graph: tuple[list[torch.Tensor], torch.Tensor] = ctx.graph
     return graph
+
+
+def _output(ctx: Any) -> torch.Tensor:
+    """Return the output of the function, and build the graph that its backward needs."""
+    return _graph(ctx)[1].detach()
 
 
 def gather_discarded(
@@ -310,7 +294,7 @@ class _Entering:
 
 class _GatheredAgain(Recipe):
     def __init__(self, source: torch.Tensor | Recipe, dtype: torch.dtype, dim: int, group: dist.ProcessGroup) -> None:
-        super().__init__()
+        super().__init__(self._gathered)
         self._source, self._dtype, self._dim, self._group = source, dtype, dim, group
         self._pending: PendingGather | None = None
 
@@ -321,7 +305,7 @@ class _GatheredAgain(Recipe):
                 part = self._source.take() if isinstance(self._source, Recipe) else self._source
                 self._pending = PendingGather(part.to(self._dtype), self._dim, self._group)
 
-    def make(self) -> torch.Tensor:
+    def _gathered(self) -> torch.Tensor:
         self.begin()
         assert self._pending is not None, "asked for by more than keep it"
         pending, self._pending = self._pending, None
@@ -366,33 +350,33 @@ def apply_recompute(
     layers = (plan.recompute_layer,)
     named = [pattern for name in names for pattern in plan.recompute.get(name, ())]
     patterns = layers if granularity == "full" else named
-    for part in _matching(module, patterns):
+    chosen = modules_at(module, patterns)
+    for part in chosen.values():
         # Wrapped is the forward alone. Hooks then run once, outside: those of fully_shard, whose weights are gathered
         # again by the time backward asks, and those that enter a tensor block. (The hooks of
         # torch.distributed._composable.checkpoint call the module, and so other hooks, twice on the same input.)
         wrap_forward(part, _Recomputed.forward, inner="computed")
-        part.discards_output = False  # type: ignore[assignment]
+        part.discards_output = False
     if granularity != "selective":
         return
     # The outputs of cheap ones are discarded, except inside another module that is recomputed.
-    made_cheaply = set(_matching(module, plan.cheap))
-    cheap = [part for part in _matching(module, patterns) if part in made_cheaply]
+    cheap = [part for path, part in chosen.items() if matches_any(plan.cheap, path)]
     inside = {part for outer in module.modules() if is_recomputed(outer) for part in outer.modules() if part != outer}
     for part in cheap:
         if part not in inside:
-            part.discards_output = True  # type: ignore[assignment]
+            part.discards_output = True
     if not all(part in inside for part in cheap):
         discard_in_layers(module, plan)
         # The matrices of a tensor block share one copy of a discarded output in autocast's dtype. Autocast itself makes
         # one for each, which could not be discarded. Routers of experts read the output uncast.
-        for path, block in module.named_modules():
-            if matches_any(plan.tensor_blocks, path) and not routes_tokens(path, block, plan):
+        for path, block in modules_at(module, plan.tensor_blocks).items():
+            if not routes_tokens(path, block, plan):
                 block.register_forward_pre_hook(_cast)
 
 
 def discard_in_layers(module: nn.Module, plan: ParallelPlan) -> None:
     """Let the layers of ``module`` discard what their parts compute again, unless the layers are recomputed."""
-    for layer in _matching(module, (plan.recompute_layer,)):
+    for layer in modules_at(module, (plan.recompute_layer,)).values():
         if not (is_recomputed(layer) or hasattr(layer, "discarded_tensors")):
             wrap_forward(layer, _Discarding.forward, inner="discarding")
             discarded: Any = DiscardedTensors()
@@ -433,30 +417,11 @@ class _Recomputed:
         discarded = discards_of(part) if part.discards_output and not kwargs else None
         if discarded is not None:
             return discarded_output(part, part.computed, args, discarded)
-        # The second computation may run during another micro-batch.
         values, step = HostValues(), step_of(None)
-        contexts = values.recorded(), _Both(at_step_boundary(step), values.repeated())
-        return checkpoint(part.computed, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)
 
+        def computed(*args: Any, **kwargs: Any) -> Any:
+            with at_step_boundary(step):  # the second computation may run during another micro-batch
+                return part.computed(*args, **kwargs)
 
-class _Both(AbstractContextManager[None]):
-    """Two contexts in one, which may be entered again."""
-
-    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
-        self._contexts, self._entered = contexts, list[ExitStack]()
-
-    def __enter__(self) -> None:
-        with ExitStack() as stack:
-            for context in self._contexts:
-                stack.enter_context(context)
-            self._entered.append(stack.pop_all())
-
-    def __exit__(self, *raised: Any) -> None:
-        self._entered.pop().__exit__(*raised)
-
-
-def _matching(module: nn.Module, patterns: Sequence[str]) -> Iterator[nn.Module]:
-    """Yield each module that a pattern names, once, without the placeholders of other stages."""
-    for path, part in module.named_modules():
-        if matches_any(patterns, path) and not isinstance(part, nn.Identity):
-            yield part
+        contexts = values.recorded(), values.repeated()
+        return checkpoint(computed, *args, use_reentrant=False, context_fn=lambda: contexts, **kwargs)

@@ -34,9 +34,7 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.context.blocks import (
     ContextSequence,
-    DocumentChunks,
     document_cache,
-    document_cache_of,
     local_blocks,
     prefix_blocks,
     ring_blocks,
@@ -71,73 +69,47 @@ _SEQUENCE = 2
 """The dimension of queries, keys and values that is sharded."""
 
 
-def ring_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the causal attention of this rank's queries to the keys of all ranks. Collective.
+_Part = tuple[int, list[Block], torch.Tensor, torch.Tensor]
+"""Rank that has them, blocks of this rank's queries with keys and values, the keys and the values."""
 
-    Args:
-        query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
-        key: [batch, kv_heads, seq / ranks, head_dim].
-        value: as ``key``.
-        sequence: scale, cap, ranks, documents, window and sinks.
 
-    Returns:
-        Output, as ``query`` and as wide as ``value``, and log-sum-exp. No rank ever holds more than two shards of keys
-        and values.
+def ring_parts(key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence) -> Iterator[_Part]:
+    """Yield the keys and values of each rank, this one's first, while the next ones are being received. Collective.
+
+    No rank ever holds more than two shards of keys and values.
     """
-    group, merged = sequence.group, MergedAttention(query, value, sequence.scale, sequence.softcap)
-    for source, keys, values in _ring_shards(key, value, group):
-        for block in _blocks(sequence, source, key):
-            merged.add(block, keys, values)
-    return merged.result(sequence.sinks)
-
-
-def ring_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    lse: torch.Tensor,
-    sequence: ContextSequence,
-) -> Gradients:
-    """Return the gradients from those of the output, and from what :func:`ring_forward` took and gave. Collective."""
-    group = sequence.group
-    sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
-    local, pending = _zero_gradients(key, value), None
-    for source, keys, values in _ring_shards(key, value, group):
-        total = local if source == group.rank() else _zero_gradients(key, value)
-        grad_key, grad_value = _unpacked(total, key)
-        for block in _blocks(sequence, source, key):
-            sums.add(block, keys, values, grad_key, grad_value)
-        if source != group.rank():
-            if pending is not None:
-                total += pending()
-            pending = _begin_hop(total.to(key.dtype), group)
-    if pending is not None:
-        local += pending()
-    grad_key, grad_value = _unpacked(local, key)
-    return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
-
-
-def _blocks(sequence: ContextSequence, source: int, key: torch.Tensor) -> list[Block]:
-    group = sequence.group
-    return ring_blocks(group.rank(), source, group.size(), key.shape[2] // 2, sequence.documents, sequence.window)
-
-
-def _ring_shards(
-    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
-) -> Iterator[tuple[int, torch.Tensor, torch.Tensor]]:
-    """Yield (rank, its keys, its values) for every rank of the group, this one first, while the next shard is being
-    received."""
+    group, chunk = sequence.group, key.shape[_SEQUENCE] // 2
     rank, ranks = group.rank(), group.size()
     packed = torch.cat((key, value), -1)  # one message a hop
     for step in range(ranks):
         following = _begin_hop(packed, group) if step + 1 < ranks else None
-        yield (rank - step) % ranks, *_unpacked(packed, key)
+        source = (rank - step) % ranks
+        blocks = ring_blocks(rank, source, ranks, chunk, sequence.documents, sequence.window)
+        yield source, blocks, packed[..., : key.shape[-1]], packed[..., key.shape[-1] :]
         if following is not None:
             packed = following()
+
+
+def ring_backward(
+    sums: AttentionGradients, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the gradients of this rank's keys and values, and add those of its queries to ``sums``. Collective."""
+    group, own, pending = sequence.group, sequence.group.rank(), None
+    local = torch.empty(0)
+    for source, blocks, keys, values in ring_parts(key, value, sequence):
+        width = key.shape[-1] + value.shape[-1]
+        total = key.new_zeros((*key.shape[:-1], width), dtype=accumulation_dtype(key.dtype))
+        for block in blocks:
+            sums.add(block, keys, values, total[..., : key.shape[-1]], total[..., key.shape[-1] :])
+        if source == own:
+            local = total
+            continue
+        if pending is not None:
+            total += pending()
+        pending = _begin_hop(total.to(key.dtype), group)
+    if pending is not None:
+        local += pending()
+    return local[..., : key.shape[-1]], local[..., key.shape[-1] :]
 
 
 def _begin_hop(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], torch.Tensor]:
@@ -162,32 +134,66 @@ def _begin_hop(tensor: torch.Tensor, group: dist.ProcessGroup) -> Callable[[], t
     return wait
 
 
-def _unpacked(packed: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values, or their gradients, from one tensor [batch, kv_heads, seq, head_dim + value_dim]."""
-    return packed[..., : key.shape[-1]], packed[..., key.shape[-1] :]
-
-
-def _zero_gradients(key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    width = key.shape[-1] + value.shape[-1]
-    return key.new_zeros((*key.shape[:-1], width), dtype=accumulation_dtype(key.dtype))
-
-
-def gathered_forward(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute :func:`~nxdt_core.engine.context.attention.ring_forward` by one all-gather."""
-    layout = _layout(sequence, key)
-    gathering = _begin_gather(key, value, sequence.group)
-    merged = MergedAttention(query, value, sequence.scale, sequence.softcap)
-    for block in local_blocks(*layout):
-        merged.add(block, key, value)
-    keys, values = gathering()
-    for block in prefix_blocks(*layout):
-        merged.add(block, keys, values)
-    return merged.result(sequence.sinks)
+def gathered_parts(key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence) -> Iterator[_Part]:
+    """Yield this rank's keys and values, then those of the whole sequence in its own order, by one all-gather."""
+    group, documents, window = sequence.group, sequence.documents, sequence.window
+    layout = group.rank(), group.size(), key.shape[_SEQUENCE] // 2
+    own = torch.cat((key, value), -1)  # one message; kept until it has left
+    everything = own.new_empty((group.size(), *own.shape))
+    work = all_gather_single(everything.flatten(0, 1), own, group=group, async_op=True)  # gloo knows no other form
+    yield group.rank(), local_blocks(*layout, documents, window), key, value
+    work.wait()
+    keys, values = zigzag_unshard(everything.unbind(0), _SEQUENCE).tensor_split((key.shape[-1],), -1)
+    del own, everything
+    yield group.rank(), prefix_blocks(*layout, documents, window), keys, values
 
 
 def gathered_backward(
+    sums: AttentionGradients, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Do what :func:`ring_backward` does by one all-gather and one reduce-scatter."""
+    group, dtype = sequence.group, accumulation_dtype(key.dtype)
+    grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
+    parts = gathered_parts(key, value, sequence)
+    _, blocks, _, _ = next(parts)
+    for block in blocks:
+        sums.add(block, key, value, grad_key, grad_value)
+    _, blocks, keys, values = next(parts)
+    grad_whole = keys.new_zeros((*keys.shape[:-1], keys.shape[-1] + values.shape[-1]), dtype=dtype)
+    grad_keys, grad_values = grad_whole.tensor_split((keys.shape[-1],), -1)
+    for block in blocks:
+        sums.add(block, keys, values, grad_keys, grad_values)
+    low_precision_gradient = grad_whole.to(key.dtype)  # as keys and values travel
+    shards = [zigzag_shard(low_precision_gradient, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
+    summed = reduce_scatter_along(torch.stack(shards), 0, group)[0]
+    grad_key += summed[..., : key.shape[-1]]
+    grad_value += summed[..., key.shape[-1] :]
+    return grad_key, grad_value
+
+
+def attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the causal attention of this rank's queries to the keys of all ranks. Collective.
+
+    Args:
+        query: [batch, heads, seq / ranks, head_dim], the rank's zig-zag shard.
+        key: [batch, kv_heads, seq / ranks, head_dim].
+        value: as ``key``.
+        sequence: scale, cap, ranks, documents, window and sinks.
+
+    Returns:
+        Output, as ``query`` and as wide as ``value``, and log-sum-exp.
+    """
+    merged = MergedAttention(query, value, sequence.scale, sequence.softcap)
+    parts = ring_parts if sequence.method == "ring" else gathered_parts
+    for _, blocks, keys, values in parts(key, value, sequence):
+        for block in blocks:
+            merged.add(block, keys, values)
+    return merged.result(sequence.sinks)
+
+
+def gradients(
     grad: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -196,52 +202,15 @@ def gathered_backward(
     lse: torch.Tensor,
     sequence: ContextSequence,
 ) -> Gradients:
-    """Compute :func:`~nxdt_core.engine.context.attention.ring_backward` by one all-gather and one reduce-scatter."""
-    layout, group = _layout(sequence, key), sequence.group
-    gathering = _begin_gather(key, value, group)
+    """Return the gradients from those of the output, and from what :func:`attend` took and gave. Collective."""
     sums = AttentionGradients(grad, query, value, output, lse, sequence.scale, sequence.softcap)
-    dtype = accumulation_dtype(key.dtype)
-    grad_key, grad_value = torch.zeros_like(key, dtype=dtype), torch.zeros_like(value, dtype=dtype)
-    for block in local_blocks(*layout):
-        sums.add(block, key, value, grad_key, grad_value)
-    keys, values = gathering()
-    grad_whole = keys.new_zeros((*keys.shape[:-1], keys.shape[-1] + values.shape[-1]), dtype=dtype)
-    grad_keys, grad_values = grad_whole.tensor_split((keys.shape[-1],), -1)
-    for block in prefix_blocks(*layout):
-        sums.add(block, keys, values, grad_keys, grad_values)
-    low_precision_gradient = grad_whole.to(key.dtype)  # as keys and values travel
-    shards = [zigzag_shard(low_precision_gradient, rank, group.size(), _SEQUENCE) for rank in range(group.size())]
-    summed = reduce_scatter_along(torch.stack(shards), 0, group)[0]
-    grad_key += summed[..., : key.shape[-1]]
-    grad_value += summed[..., key.shape[-1] :]
+    backward = ring_backward if sequence.method == "ring" else gathered_backward
+    grad_key, grad_value = backward(sums, key, value, sequence)
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
 
 
-def _layout(sequence: ContextSequence, key: torch.Tensor) -> tuple[int, int, int, DocumentChunks | None, int | None]:
-    group = sequence.group
-    return group.rank(), group.size(), key.shape[_SEQUENCE] // 2, sequence.documents, sequence.window
-
-
-def _begin_gather(
-    key: torch.Tensor, value: torch.Tensor, group: dist.ProcessGroup
-) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-    """Start to gather keys and values, and return a function that waits for them and returns them: [batch, kv_heads,
-    seq, head_dim] of the whole sequence in its own order."""
-    own = torch.cat((key, value), -1)  # one message; kept until it has left
-    everything = own.new_empty((group.size(), *own.shape))
-    work = all_gather_single(everything.flatten(0, 1), own, group=group, async_op=True)  # gloo knows no other form
-
-    def wait(sent: torch.Tensor = own) -> tuple[torch.Tensor, torch.Tensor]:
-        work.wait()
-        keys, values = zigzag_unshard(everything.unbind(0), _SEQUENCE).tensor_split((key.shape[-1],), -1)
-        return keys, values
-
-    return wait
-
-
 ContextMethod = Literal["ring", "gather"]
-_METHODS = {"ring": (ring_forward, ring_backward), "gather": (gathered_forward, gathered_backward)}
-"""Forward and backward, by how keys and values travel."""
+"""Way in which keys and values travel."""
 
 
 def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:
@@ -300,7 +269,6 @@ def apply_context_parallel(module: nn.Module, plan: ParallelPlan, mesh: Parallel
     device = torch.device(mesh.mesh("cp").device_type)
     if method == "ring" and not profile_of(device).point_to_point:
         raise RingNeedsPointToPoint(device_type=device.type)
-    document_cache(group)
     for path, core in cores:
         semantics = core_semantics(path, core)
         if semantics.dropout:
@@ -385,7 +353,7 @@ def core_semantics(path: str, core: nn.Module) -> AttentionSemantics:
     return semantics
 
 
-def _resolved(
+def _sequence(
     document_ids: torch.Tensor | None,
     sinks: torch.Tensor | None,
     scale: float,
@@ -393,14 +361,17 @@ def _resolved(
     window: int | None,
     method: str,
     group_name: str,
-) -> tuple[Callable[..., Any], Callable[..., Gradients], ContextSequence]:
-    """Return forward and backward of the method, and what both take in addition to tensors."""
-    documents = document_cache_of(group_name)
-    chunks = None if document_ids is None else documents(document_ids)
-    sequence = ContextSequence(
-        scale=scale, softcap=softcap, group=documents.group, documents=chunks, window=window, sinks=sinks
+) -> ContextSequence:
+    documents = document_cache(group_name)
+    return ContextSequence(
+        scale=scale,
+        softcap=softcap,
+        group=documents.group,
+        method=method,
+        documents=None if document_ids is None else documents(document_ids),
+        window=window,
+        sinks=sinks,
     )
-    return *_METHODS[method], sequence
 
 
 class _ContextAttention(torch.autograd.Function):
@@ -414,18 +385,18 @@ class _ContextAttention(torch.autograd.Function):
         sinks: torch.Tensor | None,
         *settings: Any,
     ) -> torch.Tensor:
-        attend, ctx.gradients, ctx.sequence = _resolved(document_ids, sinks, *settings)
+        ctx.sequence = _sequence(document_ids, sinks, *settings)
         output, lse = attend(query, key, value, ctx.sequence)
         ctx.save_for_backward(query, key, value, output, lse, sinks)
-        return output  # type: ignore[no-any-return]
+        return output
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         query, key, value, output, lse, sinks = ctx.saved_tensors
-        gradients = ctx.gradients(grad, query, key, value, output, lse, ctx.sequence)
+        of_inputs = gradients(grad, query, key, value, output, lse, ctx.sequence)
         of_sinks = None if sinks is None else sink_gradients(grad, output, lse, sinks)
-        return *gradients, None, of_sinks, None, None, None, None, None
+        return *of_inputs, None, of_sinks, None, None, None, None, None
 
 
 @torch.library.custom_op("nxdt::context_parallel_attention", mutates_args=())
@@ -442,9 +413,7 @@ def _attention(
     group_name: str,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and log-sum-exp."""
-    attend, _, sequence = _resolved(document_ids, sinks, scale, softcap, window, method, group_name)
-    output, lse = attend(query, key, value, sequence)
-    return output, lse
+    return attend(query, key, value, _sequence(document_ids, sinks, scale, softcap, window, method, group_name))
 
 
 @_attention.register_fake
@@ -472,7 +441,7 @@ def _gradients(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return the gradients of query, key and value; contiguous, and none a view of another, as operators must give
     them."""
-    _, gradients, sequence = _resolved(document_ids, sinks, scale, softcap, window, method, group_name)
+    sequence = _sequence(document_ids, sinks, scale, softcap, window, method, group_name)
     of_query, of_key, of_value = gradients(grad, query, key, value, output, lse, sequence)
     return of_query.contiguous(), of_key.contiguous(), of_value.contiguous()
 

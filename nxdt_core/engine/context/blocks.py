@@ -92,17 +92,13 @@ class DocumentCache:
 _OVER: dict[str, DocumentCache] = {}
 
 
-def document_cache(group: dist.ProcessGroup) -> DocumentCache:
-    """Return the documents of all micro-batches that the ranks of ``group`` share."""
-    cache = _OVER.get(group.group_name)
+def document_cache(group_name: str) -> DocumentCache:
+    """Return the documents of all micro-batches that the ranks of a group share: operators are given names."""
+    group = dist.distributed_c10d._resolve_process_group(group_name)  # type: ignore[attr-defined, arg-type]
+    cache = _OVER.get(group_name)
     if cache is None or cache.group is not group:
-        cache = _OVER[group.group_name] = DocumentCache(group)
+        cache = _OVER[group_name] = DocumentCache(group)
     return cache
-
-
-def document_cache_of(group_name: str) -> DocumentCache:
-    """Return the documents of a group that :func:`document_cache` saw before: operators are given names, not groups."""
-    return _OVER[group_name]
 
 
 def _relations(ids: torch.Tensor, chunks: int) -> tuple[tuple[Relation, ...], ...]:
@@ -131,6 +127,8 @@ class ContextSequence:
     """Scores are ``softcap · tanh(score / softcap)``; None: as they are."""
     group: dist.ProcessGroup
     """The context parallel ranks."""
+    method: str
+    """How keys and values travel: ``ring`` or ``gather``."""
     documents: DocumentChunks | None
     """Documents of the chunks; None where each row of the batch is one document."""
     window: int | None
@@ -160,15 +158,9 @@ def ring_blocks(
         # rank are between ours. Either way half of the scores are computed, and no mask is needed.
         return [Block(rows=both, keys=early) if source < rank else Block(rows=late, keys=both)]
     blocks = [
-        Block(
-            rows=rows,
-            keys=keys,
-            diagonal=row == key,
-            documents=_masked(documents, row, key, key + 1),
-            window=_windowed(window, chunk, row, key),
-        )
-        for rows, row in zip((early, late), zigzag_chunks(rank, ranks), strict=True)
-        for keys, key in zip((early, late), zigzag_chunks(source, ranks), strict=True)
+        _block(rows, row, keys, key, key + 1, chunk, documents, window)
+        for rows, row in _halves(rank, ranks, chunk)
+        for keys, key in _halves(source, ranks, chunk)
         if key <= row and _related(documents, window, chunk, row, key)
     ]
     return sorted(blocks, key=lambda block: not block.diagonal)
@@ -179,13 +171,7 @@ def local_blocks(
 ) -> list[Block]:
     """Return both chunks of ``rank`` with themselves: what needs no other rank's keys."""
     return [
-        Block(
-            rows=half,
-            keys=half,
-            diagonal=True,
-            documents=_masked(documents, number, number, number + 1),
-            window=_windowed(window, chunk, number, number),
-        )
+        _block(half, number, half, number, number + 1, chunk, documents, window)
         for half, number in _halves(rank, ranks, chunk)
     ]
 
@@ -202,8 +188,7 @@ def prefix_blocks(
         first = next((key for key in range(number) if _related(documents, window, chunk, number, key)), None)
         if first is not None:
             keys = slice(first * chunk, number * chunk)
-            masked, windowed = _masked(documents, number, first, number), _windowed(window, chunk, number, first)
-            blocks.append(Block(rows=rows, keys=keys, documents=masked, window=windowed))
+            blocks.append(_block(rows, number, keys, first, number, chunk, documents, window))
     return blocks
 
 
@@ -218,16 +203,21 @@ def _related(documents: DocumentChunks | None, window: int | None, chunk: int, r
     return (documents is None or documents.relations[row][key] != "apart") and (window is None or nearest < window)
 
 
-def _windowed(window: int | None, chunk: int, row: int, first: int) -> Window | None:
-    """Return the window of chunk ``row`` over the keys from chunk ``first`` on; None where it holds all of them."""
-    distance = (row - first) * chunk
-    return None if window is None or distance + chunk <= window else Window(length=window, distance=distance)
-
-
-def _masked(
-    documents: DocumentChunks | None, row: int, first: int, stop: int
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the ids of chunk ``row`` and of the chunks ``first`` … ``stop - 1``; None where all are one document."""
-    if documents is None or all(documents.relations[row][key] == "one" for key in range(first, stop)):
-        return None
-    return documents.of(row, row + 1), documents.of(first, stop)
+def _block(
+    rows: slice,
+    row: int,
+    keys: slice,
+    first: int,
+    stop: int,
+    chunk: int,
+    documents: DocumentChunks | None,
+    window: int | None,
+) -> Block:
+    """Return the block of chunk ``row`` with the chunks ``first`` … ``stop - 1``, without masks that hide nothing."""
+    masked, distance = None, (row - first) * chunk
+    if documents is not None and any(documents.relations[row][key] != "one" for key in range(first, stop)):
+        masked = documents.of(row, row + 1), documents.of(first, stop)
+    windowed = None
+    if window is not None and distance + chunk > window:
+        windowed = Window(length=window, distance=distance)
+    return Block(rows=rows, keys=keys, diagonal=row == first, documents=masked, window=windowed)

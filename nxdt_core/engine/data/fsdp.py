@@ -2,7 +2,7 @@
 
 Weights of matrix products are sent in the dtype that the products cast them to anyway. Under autocast that is
 autocast's dtype. Where a precision policy computes products in one byte per element, it is that, under scaling factors
-of whole weights (:class:`ScaledWeights`). The largest elements of all shards are found over the ranks in one
+of whole weights (:func:`scaled_weights`). The largest elements of all shards are found over the ranks in one
 all-reduce, once per pass, before the first gather needs them. Products are bitwise those of the weight itself, so
 results do not change. Norms, embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they
 are.
@@ -45,16 +45,16 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import is_fsdp_module, local_of
 from nxdt_core.distributed.torch_versions import all_gather_single, fsdp_parameter_groups
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.engine.precision import product_layers
 from nxdt_core.engine.tensor.layers import VocabParallelEmbedding
 from nxdt_core.errors.optimizers import GradientSumsRounded
 from nxdt_core.models.moe.experts import SwiGLUExperts
-from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.mesh import MeshSizes
-from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
-from nxdt_core.protocols.precision import PrecisionPolicy, ScaledCast
+from nxdt_core.protocols.plan import ParallelPlan
+from nxdt_core.protocols.precision import DType, PrecisionPolicy, ScaledCast
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -64,6 +64,91 @@ if TYPE_CHECKING:
 _EXPERTS = ("gate_proj", "up_proj", "down_proj")
 _SCATTERED_IN_FLIGHT = 2
 """Sums that are not waited for; each has two copies of the gradients of a layer."""
+
+
+_BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
+
+GradientUse = Literal["accumulated", "fresh", "sharded"]
+"""Use of a parameter's gradient in backward: added to an existing one, kept as the first one, or handed to a
+reduction that leaves the whole one behind."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightStorage:
+    """How the ranks of a layout hold weights, gradients and optimizer state, and the bytes of an element of each."""
+
+    sizes: MeshSizes
+    policy: PrecisionPolicy
+    micro_batches: int
+    """Micro-batches of a step, per rank."""
+    sharded: bool
+    """FSDP2 holds the weights: there are ranks to shard over, or dtypes that differ from the parameters'. Without ZeRO
+    it has the second only; masters are then sharded all the same, since whole ones have no advantage."""
+    copied: bool
+    """Masters have copies that are computed with, and need no FSDP2, since no other rank has the weights of this one.
+    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.precision` needs."""
+    cast_once: bool
+    """A step casts the weights of matrix products to autocast's dtype once, for all micro-batches, where no other rank
+    has the weights of this one. One micro-batch has each product cast its weight once anyway."""
+    experts_whole: bool
+    """Each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
+
+    @classmethod
+    def of(cls, sizes: MeshSizes, policy: PrecisionPolicy, *, micro_batches: int = 1) -> WeightStorage:
+        """Return how ranks of ``sizes`` hold what ``policy`` says.
+
+        Raises:
+            GradientSumsRounded: FSDP2 would round the sums of gradients over micro-batches to the dtype of the shards.
+        """
+        alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
+        mixed = policy.master_weights or policy.gradients != policy.parameters
+        copied = alone and policy.master_weights and policy.gradients == "float32"
+        if mixed and not policy.master_weights and sizes.zero_stage >= 2 and micro_batches > 1:
+            raise GradientSumsRounded(
+                precision=policy.name,
+                sums=policy.gradients,
+                weights=policy.parameters,
+                stage=sizes.zero_stage,
+                micro_batches=micro_batches,
+            )
+        return cls(
+            sizes=sizes,
+            policy=policy,
+            micro_batches=micro_batches,
+            sharded=not copied and (mixed or (sizes.zero_stage > 0 and sizes.dp_replicate * sizes.fsdp > 1)),
+            copied=copied,
+            cast_once=alone and not mixed and policy.autocast is not None and micro_batches > 1,
+            experts_whole=sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed,
+        )
+
+    @property
+    def gradient_use(self) -> GradientUse:
+        """Return what happens to a micro-batch's gradients."""
+        if self.sharded and (self.sizes.zero_stage >= 2 or self.micro_batches == 1):
+            return "sharded"
+        if self.micro_batches == 1:
+            return "fresh"
+        return "sharded" if self.copied else "accumulated"  # copies' are added to those of the masters
+
+    @property
+    def compute_bytes(self) -> int:
+        """Return the bytes per element of a parameter in forward and backward."""
+        return _BYTES[self.policy.parameters]
+
+    @property
+    def product_bytes(self) -> int:
+        """Return the bytes per element of what matrix products compute with."""
+        return _BYTES[self.policy.autocast or self.policy.parameters]
+
+    @property
+    def stored_bytes(self) -> int:
+        """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
+        return _BYTES["float32" if self.policy.master_weights else self.policy.parameters]
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Return the bytes per element of an accumulated gradient."""
+        return _BYTES[self.policy.gradients]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,8 +189,8 @@ def product_weights(module: nn.Module, plan: ParallelPlan) -> frozenset[str]:
     layers = product_layers(module, plan)
     plain = ((path, layer) for path, layer, _ in layers if not isinstance(local_of(layer.weight), QuantisedWeight))
     weights = {f"{path}.weight" for path, layer in plain if _only_multiplied(layer)}
-    for path, part in module.named_modules():
-        if isinstance(part, SwiGLUExperts) and matches_any(plan.experts.modules, path) and not part.updates:
+    for path, part in modules_at(module, plan.experts.modules).items():
+        if isinstance(part, SwiGLUExperts) and not part.updates:
             weights |= {f"{path}.{name}" for name in _EXPERTS}
     return frozenset(weights - {name for pair in plan.tied for name in pair})
 
@@ -130,14 +215,10 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
     (group,) = groups
     if any(p.sharded_param.dtype == forms.dtype for p in group.fsdp_params):  # frozen, and stored as they travel
         return None
-    segments = []
-    for p in group.fsdp_params:
-        name = names.get(id(p.sharded_param), "")
-        form: _Form = "scaled" if name in forms.scaled else "narrow" if name in forms.two_byte else "whole"
-        segments.append(_Segment(p._sharded_param_data.numel(), name, form))
-    if all(segment.form == "whole" for segment in segments):
+    named = [names.get(id(p.sharded_param), "") for p in group.fsdp_params]
+    if not (forms.two_byte | forms.scaled).intersection(named):
         return None
-    gather = WeightGather(segments, forms)
+    gather = WeightGather(named, [p._sharded_param_data.numel() for p in group.fsdp_params], forms)
     cast(Any, sharded).set_custom_all_gather(gather)
     return gather
 
@@ -145,32 +226,17 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
 _Form = Literal["whole", "narrow", "scaled"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Segment:
-    """A parameter's shard in the flat buffer of its group."""
-
-    size: int
-    """Elements, those that pad it included."""
-    name: str
-    form: _Form
-
-
 class WeightGather:
     """FSDP2's all-gather of a group's parameters, which follow each other in a flat buffer, in mixed dtypes."""
 
-    def __init__(self, segments: list[_Segment], forms: GatherDtypes) -> None:
-        self._segments = segments
-        self.forms = forms
-        self._scales: dict[str, torch.Tensor] = {}
-
-    @property
-    def scaled(self) -> tuple[str, ...]:
+    def __init__(self, names: list[str], sizes: list[int], forms: GatherDtypes) -> None:
+        """``names``: of the parameters, in order; ``sizes``: elements of each in the buffer, padding included."""
+        self._names, self._sizes, self.forms = names, sizes, forms
+        self._narrow = forms.two_byte | forms.scaled
+        self.scaled = tuple(name for name in names if name in forms.scaled)
         """Names of the weights that travel in one byte per element while they have scales."""
-        return tuple(segment.name for segment in self._segments if segment.form == "scaled")
-
-    def set_scales(self, scales: dict[str, torch.Tensor]) -> None:
-        """Set the scaling factors of the current weights; a weight without one is sent in its own dtype."""
-        self._scales = scales
+        self.scales: dict[str, torch.Tensor] = {}
+        """Scaling factors of the current weights; a weight without one is sent in its own dtype."""
 
     def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """Return the memory for what is gathered."""
@@ -180,24 +246,22 @@ class WeightGather:
         self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``input_tensor`` of all ranks into ``output_tensor``."""
-        dtype, scales = input_tensor.dtype, self._scales
+        dtype, scales = input_tensor.dtype, self.scales
         # Without a scale, the product casts what arrives to the dtype that it computes in, too.
         otherwise: _Form = "whole" if dtype == self.forms.dtype else "narrow"
         forms: list[_Form] = [
-            "scaled" if s.form == "scaled" and s.name in scales else "whole" if s.form == "whole" else otherwise
-            for s in self._segments
+            "scaled" if name in scales else otherwise if name in self._narrow else "whole" for name in self._names
         ]
         if all(form == "whole" for form in forms) or not dtype.is_floating_point:
             work: dist.Work | None = all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
             return work
-        sizes = [segment.size for segment in self._segments]
-        parts = torch.split(input_tensor, sizes)
+        parts = torch.split(input_tensor, self._sizes)
         packed = []  # the bytes that are sent of each shard
-        for part, segment, form in zip(parts, self._segments, forms, strict=True):
+        for part, name, form in zip(parts, self._names, forms, strict=True):
             sent_part = part if form == "whole" else part.to(self.forms.dtype)
             if form == "scaled":
                 assert self.forms.cast is not None
-                sent_part = self.forms.cast.narrowed(sent_part, scales[segment.name])
+                sent_part = self.forms.cast.narrowed(sent_part, scales[name])
             packed.append(sent_part.view(torch.uint8))
         lengths = [part.numel() for part in packed]
         sent = torch.cat(packed)
@@ -207,12 +271,12 @@ class WeightGather:
 
         def unpack() -> None:
             of_ranks = torch.split(received.view(ranks, -1), lengths, 1)
-            outputs = torch.split(output_tensor.view(ranks, -1), sizes, 1)
-            for part, whole, segment, form in zip(of_ranks, outputs, self._segments, forms, strict=True):
+            outputs = torch.split(output_tensor.view(ranks, -1), self._sizes, 1)
+            for part, whole, name, form in zip(of_ranks, outputs, self._names, forms, strict=True):
                 values = part.clone(memory_format=torch.contiguous_format)  # a row for each rank, aligned
                 if form == "scaled":
                     assert self.forms.cast is not None
-                    whole.copy_(self.forms.cast.widened(values, scales[segment.name], self.forms.dtype))
+                    whole.copy_(self.forms.cast.widened(values, scales[name], self.forms.dtype))
                 else:
                     whole.copy_(values.view(dtype if form == "whole" else self.forms.dtype))
 
@@ -236,46 +300,36 @@ class _Unpacking(dist.Work):
         return done
 
 
-class ScaledWeights:
-    """The weights of a rank's stages that are sent in one byte per element while a pass runs."""
+@contextmanager
+def scaled_weights(
+    gathers: Sequence[WeightGather], parameters: Mapping[str, torch.Tensor], group: dist.ProcessGroup | None
+) -> Iterator[None]:
+    """Send weights in one byte per element, under their current scales, within the block. Collective.
 
-    def __init__(
-        self,
-        gathers: Sequence[WeightGather],
-        parameters: Mapping[str, torch.Tensor],
-        group: dist.ProcessGroup | None,
-    ) -> None:
-        """
-        Args:
-            gathers: of all stages, in the order that all ranks share.
-            parameters: this rank's shards by name.
-            group: the ranks that have the other shards; None where this one has all of them.
-        """
-        self._gathers = [gather for gather in gathers if gather.scaled] if group is not None else []
-        self._forms = self._gathers[0].forms if self._gathers else None
-        self._weights = {name: parameters[name] for gather in self._gathers for name in gather.scaled}
-        self._group = group
-
-    @contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Send the weights under their current scales within the block. Collective."""
-        if self._forms is None or self._forms.cast is None:
-            yield
-            return
-        shards = [local_of(weight).detach() for weight in self._weights.values()]
-        shards_or_zero = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
-        # Rounding keeps the order of values: the largest rounded value is that of the largest.
-        with torch.no_grad():
-            maxima = torch.stack(torch._foreach_norm(shards_or_zero, torch.inf)).to(self._forms.dtype).float()
-            dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=self._group)
-            scales = dict(zip(self._weights, self._forms.cast.scales(maxima).unbind(), strict=True))
-        for gather in self._gathers:
-            gather.set_scales({name: scales[name] for name in gather.scaled})
-        try:
-            yield
-        finally:  # all in two bytes again, since they may change
-            for gather in self._gathers:
-                gather.set_scales({})
+    Args:
+        gathers: of all stages, in the order that all ranks share.
+        parameters: this rank's shards by name.
+        group: the ranks that have the other shards; None where this one has all of them.
+    """
+    scaling = [gather for gather in gathers if gather.scaled]
+    if group is None or not scaling or (cast_of := scaling[0].forms.cast) is None:
+        yield
+        return
+    names = list(dict.fromkeys(name for gather in scaling for name in gather.scaled))
+    shards = [local_of(parameters[name]).detach() for name in names]
+    shards_or_zero = [shard if shard.numel() else shard.new_zeros(1) for shard in shards]
+    # Rounding keeps the order of values: the largest rounded value is that of the largest.
+    with torch.no_grad():
+        maxima = torch.stack(torch._foreach_norm(shards_or_zero, torch.inf)).to(scaling[0].forms.dtype).float()
+        dist.all_reduce(maxima, op=dist.ReduceOp.MAX, group=group)
+        scales = dict(zip(names, cast_of.scales(maxima).unbind(), strict=True))
+    for gather in scaling:
+        gather.scales = {name: scales[name] for name in gather.scaled}
+    try:
+        yield
+    finally:  # all in two bytes again, since they may change
+        for gather in scaling:
+            gather.scales = {}
 
 
 class PendingReduceScatters:
@@ -331,40 +385,6 @@ class ReduceScatterByExchange:
             begin_reduce_scatter(output_tensor, input_tensor, group)()
 
 
-def needs_sharding(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether FSDP2 has something to do: ranks to shard over, or dtypes that differ from the parameters'.
-
-    Without ZeRO it has the second only; masters are then sharded all the same, since whole ones have no advantage.
-    """
-    if uses_copied_masters(sizes, precision):
-        return False
-    mixed = precision.master_weights or precision.gradients != precision.parameters
-    return mixed or (sizes.zero_stage > 0 and sizes.dp_replicate * sizes.fsdp > 1)
-
-
-def uses_copied_masters(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether no other rank has the weights of this one, so that their masters need no FSDP2.
-
-    Stages of a pipeline add to gradients past the hooks that :mod:`nxdt_core.engine.precision` needs.
-    """
-    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
-    return alone and precision.master_weights and precision.gradients == "float32"
-
-
-def casts_once_per_step(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> bool:
-    """Return whether a step casts the weights of matrix products to autocast's dtype once, for all micro-batches, where
-    no other rank has the weights of this one. One micro-batch has each product cast its weight once anyway."""
-    alone = sizes.dp_replicate == sizes.fsdp == sizes.pp == 1
-    plain = precision.parameters == precision.gradients and not precision.master_weights
-    return alone and plain and precision.autocast is not None and micro_batches > 1
-
-
-def leaves_experts_whole(sizes: MeshSizes, precision: PrecisionPolicy) -> bool:
-    """Return whether each rank has separate experts, which FSDP2 would gather from that rank alone, as a copy."""
-    mixed = precision.master_weights or precision.gradients != precision.parameters
-    return sizes.ep > 1 and sizes.efsdp == sizes.dp_replicate == 1 and not mixed
-
-
 def outer_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, tuple[str, ...]]:
     """Return the paths of the modules around the layers of a stage that FSDP2 can gather apart from its root: the
     embedding, or an empty path, and the norm and the head.
@@ -376,8 +396,7 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, tuple[str
     layers if the head is in it. In other models the root is gathered as a whole before the embedding.
     """
     first, last = "", tuple[str, ...]()
-    for path in _styled(module, plan, "vocab_embedding"):
-        table = module.get_submodule(path)
+    for path, table in modules_at(module, styled(plan, "vocab_embedding")).items():
         # Backward of an update reads its weights, so that a table with one is part of the root.
         plain = type(table) in (nn.Embedding, VocabParallelEmbedding) and getattr(table, "update", None) is None
         if plain and _shares_no_parameter(module, (path,)):
@@ -387,17 +406,10 @@ def outer_modules(module: nn.Module, plan: ParallelPlan) -> tuple[str, tuple[str
         behind = tuple(
             path for path in plan.pipeline.last if path in parts and any(True for _ in parts[path].parameters())
         )
-        heads = _styled(module, plan, "vocab_head")
+        heads = modules_at(module, styled(plan, "vocab_head"))
         if any(head in behind for head in heads) and _shares_no_parameter(module, behind):
             last = behind
     return first, last
-
-
-def _styled(module: nn.Module, plan: ParallelPlan, wanted: TensorStyle) -> list[str]:
-    """Paths of the modules with parameters that ``plan`` gives a style."""
-    patterns = tuple(pattern for pattern, style in plan.tensor.items() if style == wanted)
-    matching = [(path, part) for path, part in module.named_modules() if matches_any(patterns, path)]
-    return [path for path, part in matching if any(True for _ in part.parameters())]
 
 
 def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
@@ -406,23 +418,6 @@ def _shares_no_parameter(module: nn.Module, paths: tuple[str, ...]) -> bool:
     for name, parameter in module.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), set()).add(any(name.startswith(f"{path}.") for path in paths))
     return all(len(inside) == 1 for inside in owners.values())
-
-
-def check_gradient_dtype(sizes: MeshSizes, precision: PrecisionPolicy, *, micro_batches: int) -> None:
-    """Check that FSDP2 does not round the sums of gradients over micro-batches to the dtype of the shards.
-
-    Raises:
-        GradientSumsRounded: it would.
-    """
-    two_byte = not precision.master_weights and precision.gradients != precision.parameters
-    if two_byte and sizes.zero_stage >= 2 and micro_batches > 1:
-        raise GradientSumsRounded(
-            precision=precision.name,
-            sums=precision.gradients,
-            weights=precision.parameters,
-            stage=sizes.zero_stage,
-            micro_batches=micro_batches,
-        )
 
 
 def apply_data_parallel(
@@ -458,16 +453,17 @@ def apply_data_parallel(
         # Among a layer's inputs are the float32 tables of rotary embeddings; in bfloat16 they are 0.4 % off.
         cast_forward_inputs=False,
     )
-    layers = [name for name, _ in module.named_modules() if matches(plan.recompute_layer, name)]
+    layers = modules_at(module, (plan.recompute_layer,))
     forms, gathers = gather_dtypes(module, plan, precision), list[WeightGather]()
     ignored = {parameter for parameter in module.parameters() if isinstance(local_of(parameter), QuantisedWeight)}
-    if leaves_experts_whole(mesh.sizes, precision):
+    if WeightStorage.of(mesh.sizes, precision).experts_whole:
         ignored |= {parameter for name in experts for parameter in module.get_submodule(name).parameters()}
         experts = ()
     (first, last), dense = outer_modules(module, plan), _mesh(mesh)
     profile = profile_of(torch.device(dense.device_type))
     sums, overlapped = PendingReduceScatters(), mesh.sizes.pp == 1 and mesh.sizes.dp_replicate == 1
-    parts = [((name,), _mesh(mesh, expert=True)) for name in experts] + [((name,), dense) for name in layers]
+    parts: list[tuple[tuple[str, ...], DeviceMesh]] = [((name,), _mesh(mesh, expert=True)) for name in experts]
+    parts += [((name,), dense) for name in layers]
     parts += [((first,), dense)] * bool(first) + [(last, dense)] * bool(last) + [(("",), dense)]
     for names, where in parts:
         modules = [module.get_submodule(name) for name in names]
@@ -504,7 +500,7 @@ def apply_data_parallel(
     # The gather of each part starts before the preceding part runs, in forward and backward. By itself FSDP2 does so in
     # backward alone, and there, with several micro-batches, the first part gathers the last one of the micro-batch
     # before.
-    order = [first] * bool(first) + list(layers) + list(last[:1])
+    order = [*[first] * bool(first), *layers, *last[:1]]
     for before, here, following in zip([None, *order], order, [*order[1:], None], strict=False):
         inner = [name for name in experts if name.startswith(f"{here}.")]
         ahead_of = [_sharded(module, name) for name in (*inner, following) if name is not None]

@@ -36,7 +36,6 @@ class GradientReducer:
         parameters: this rank's, by global name.
         mesh: its groups hold the other summands.
         tensor_partial: names whose gradient is a partial sum on each tensor parallel rank.
-        replica_partial: names of heads that several tensor parallel ranks hold; each has seen its own queries.
         data_reduced: FSDP2 sums over data and context parallel ranks.
         overlapped: without it, let these sums start in the backward that :meth:`begin_last_backward` announces.
     """
@@ -47,7 +46,6 @@ class GradientReducer:
         mesh: ParallelMesh,
         *,
         tensor_partial: Collection[str],
-        replica_partial: Collection[str],
         data_reduced: bool,
         overlapped: bool = False,
     ) -> None:
@@ -63,7 +61,8 @@ class GradientReducer:
                     self._data.append(OverlappedAllReduce(group, summed, hooked=overlapped))
             chosen["dp_replicate"] = list(parameters.values())
         chosen["tp"] = [parameter for name, parameter in parameters.items() if name in tensor_partial]
-        chosen["tp_kv_replica"] = [parameter for name, parameter in parameters.items() if name in replica_partial]
+        # Of heads that several tensor parallel ranks hold, each has only the gradient from its queries.
+        chosen["tp_kv_replica"] = [parameter for parameter in parameters.values() if "tp_kv" in sharded_over(parameter)]
         self._sums = [(mesh.group(dimension), summed) for dimension, summed in chosen.items() if summed]
 
     def begin_last_backward(self) -> None:
@@ -90,7 +89,7 @@ def global_norm(
     """Return the 2-norm of all gradients, or of all weights, over all ranks and stages, each element counted once.
 
     Args:
-        tensors: of the parameters of :meth:`nxdt_core.engine.parameters.StageParameters.owned`.
+        tensors: of the parameters in :attr:`nxdt_core.engine.parameters.StageParameters.owned`.
         world: all ranks; None for one that is alone.
         device: on which the result is.
         dtype: of the result and of its summation, the same on all ranks.

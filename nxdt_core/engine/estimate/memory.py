@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from operator import itemgetter
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.collectives import BUCKET_BYTES
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of, sharded_over
-from nxdt_core.engine.data.fsdp import GatherDtypes, outer_modules
-from nxdt_core.engine.estimate.trace import GradientUse, MicroBatchTrace
+from nxdt_core.engine.data.fsdp import GatherDtypes, WeightStorage, outer_modules
+from nxdt_core.engine.estimate.trace import MicroBatchTrace
 from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.engine.optim.updates import BUCKET_ELEMENTS, AdamUpdates
 from nxdt_core.engine.parameters import tables
@@ -31,149 +31,110 @@ from nxdt_core.engine.pipeline.schedules import Operation
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.protocols.estimate import Memory
-from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.protocols.precision import DType, PrecisionPolicy
 from nxdt_core.protocols.tensor_shards import TensorSlice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ParameterCounts:
-    """Numbers of parameter elements on one rank."""
+class HeldParameter:
+    """A parameter of a pipeline stage, as one rank holds it."""
 
-    local: int = 0
+    stage: int = 0
+    """Number of the pipeline stage."""
+    group: str = ""
+    """What FSDP2 gathers it with: the path of a layer or of experts, or one of the places around the layers."""
+    whole: int = 0
+    """Elements of all tensor and expert parallel ranks."""
+    local: int
     """Elements that the rank computes with, after tensor and expert parallelism."""
-    stored: int = 0
-    """Elements of its shard under FSDP2, rows padded up; all of them where nothing is sharded."""
-    trained: int = 0
-    """The part of ``local`` that has gradients."""
-    trained_stored: int = 0
-    """The part of ``stored`` that has gradients."""
-    frozen_two_byte: int = 0
-    """The part of ``local`` that is frozen, and stored in autocast's dtype."""
-    frozen_bytes: int = 0
-    """Bytes of the part of ``stored`` that is frozen."""
-    groups: tuple[int, ...] = ()
-    """Values of ``local`` of what FSDP2 gathers at a time (layers, experts), the largest first."""
-    first: int = 0
-    """Elements of the embedding, where FSDP2 gathers it for itself."""
-    last: int = 0
-    """Elements of what is behind the layers, where FSDP2 gathers it for itself."""
-    ends_two_byte: int = 0
-    """The part of ``first`` and ``last`` that travels in autocast's dtype."""
-    root: int = 0
-    """Elements outside of all these, which FSDP2 gathers first and frees last."""
-    two_byte: int = 0
-    """The part of ``local`` that travels in autocast's dtype when it is gathered."""
-    scaled: int = 0
-    """The part of ``local`` that travels in one byte per element."""
-    scales: int = 0
-    """Number of parameters that do so."""
-    coded: int = 0
-    """The part of ``local`` that is quantised, which FSDP2 leaves alone."""
-    experts: int = 0
-    """The part of ``local`` that ``efsdp`` holds instead of ``fsdp``."""
-    experts_resident: int = 0
-    """The part of ``experts`` that no other rank has and FSDP2 leaves alone."""
-    experts_two_byte: int = 0
-    """The part of ``experts`` that travels in autocast's dtype."""
-    experts_trained: int = 0
-    """The part of ``experts`` that has gradients."""
-    partial: int = 0
-    """Elements whose gradients tensor parallel ranks still have to sum."""
+    stored: int
+    """Elements of its shard under FSDP2, rows padded up; all of them where it is not sharded."""
+    size_bytes: int = 0
+    """Bytes of ``stored`` in its own dtype."""
+    trained: bool = True
+    two_byte: bool = False
+    """It travels in autocast's dtype when it is gathered."""
+    scaled: bool = False
+    """It travels in one byte per element."""
+    coded: bool = False
+    """It is quantised, and FSDP2 leaves it alone."""
+    expert: bool = False
+    """``efsdp`` holds it instead of ``fsdp``."""
+    resident: bool = False
+    """It belongs to experts that no other rank has, and FSDP2 leaves it alone."""
+    partial: bool = False
+    """Tensor parallel ranks still have to sum its gradient."""
     state: float = 0.0
     """Bytes of optimizer state."""
-    bucket: int = 0
-    """The most of ``trained_stored`` that an optimizer over rounded weights has in float32 at a time."""
-
-    def __add__(self, other: ParameterCounts) -> ParameterCounts:
-        """Return the counts of two pipeline stages of a rank: sums, and the larger of what is there one at a time."""
-
-        def joined(name: str) -> Any:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            if name in ("first", "last", "root", "bucket"):
-                return max(mine, theirs)
-            return tuple(sorted((*mine, *theirs), reverse=True)) if name == "groups" else mine + theirs
-
-        return ParameterCounts(**{item.name: joined(item.name) for item in fields(self)})
 
 
-_FIRST, _LAST, _ROOT = "<first>", "<last>", "<root>"
+FIRST, LAST, ROOT = "<first>", "<last>", "<root>"
+"""The embedding, and what is behind the layers, where FSDP2 gathers them for themselves; elements outside of all these
+and of layers, which FSDP2 gathers first and frees last."""
 
 
-def count_parameters(
-    stage: nn.Module,
+def held_parameters(
+    module: nn.Module,
     plan: ParallelPlan,
-    sizes: MeshSizes,
+    storage: WeightStorage,
     *,
-    sharded: bool,
-    partial: Iterable[str] = (),
+    stage: int = 0,
+    partial: Collection[str] = (),
     forms: GatherDtypes,
-    keeps: bool = False,
     state: StateOf,
-) -> ParameterCounts:
-    """Count the parameters of ``stage``, tensor and expert parallelism applied and FSDP2 not.
+) -> list[HeldParameter]:
+    """Return the parameters of a stage, tensor and expert parallelism applied and FSDP2 not.
 
     Args:
-        stage: on the meta device.
+        module: on the meta device.
         plan: names layers and experts.
-        sizes: ranks over which FSDP2 will shard.
-        sharded: whether FSDP2 will hold the parameters.
+        storage: says how FSDP2 will shard.
+        stage: its number.
         partial: names whose gradients are partial sums over ``tp``.
         forms: how FSDP2 gathers the weights.
-        keeps: whether FSDP2 leaves experts alone.
         state: measures the optimizer state of a shard.
     """
-    counts, groups = Counter[str](), Counter[str]()
-    sums, (outer_first, outer_last) = frozenset(partial), outer_modules(stage, plan)
-    trained: list[tuple[int, int]] = []  # elements of the whole, and of the shard
-    state_bytes, others = 0.0, tables([stage], plan)
-    for name, parameter in stage.named_parameters():
+    sizes, (outer_first, outer_last), others = storage.sizes, outer_modules(module, plan), tables([module], plan)
+    places = {outer_first: FIRST, **dict.fromkeys(outer_last, LAST)}
+    held = []
+    for name, parameter in module.named_parameters():
         local, trains = local_of(parameter), parameter.requires_grad
-        size, coded = local.numel(), isinstance(local, QuantisedWeight)
-        expert = "ep" in sharded_over(parameter)
-        ranks = (sizes.efsdp if expert else sizes.fsdp) if sharded and not coded else 1
+        coded, expert = isinstance(local, QuantisedWeight), "ep" in sharded_over(parameter)
+        ranks = (sizes.efsdp if expert else sizes.fsdp) if storage.sharded and not coded else 1
         # The first rank's shard along dimension 0; FSDP2 pads the others to the same size.
         shard = tuple(local.shape)
         shard = (-(-shard[0] // ranks), *shard[1:]) if shard else shard
         stored = math.prod(shard)
         # The innermost experts or layer that contains it, or the place outside of all.
-        group, is_two_byte, parts = _ROOT, name in forms.two_byte, name.split(".")[:-1]
+        group, parts = ROOT, name.split(".")[:-1]
         for end in range(len(parts), 0, -1):
             path = ".".join(parts[:end])
             if matches_any(plan.experts.modules, path) or matches(plan.recompute_layer, path):
                 group = path
-            elif path == outer_first or path in outer_last:
-                group = _FIRST if path == outer_first else _LAST
-            if group != _ROOT:
+            elif path in places:
+                group = places[path]
+            if group != ROOT:
                 break
-        groups[group] += size * (not ((expert and keeps) or coded))
-        counts.update(local=size, stored=stored, coded=size * coded, two_byte=size * is_two_byte)
-        counts.update(scaled=size * (name in forms.scaled), scales=name in forms.scaled)
-        counts.update(experts=size * expert, experts_resident=size * (expert and keeps))
-        counts.update(experts_two_byte=size * (expert and is_two_byte), experts_trained=size * (expert and trains))
-        counts.update(ends_two_byte=size * (is_two_byte and group in (_FIRST, _LAST)))
-        if trains:
-            trained.append((parameter.numel(), stored))
-            counts.update(trained=size, trained_stored=stored, partial=size * (name in sums))
-            state_bytes += state(shard, name not in others).held
-        else:
-            size_bytes = (
-                local.storage_bytes if isinstance(local, QuantisedWeight) else stored * parameter.element_size()
+        held.append(
+            HeldParameter(
+                stage=stage,
+                group=group,
+                whole=parameter.numel(),
+                local=local.numel(),
+                stored=stored,
+                size_bytes=local.storage_bytes if isinstance(local, QuantisedWeight) else stored * local.element_size(),
+                trained=trains,
+                two_byte=name in forms.two_byte,
+                scaled=name in forms.scaled,
+                coded=coded,
+                expert=expert,
+                resident=expert and storage.sharded and storage.experts_whole,
+                partial=trains and name in partial,
+                state=state(shard, name not in others).held if trains else 0.0,
             )
-            counts.update(frozen_bytes=size_bytes, frozen_two_byte=size * is_two_byte)
-    first, last, root = (groups.pop(group, 0) for group in (_FIRST, _LAST, _ROOT))
-    of_buckets = (sum(stored for _, stored in bucket) for bucket in buckets(trained, itemgetter(0), BUCKET_ELEMENTS))
-    return ParameterCounts(
-        **counts,
-        groups=tuple(sorted(groups.values(), reverse=True)),
-        first=first,
-        last=last,
-        root=root,
-        state=state_bytes,
-        bucket=max(of_buckets, default=0),
-    )
+        )
+    return held
 
 
 def count_unique(module: nn.Module) -> tuple[int, int]:
@@ -265,111 +226,65 @@ def needs_stand_ins(factory: OptimizerFactory, config: object) -> bool:
     return not AdamUpdates.handles(stepped_once(factory, config, [nn.Parameter(torch.zeros(16, 16))]))
 
 
-_BYTES: Mapping[DType, int] = {"float64": 8, "float32": 4, "bfloat16": 2, "float16": 2}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StorageLayout:
-    """Sharding of parameters, gradients and optimizer state over the ranks, and the dtype of each."""
-
-    policy: PrecisionPolicy
-    zero_stage: int
-    sharded: bool
-    """FSDP2 holds the parameters."""
-    replicated: bool
-    """Other ranks hold the same parameters, unless these are sharded."""
-    accumulates: bool
-    """A step has several micro-batches."""
-    cast_once: bool = False
-    """A step has one copy of the trained weights of matrix products, in autocast's dtype."""
-    stand_ins: bool = False
-    """The optimizer works on float32 stand-ins of weights that are rounded."""
-
-    @property
-    def compute_bytes(self) -> int:
-        """Return the bytes per element of a parameter in forward and backward."""
-        return _BYTES[self.policy.parameters]
-
-    @property
-    def product_bytes(self) -> int:
-        """Return the bytes per element of what matrix products compute with."""
-        return _BYTES[self.policy.autocast or self.policy.parameters]
-
-    @property
-    def stored_bytes(self) -> int:
-        """Return the bytes per element of a trained parameter in storage; a frozen one has its dtype in forward."""
-        return _BYTES["float32"] if self.policy.master_weights else self.compute_bytes
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Return the bytes per element of an accumulated gradient."""
-        return _BYTES[self.policy.gradients]
-
-    @property
-    def copied(self) -> bool:
-        """Return whether masters have copies that are computed with, without FSDP2."""
-        return self.policy.master_weights and not self.sharded
-
-    @property
-    def gradient_use(self) -> GradientUse:
-        """Return what happens to a micro-batch's gradients."""
-        if self.sharded and (self.zero_stage >= 2 or not self.accumulates):
-            return "sharded"
-        if not self.accumulates:
-            return "fresh"
-        return "sharded" if self.copied else "accumulated"  # copies' are added to those of the masters
-
-
 def peak_memory(
-    counts: ParameterCounts,
-    storage: StorageLayout,
+    held: Sequence[HeldParameter],
+    storage: WeightStorage,
     order: Iterable[Operation],
     traces: Mapping[int, MicroBatchTrace],
     received: int,
+    *,
+    stand_ins: bool = False,
 ) -> Memory:
     """Return the largest of four moments: the worst one of forward and backward, the first and the last reduction of
     gradients, and the update where that works on float32 stand-ins of rounded weights.
 
     Args:
-        counts: parameters of all stages of the rank.
-        storage: their layout.
+        held: parameters of all stages of the rank.
+        storage: how the ranks hold them.
         order: what the rank does in a step.
         traces: one micro-batch through each of the rank's stages, by stage.
         received: bytes of a micro-batch's hidden states that come from another rank; held like activations.
+        stand_ins: whether the optimizer works on float32 stand-ins of rounded weights.
     """
-    stored, optimizer = counts.trained_stored * storage.stored_bytes, round(counts.state)
-    frozen, largest, workspace = counts.frozen_bytes, sum(counts.groups[:1]), 0
+    trained = sum(p.local for p in held if p.trained)
+    trained_stored = sum(p.stored for p in held if p.trained)
+    frozen = sum(p.size_bytes for p in held if not p.trained)
+    state, zero_stage = sum(p.state for p in held), storage.sizes.zero_stage
+    stored, optimizer, workspace = trained_stored * storage.stored_bytes, round(state), 0
+    groups, first, last, root = gathered_groups(held)
+    largest = sum(groups[:1])
     # Masters that are rounded in place have a copy while the rank computes.
     copies = 2 if storage.policy.stochastic_rounding else 1
     if storage.policy.master_weights:
         weights, masters, updated = frozen, copies * stored + optimizer, (frozen, stored + optimizer)
     else:
         weights, masters, updated = frozen + stored, optimizer, (frozen + stored, optimizer)
-    gradient_bytes, whole_gradients = storage.gradient_bytes, counts.trained * storage.gradient_bytes
-    with_copies = weights + (counts.trained * storage.compute_bytes if storage.copied else 0)
+    gradient_bytes, whole_gradients = storage.gradient_bytes, trained * storage.gradient_bytes
+    with_copies = weights + (trained * storage.compute_bytes if storage.copied else 0)
     if storage.cast_once:
-        with_copies += (counts.two_byte + counts.scaled - counts.frozen_two_byte) * storage.product_bytes
+        with_copies += storage.product_bytes * sum(p.local for p in held if p.scaled or (p.two_byte and p.trained))
 
     # While micro-batches run.
-    held, gradients, communication = with_copies, whole_gradients, 0
+    kept, gradients, communication = with_copies, whole_gradients, 0
     if storage.sharded:
-        gathered = _gathered_at_a_time(counts)
-        if storage.zero_stage < 3:
-            gathered = counts.local - counts.experts_resident - counts.coded
-        held += _computed_with(gathered, counts, storage)
+        gathered = _gathered_at_a_time(held)
+        if zero_stage < 3:
+            gathered = sum(p.local for p in held if not (p.resident or p.coded))
+        kept += _computed_with(gathered, held, storage)
         if storage.gradient_use == "sharded":
             # Gradients of the root are reduced last. The head's are among them where it is tied to the embedding.
-            gradients = counts.trained_stored * gradient_bytes + counts.root * storage.compute_bytes
+            gradients = trained_stored * gradient_bytes + root * storage.compute_bytes
             communication = largest * gradient_bytes
-        if storage.zero_stage == 3:
-            communication += _computed_with(largest, counts, storage)
+        if zero_stage == 3:
+            communication += _computed_with(largest, held, storage)
             # What travels in autocast's dtype is kept in it until it is unpacked.
-            travelling = 0 if counts.frozen_two_byte else counts.two_byte
-            communication += largest * storage.product_bytes * travelling // max(counts.local, 1)
+            frozen_two_byte = any(p.two_byte and not p.trained for p in held)
+            travelling = 0 if frozen_two_byte else sum(p.local for p in held if p.two_byte)
+            communication += largest * storage.product_bytes * travelling // max(sum(p.local for p in held), 1)
     if storage.gradient_use == "fresh":
         gradients = sum(trace.peak["gradients"] for trace in traces.values())
     computing = Memory(
-        weights=held,
+        weights=kept,
         gradients=gradients,
         optimizer=masters,
         communication=communication,
@@ -381,50 +296,67 @@ def peak_memory(
     # are reduced from a flat copy into this rank's shard. The last gradients are reduced after the activations are
     # freed: by FSDP2 those of the embedding and the root, without it all of them, a bucket at a time.
     if storage.sharded:
-        shard = gradient_bytes * counts.trained_stored / max(counts.trained, 1)
+        shard = gradient_bytes * trained_stored / max(trained, 1)
         whole = storage.compute_bytes if storage.gradient_use == "sharded" else shard
-        flat = round(counts.last * (gradient_bytes + whole))
-        remaining = counts.trained_stored + counts.first + counts.root
+        flat = round(last * (gradient_bytes + whole))
         moments += [
             replace(computing, logits=0, workspace=0, communication=flat),
             Memory(
-                weights=weights + counts.root * storage.compute_bytes,
-                gradients=remaining * gradient_bytes,
+                weights=weights + root * storage.compute_bytes,
+                gradients=(trained_stored + first + root) * gradient_bytes,
                 optimizer=masters,
-                communication=max(counts.first, counts.root) * gradient_bytes,
+                communication=max(first, root) * gradient_bytes,
             ),
         ]
     else:
-        flat = min(whole_gradients, BUCKET_BYTES) if storage.replicated else 0
+        flat = min(whole_gradients, BUCKET_BYTES) if storage.sizes.fsdp * storage.sizes.dp_replicate > 1 else 0
         reducing = Memory(weights=with_copies, gradients=whole_gradients, optimizer=masters, communication=flat)
         moments.append(reducing)
 
     # The update; stand-ins add a bucket of weights and gradients in float32, and of narrower state.
-    if storage.stand_ins:
-        widened = 2.0 * _BYTES["float32"]
+    if stand_ins:
+        widened = 2.0 * torch.float32.itemsize
         if storage.policy.optimizer_state == "bfloat16":
-            widened += counts.state / max(counts.trained_stored, 1)
-        workspace = round(counts.bucket * widened)
-    gradients = counts.trained_stored * gradient_bytes if storage.sharded else whole_gradients
+            widened += state / max(trained_stored, 1)
+        fullest = 0
+        for _, of_stage in groupby(held, lambda p: p.stage):
+            for bucket in buckets([p for p in of_stage if p.trained], lambda p: p.whole, BUCKET_ELEMENTS):
+                fullest = max(fullest, sum(p.stored for p in bucket))
+        workspace = round(fullest * widened)
+    gradients = trained_stored * gradient_bytes if storage.sharded else whole_gradients
     moments.append(Memory(weights=updated[0], gradients=gradients, optimizer=updated[1], workspace=workspace))
     return max(moments, key=lambda moment: moment.total)
 
 
-def _gathered_at_a_time(counts: ParameterCounts) -> int:
+def gathered_groups(held: Iterable[HeldParameter]) -> tuple[list[int], int, int, int]:
+    """Return the elements of the layers and experts that FSDP2 gathers, the largest first, and the most of what it
+    gathers of a stage at the first place, the last one and the root."""
+    groups = Counter[tuple[int, str]]()
+    for p in held:
+        groups[p.stage, p.group] += p.local * (not (p.resident or p.coded))
+    first, last, root = (
+        max((size for (_, group), size in groups.items() if group == place), default=0) for place in (FIRST, LAST, ROOT)
+    )
+    layers = [size for (_, group), size in groups.items() if group not in (FIRST, LAST, ROOT)]
+    return sorted(layers, reverse=True), first, last, root
+
+
+def _gathered_at_a_time(held: Sequence[HeldParameter]) -> int:
     """Elements of which ZeRO-3 holds the whole: the root, the part at work and the one that is fetched ahead."""
-    largest, two = sum(counts.groups[:1]), sum(counts.groups[:2])
-    return counts.root + max(two, largest + max(counts.first, counts.last))
+    groups, first, last, root = gathered_groups(held)
+    return root + max(sum(groups[:2]), sum(groups[:1]) + max(first, last))
 
 
-def gathered_bytes(counts: ParameterCounts, storage: StorageLayout) -> int:
+def gathered_bytes(held: Sequence[HeldParameter], storage: WeightStorage) -> int:
     """Return the bytes of gathered weights while a frozen model runs forward; 0 where none are sharded."""
-    return _computed_with(_gathered_at_a_time(counts), counts, storage) if storage.sharded else 0
+    return _computed_with(_gathered_at_a_time(held), held, storage) if storage.sharded else 0
 
 
-def _computed_with(elements: int, counts: ParameterCounts, storage: StorageLayout) -> int:
+def _computed_with(elements: int, held: Sequence[HeldParameter], storage: WeightStorage) -> int:
     """Bytes of gathered elements, of which as many are frozen in autocast's dtype as among all."""
-    saved = (storage.compute_bytes - storage.product_bytes) * counts.frozen_two_byte
-    return elements * storage.compute_bytes - elements * saved // max(counts.local - counts.coded, 1)
+    two_byte = sum(p.local for p in held if p.two_byte and not p.trained)
+    saved = (storage.compute_bytes - storage.product_bytes) * two_byte
+    return elements * storage.compute_bytes - elements * saved // max(sum(p.local for p in held if not p.coded), 1)
 
 
 def _in_flight(order: Iterable[Operation], traces: Mapping[int, MicroBatchTrace], received: int) -> dict[str, int]:

@@ -12,16 +12,17 @@ from dataclasses import replace
 
 from torch import nn
 
-from nxdt_core.engine.data.fsdp import check_gradient_dtype, product_weights
+from nxdt_core.engine.data.fsdp import WeightStorage, product_weights
 from nxdt_core.engine.decoding import records_passes
-from nxdt_core.engine.estimate.memory import ParameterCounts, StorageLayout, count_unique, peak_memory
+from nxdt_core.engine.estimate.memory import FIRST, LAST, HeldParameter, count_unique, peak_memory
 from nxdt_core.engine.estimate.rank import MeasuredRank, Workload, measure_rank
 from nxdt_core.engine.estimate.trace import ring_share
-from nxdt_core.engine.expert import exchange_chunks, expert_modules, routers_of
+from nxdt_core.engine.expert import exchange_chunks, routers_of
 from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations, stage_costs
 from nxdt_core.engine.pipeline.split import stage_layers
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.weights import build_whole
 from nxdt_core.protocols.estimate import Estimate, Memory, RankEstimate
 from nxdt_core.protocols.mesh import rank_of_stage, stages_of_rank
@@ -38,11 +39,10 @@ def estimate(work: Workload) -> Estimate:
         NxdtError: the model's plan does not allow the layout.
         ModelReadsValues: the model cannot run without values.
     """
-    sizes = work.sizes
-    check_gradient_dtype(sizes, work.precision, micro_batches=work.micro_batches)
-    built = build_whole(work.builder, work.adapters)
+    sizes, storage, parts, data = work.sizes, work.storage, work.parts, work.run.data
+    built = build_whole(parts.builder, parts.adapters)
     whole, plan = built.module, built.plan
-    cuts = pipeline_cuts(whole, plan, work.builder, sizes, work.options)
+    cuts = pipeline_cuts(whole, plan, parts.builder, sizes, work.options)
     work = replace(work, options=replace(work.options, pipeline_cuts=cuts))
     layers: list[tuple[str, ...]] = []
     costs: list[int] | None = None
@@ -51,11 +51,11 @@ def estimate(work: Workload) -> Estimate:
         names = [f"{plan.pipeline.layers}.{key}" for key, _ in container.named_children()]
         layers = stage_layers(names, sizes.stages, cuts)
         if sizes.pp > 1:
-            costs = stage_costs(part_costs(whole, plan, work.builder, work.options), layers)
+            costs = stage_costs(part_costs(whole, plan, parts.builder, work.options), layers)
     of_ranks = Counter[int]()  # cost of the stages of each
     for stage, cost in enumerate(costs or [1]):
         of_ranks[rank_of_stage(stage, sizes.pp, sizes.schedule)] += cost
-    orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches)
+    orders = schedule_operations(sizes.schedule, sizes.pp, sizes.vpp, storage.micro_batches)
     measured: dict[object, MeasuredRank] = {}
     ranks = []
     for pp_rank, kind in enumerate(_kinds(whole, plan, work, layers)):
@@ -64,24 +64,26 @@ def estimate(work: Workload) -> Estimate:
         ranks.append(_of_rank(measured[kind], work, pp_rank, orders[pp_rank]))
     parameters, trained = count_unique(whole)
     chunks = min(exchange_chunks(whole, plan).values(), default=1) if sizes.ep > 1 else 1
-    repeated, length = _FORWARD if work.options.recompute_granularity == "full" else 0.0, work.seq_length
-    if work.teacher is not None:  # which runs forward alone
-        repeated += _FORWARD * work.teacher.flops_per_token(length) / work.builder.flops_per_token(length)
+    repeated, flops_per_token = 0.0, parts.builder.flops_per_token(data.seq_length)
+    if work.options.recompute_granularity == "full":
+        repeated = _FORWARD
+    if parts.teacher is not None:  # which runs forward alone
+        repeated += _FORWARD * parts.teacher.flops_per_token(data.seq_length) / flops_per_token
     hidden_behind, never_hidden = _overlap(whole, plan, work, chunks)
     return Estimate(
         parameters=parameters,
         trained=trained,
-        micro_batches=work.micro_batches,
-        tokens_per_step=work.global_batch_size * work.seq_length * work.rows // work.micro_batch_size,
-        bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, work.micro_batches, costs),
+        micro_batches=storage.micro_batches,
+        tokens_per_step=data.global_batch_size * data.seq_length * work.rows_per_sample,
+        bubble=bubble_fraction(sizes.schedule, sizes.pp, sizes.vpp, storage.micro_batches, costs),
         stage_layers=tuple(map(len, layers)),
         pipeline_cuts=tuple(stage[-1] for stage in layers[:-1]),
         longest_rank=max(of_ranks.values()) * sizes.pp / (of_ranks.total() or 1),
         checkpoint_bytes=_checkpoint_bytes(work, whole, plan),
-        flops_per_token=work.builder.flops_per_token(work.seq_length),
+        flops_per_token=flops_per_token,
         layout=tuple(_layout(work)),
         ranks=tuple(ranks),
-        compute_dtype=work.precision.autocast or work.precision.parameters,
+        compute_dtype=parts.precision.autocast or parts.precision.parameters,
         recomputed=repeated,
         hidden_behind=hidden_behind,
         never_hidden=never_hidden,
@@ -110,8 +112,8 @@ def _overlap(
     back. While experts compute one chunk, another one travels.
     """
     storage = work.storage
-    after = not storage.sharded and work.sizes.pp > 1
-    behind = {"pp": 1.0, "dp": 0.0 if after else 1.0 if storage.zero_stage >= 2 else 1 / work.micro_batches}
+    after, zero_stage = not storage.sharded and work.sizes.pp > 1, work.sizes.zero_stage
+    behind = {"pp": 1.0, "dp": 0.0 if after else 1.0 if zero_stage >= 2 else 1 / storage.micro_batches}
     never: dict[str, float] = {}
     if chunks > 1:
         never["ep"] = 1 / chunks
@@ -124,10 +126,10 @@ def _overlap(
     if chunks > 1:
         elements = 0.0  # of experts that a token is multiplied with
         routers = routers_of(whole, plan).items()
-        for path, (router, experts) in zip(expert_modules(whole, plan), routers, strict=False):
-            size = sum(parameter.numel() for parameter in whole.get_submodule(path).parameters())
+        for part, (router, experts) in zip(modules_at(whole, plan.experts.modules).values(), routers, strict=False):
+            size = sum(parameter.numel() for parameter in part.parameters())
             elements += size * getattr(whole.get_submodule(router), "top_k", 1) / experts
-        behind["ep"] = 6 * elements / work.builder.flops_per_token(work.seq_length)
+        behind["ep"] = 6 * elements / work.parts.builder.flops_per_token(work.run.data.seq_length)
     return behind, never
 
 
@@ -137,11 +139,11 @@ def _checkpoint_bytes(work: Workload, whole: nn.Module, plan: ParallelPlan) -> i
     state = sum(work.state(shape, name not in others).saved for name, shape in updated)
 
     def saved_bytes(stored: int) -> int:  # of an element; wider weights are saved in bfloat16, too, where that is asked
-        return stored + (2 if work.saves_bfloat16 and stored > 2 else 0)
+        return stored + (2 if work.run.checkpoint.save_bf16 and stored > 2 else 0)
 
     saved = round(trained * saved_bytes(storage.stored_bytes) + state)
     coded = work.options.base_dtype is not None
-    if trained == parameters or coded or not all(adapter.saves_base for adapter in work.adapters):
+    if trained == parameters or coded or not all(adapter.saves_base for adapter in work.parts.adapters):
         return saved
     frozen = {name: p.numel() for name, p in whole.named_parameters() if not p.requires_grad}
     two_byte = sum(frozen[name] for name in product_weights(whole, plan) & frozen.keys())
@@ -169,20 +171,21 @@ def _of_rank(measured: MeasuredRank, work: Workload, pp_rank: int, order: Sequen
     sizes = work.sizes
     stages = stages_of_rank(pp_rank, sizes.pp, sizes.vpp, sizes.schedule)
     traces = dict(zip(stages, measured.traces, strict=True))
-    memory = peak_memory(measured.counts, work.storage, order, traces, work.hidden_bytes(measured.hidden_size))
-    if work.teacher is not None:
+    storage, teacher = work.storage, measured.teacher
+    memory = peak_memory(measured.held, storage, order, traces, measured.received, stand_ins=work.stand_ins)
+    if work.parts.teacher is not None:
         # A second model runs when the logits of a micro-batch are there. In a pipeline it runs before the step, and
         # what is kept of its logits waits for all micro-batches; the trace has counted one.
-        teacher, last, alone = measured.teacher, measured.traces[-1], sizes.pp == 1
-        beyond = last.kept + teacher.running - sum(last.peak.values()) if alone else 0
-        waiting = 0 if alone else (work.micro_batches - 1) * teacher.kept
+        last, alone = measured.traces[-1], sizes.pp == 1
+        beyond = last.kept + teacher.workspace - sum(last.peak.values()) if alone else 0
+        waiting = 0 if alone else (storage.micro_batches - 1) * teacher.logits
         memory = replace(
             memory,
             weights=memory.weights + teacher.weights,
             logits=memory.logits + waiting,
             workspace=memory.workspace + max(beyond, 0),
         )
-    if records_passes(sizes, sharded=work.storage.sharded) and work.records:
+    if records_passes(sizes, sharded=storage.sharded) and work.records:
         memory = replace(memory, cache=measured.cache)
     else:  # it is freed before the step
         writing = Memory(weights=memory.weights, optimizer=memory.optimizer, cache=measured.cache)
@@ -191,8 +194,8 @@ def _of_rank(measured: MeasuredRank, work: Workload, pp_rank: int, order: Sequen
         pp_rank=pp_rank,
         stages=stages,
         layers=measured.layers,
-        parameters=measured.counts.local,
-        stored=measured.counts.stored,
+        parameters=sum(p.local for p in measured.held),
+        stored=sum(p.stored for p in measured.held),
         memory=memory,
         sent=sent_in_a_step(measured, work, stages),
     )
@@ -211,7 +214,7 @@ def _layout(work: Workload) -> Iterator[str]:
         yield f"{sizes.dp_replicate} replicas"
     if sizes.dp > 1:
         yield f"ZeRO-{sizes.zero_stage}" if sizes.zero_stage else "no ZeRO"
-    yield work.precision.name
+    yield work.parts.precision.name
     if options.base_dtype is not None:
         yield f"base in {options.base_dtype}"
     if options.recompute_granularity is not None:
@@ -225,46 +228,41 @@ def sent_in_a_step(measured: MeasuredRank, work: Workload, stages: tuple[int, ..
     sent: Counter[str] = Counter()
     for trace in measured.traces:
         for dimension, size in trace.sent.items():
-            sent[dimension] += size * work.micro_batches
+            sent[dimension] += size * work.storage.micro_batches
     hops, sizes = 0, work.sizes  # messages that leave the rank: hidden states onwards, their gradients back
     for stage in stages:
         neighbours = [other for other in (stage - 1, stage + 1) if 0 <= other < sizes.stages]
         here = rank_of_stage(stage, sizes.pp, sizes.schedule)
         hops += sum(rank_of_stage(other, sizes.pp, sizes.schedule) != here for other in neighbours)
-    sent["pp"] += hops * work.hidden_bytes(measured.hidden_size) * work.micro_batches
-    sent["tp"] += round(2 * ring_share(work.sizes.tp) * measured.counts.partial * work.storage.gradient_bytes)
-    sent["dp"] += round(sum(_data(measured.counts, work)))
+    sent["pp"] += hops * measured.received * work.storage.micro_batches
+    partial = sum(p.local for p in measured.held if p.partial)
+    sent["tp"] += round(2 * ring_share(work.sizes.tp) * partial * work.storage.gradient_bytes)
+    sent["dp"] += round(sum(_data(measured.held, work.storage)))
     return {dimension: size for dimension, size in sent.items() if size}
 
 
-def _data(counts: ParameterCounts, work: Workload) -> Iterator[float]:
+def _data(held: Sequence[HeldParameter], storage: WeightStorage) -> Iterator[float]:
     """Gathering weights and reducing gradients over the ranks that hold the same part of the model."""
-    sizes, storage, micro_batches = work.sizes, work.storage, work.micro_batches
-    experts = (counts.experts, counts.experts_two_byte, counts.experts_trained)
-    dense = (
-        counts.local - experts[0] - counts.scaled - counts.coded,
-        counts.two_byte - experts[1],
-        counts.trained - experts[2],
-    )
-    for (local, two_byte, trained), ranks in ((dense, sizes.fsdp), (experts, sizes.efsdp)):
-        gradients = trained * storage.gradient_bytes
+    sizes, micro_batches = storage.sizes, storage.micro_batches
+    gathers = 2 * micro_batches if sizes.zero_stage == 3 else 1
+    for experts, ranks in ((False, sizes.fsdp), (True, sizes.efsdp)):
+        gradients = sum(p.local for p in held if p.expert == experts and p.trained) * storage.gradient_bytes
         if not storage.sharded:
             yield 2 * ring_share(ranks * sizes.dp_replicate) * gradients
             continue
-        each_time = storage.zero_stage >= 2
-        gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
-        yield ring_share(ranks) * gathers * _gathered_bytes(local, two_byte, storage)
-        yield ring_share(ranks) * gradients * (micro_batches if each_time else 1)
+        gathered = [p for p in held if p.expert == experts and not (p.scaled or p.coded)]
+        yield ring_share(ranks) * gathers * _gathered_bytes(gathered, storage)
+        yield ring_share(ranks) * gradients * (micro_batches if sizes.zero_stage >= 2 else 1)
         yield 2 * ring_share(sizes.dp_replicate) * gradients / ranks
     if storage.sharded:
-        gathers = 2 * micro_batches if storage.zero_stage == 3 else 1
-        yield ring_share(sizes.fsdp) * gathers * counts.scaled
-        yield 2 * ring_share(sizes.fsdp) * counts.scales * _SCALE_BYTES
-    if storage.sharded and storage.zero_stage == 3:  # the ends are gathered in forward alone
-        ends = _gathered_bytes(counts.first + counts.last, counts.ends_two_byte, storage)
-        yield -ring_share(sizes.fsdp) * micro_batches * ends
+        scaled = [p.local for p in held if p.scaled]
+        yield ring_share(sizes.fsdp) * gathers * sum(scaled)
+        yield 2 * ring_share(sizes.fsdp) * len(scaled) * _SCALE_BYTES
+    if storage.sharded and sizes.zero_stage == 3:  # the ends are gathered in forward alone
+        ends = [p for p in held if p.group in (FIRST, LAST) and not p.coded]
+        yield -ring_share(sizes.fsdp) * micro_batches * _gathered_bytes(ends, storage)
 
 
-def _gathered_bytes(local: int, two_byte: int, storage: StorageLayout) -> int:
-    """Bytes of ``local`` elements that are gathered, ``two_byte`` of them in autocast's dtype."""
-    return (local - two_byte) * storage.compute_bytes + two_byte * storage.product_bytes
+def _gathered_bytes(gathered: Sequence[HeldParameter], storage: WeightStorage) -> int:
+    """Return the bytes of weights that are gathered, some of them in autocast's dtype."""
+    return sum(p.local * (storage.product_bytes if p.two_byte else storage.compute_bytes) for p in gathered)

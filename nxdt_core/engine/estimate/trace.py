@@ -38,6 +38,8 @@ from torch.utils._pytree import tree_leaves
 
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
+from nxdt_core.engine.data.fsdp import GradientUse
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import (
     apply_recompute,
     cast_discarded,
@@ -48,7 +50,6 @@ from nxdt_core.engine.recompute import (
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.protocols.plan import ParallelPlan
-from nxdt_core.protocols.step_context import StepContext
 
 
 class AcceleratorKernels(TorchFunctionMode):
@@ -202,10 +203,8 @@ def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, regathers: bool) 
     """
     recomputed = set(parts_of_recomputed(module))
     functions, norms = [], []
-    layers = [(path, layer) for path, layer in module.named_modules() if matches(plan.recompute_layer, path)]
-    for path, part in [
-        (f"{path}.{name}", part) for path, layer in layers for name, part in layer.named_modules() if name
-    ]:
+    layers = modules_at(module, (plan.recompute_layer,)).items()
+    for path, part in [(f"{at}.{name}", part) for at, layer in layers for name, part in layer.named_modules() if name]:
         if is_recomputed(part):
             continue
         if getattr(part, "product", functional.linear) is not functional.linear:
@@ -230,25 +229,6 @@ def _cast(block: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     return cast_discarded(block, args[0], compute_dtype(args[0])), *args[1:]
 
 
-GradientUse = Literal["accumulated", "fresh", "sharded"]
-"""Use of a parameter's gradient in backward: added to an existing one, kept as the first one, or handed to a
-reduction that leaves the whole one behind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageInput:
-    """One micro-batch; its tensors are meta tensors."""
-
-    first: torch.Tensor
-    """Token ids int64 [micro_batch, seq] of the first stage; of any other hidden states, in the dtype within stages."""
-    position_ids: torch.Tensor | None = None
-    document_ids: torch.Tensor | None = None
-    step: StepContext | None = None
-    """Context of the step; None for a stage whose forward does not take it."""
-    sent: torch.dtype | None = None
-    """Dtype of hidden states that are sent between stages; None: as they are."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatchTrace:
     """Sizes in bytes, of one rank."""
@@ -264,8 +244,10 @@ class MicroBatchTrace:
 
 def trace_micro_batch(
     stage: nn.Module,
-    inputs: StageInput,
+    first: torch.Tensor,
+    arguments: Mapping[str, Any] | None = None,
     *,
+    sent: torch.dtype | None = None,
     loss: Callable[[torch.Tensor], torch.Tensor] | None,
     holds_output: bool = True,
     gradients: GradientUse = "accumulated",
@@ -278,7 +260,10 @@ def trace_micro_batch(
 
     Args:
         stage: on the meta device, in its layout; its gradients are cleared afterwards.
-        inputs: one micro-batch on the meta device.
+        first: token ids int64 [micro_batch, seq] of the first stage; of any other hidden states, in the dtype within
+            stages.
+        arguments: other ones of its forward, by name.
+        sent: dtype of hidden states that are sent between stages; None: as they are.
         loss: from the logits to the scalar that backward starts from, on the last stage; None on others.
         holds_output: whether the output lives until backward is over, as stock pipeline stages have it.
         gradients: what becomes of them.
@@ -291,12 +276,11 @@ def trace_micro_batch(
     parameters = [parameter for parameter in stage.parameters() if parameter.requires_grad]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if gradients == "accumulated" else None
-    first = inputs.first.detach()
+    arguments, within, first = arguments or {}, first.dtype, first.detach()
     if first.is_floating_point():  # hidden states that another rank has sent
-        first = first.to(inputs.sent or first.dtype).requires_grad_()
-    before = [first, inputs.position_ids, inputs.document_ids, *stage.parameters(), *stage.buffers()]
-    before += [parameter.grad for parameter in parameters]
-    live = LiveBytes(tensor for tensor in before if tensor is not None)
+        first = first.to(sent or within).requires_grad_()
+    gradients_before = [parameter.grad for parameter in parameters]
+    live = LiveBytes([first, *arguments.values(), *stage.parameters(), *stage.buffers(), *gradients_before])
     wire, kernels = WireBytes(dimensions or {}), AcceleratorKernels(autocast, views)
     of_masters: list[torch.Tensor] = []
 
@@ -314,10 +298,9 @@ def trace_micro_batch(
             stack.callback(parameter.register_post_accumulate_grad_hook(taken).remove)  # type: ignore[no-untyped-call]
         for mode in (kernels, live, wire):
             stack.enter_context(mode)
-        named = {} if inputs.step is None else {"step": inputs.step}
-        output = stage(first.to(inputs.first.dtype), inputs.position_ids, inputs.document_ids, **named)
-        if loss is None and inputs.sent is not None:
-            output = output.to(inputs.sent)
+        output = stage(first.to(within), **arguments)
+        if loss is None and sent is not None:
+            output = output.to(sent)
         kernels.end_forward()
         kept, live.phase = live.total, "workspace"
         outputs = [output] if holds_output else []
@@ -337,22 +320,6 @@ def trace_micro_batch(
     return MicroBatchTrace(kept=kept, peak=Counter(live.peak), sent=wire.sent)
 
 
-@torch.no_grad()
-def trace_forward(
-    stage: nn.Module, inputs: StageInput, *, autocast: torch.dtype | None = None, views: Iterable[torch.Tensor] = ()
-) -> tuple[int, torch.Tensor]:
-    """Run ``stage`` forward without gradients; arguments as of :func:`trace_micro_batch`.
-
-    Returns:
-        The bytes at the fullest moment, its input and its parameters not counted, and its output.
-    """
-    before = [inputs.first, inputs.position_ids, inputs.document_ids, *stage.parameters(), *stage.buffers()]
-    live = LiveBytes(tensor for tensor in before if tensor is not None)
-    with AcceleratorKernels(autocast, views), live:
-        output = stage(inputs.first, inputs.position_ids, inputs.document_ids, step=inputs.step)
-    return sum(live.peak.values()), output
-
-
 Phase = Literal["activations", "logits", "workspace", "gradients"]
 """``activations`` are made by a stage's forward, ``logits`` are its last output, the loss and their gradients,
 ``workspace`` is what backward needs on the way (recomputed activations included), ``gradients`` are of parameters."""
@@ -364,8 +331,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     Storages are counted once however many tensors view them, in the phase in which they were made.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
-        """``known``: tensors from outside whose storages are counted elsewhere; they must outlive the block."""
+    def __init__(self, known: Iterable[Any]) -> None:
+        """``known``: among them, tensors from outside whose storages are counted elsewhere."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.phase: Phase = "activations"
         """Phase under which new storages are counted."""
@@ -373,7 +340,8 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Bytes now, by the phase in which they were made."""
         self.peak: Counter[Phase] = Counter()
         """Bytes at the moment at which the sum was highest."""
-        self._known = {local_of(tensor).untyped_storage()._cdata for tensor in known}
+        storages = [local_of(tensor).untyped_storage() for tensor in known if isinstance(tensor, torch.Tensor)]
+        self._known = {storage._cdata: storage for storage in storages}  # alive, so that no other has its address
         self._phases: dict[int, Phase] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -6,8 +6,9 @@ Forward alone is for validation and generation: any number and shape of micro-ba
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from typing import TYPE_CHECKING, Any, TypeVar, final
 
 import torch
@@ -16,18 +17,10 @@ from torch import nn
 
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.schedules import check_micro_batches, make_schedule
-from nxdt_core.engine.pipeline.stage import (
-    ForwardArguments,
-    HiddenSpec,
-    MicroBatchStream,
-    StageSettings,
-    StepContexts,
-    StreamedStage,
-    run_schedule,
-)
+from nxdt_core.engine.pipeline.stage import MicroBatchStream, StepContexts, StreamedStage
 from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.mesh import Schedule, rank_of_stage
+from nxdt_core.protocols.mesh import rank_of_stage
 from nxdt_core.protocols.step_context import StepContext
 
 if TYPE_CHECKING:
@@ -46,13 +39,12 @@ class PipelineRunner:
 
     def __init__(
         self,
-        stage_modules: Sequence[nn.Module],
-        stage_indices: Sequence[int],
+        stages: Mapping[int, nn.Module],
         mesh: ParallelMesh,
         *,
-        schedule: Schedule,
         micro_batches: int,
-        hidden_spec: Callable[[Batch], HiddenSpec],
+        hidden_shape: Callable[[Batch], tuple[int, ...]],
+        hidden_dtype: torch.dtype,
         device: torch.device,
         forward_context: Callable[[], AbstractContextManager[Any]] = nullcontext,
         sent: torch.dtype | None = None,
@@ -61,17 +53,16 @@ class PipelineRunner:
         """Check that the schedule can run; nothing is sent yet.
 
         Args:
-            stage_modules: of this rank, in the order of ``stage_indices``; under FSDP2 the root of each is wrapped.
-            stage_indices: see :func:`nxdt_core.protocols.mesh.stages_of_rank`.
+            stages: modules of this rank by stage number (:func:`nxdt_core.protocols.mesh.stages_of_rank`), ascending;
+                under FSDP2 the root of each is wrapped.
             mesh: its ``pp`` is above 1. FSDP2 gradients are reduced as its ``zero_stage`` says: up to 1 once after
                 the last micro-batch, from 2 after each one's backward.
-            schedule: order of micro-batches.
             micro_batches: of a training step; a step may have another number that the schedule allows.
-            hidden_spec: shape of the hidden states of a host micro-batch between stages, on this rank, and their dtype
-                within stages.
+            hidden_shape: returns the shape of the hidden states of a host micro-batch between stages, on this rank.
+            hidden_dtype: their dtype within stages.
             device: on which the stages run.
             forward_context: entered around each stage's forward and around the loss (autocast).
-            sent: dtype in which hidden states and their gradients travel; None: that of ``hidden_spec``.
+            sent: dtype in which hidden states and their gradients travel; None: ``hidden_dtype``.
             pooled: see :attr:`nxdt_core.protocols.plan.ExpertPlan.pooled`.
 
         Raises:
@@ -79,31 +70,21 @@ class PipelineRunner:
         """
         group = mesh.group("pp")
         assert group is not None, "one pipeline rank needs no runner"
-        check_micro_batches(schedule, pp=mesh.size("pp"), micro_batches=micro_batches)
-        self.stages = dict(zip(stage_indices, stage_modules, strict=True))
-        """Modules of this rank by stage number."""
-        self.holds_last = mesh.size("pp") * len(self.stages) - 1 in self.stages
+        self._schedule, self._pp, self._group = mesh.sizes.schedule, mesh.sizes.pp, group
+        check_micro_batches(self._schedule, pp=self._pp, micro_batches=micro_batches)
+        self.stages, self._count = stages, self._pp * len(stages)
+        self.holds_last = self._count - 1 in stages
         """Whether the model's last stage, which gives logits and losses, is on this rank."""
-        self._schedule = schedule
-        self._pp, self._group = mesh.size("pp"), group
-        self._stream = MicroBatchStream(device, hidden_spec, sent)
-        self._settings = StageSettings(
-            stages=self._pp * len(self.stages),
-            group=group,
-            device=device,
-            stream=self._stream,
-            forward_context=forward_context,
-            zero_stage=mesh.sizes.zero_stage,
-            pooled=pooled,
-            keeps_sends=schedule != "1f1b",
+        self._zero_stage = mesh.sizes.zero_stage
+        self._stream = MicroBatchStream(
+            device, hidden_shape, hidden_dtype, sent or hidden_dtype, forward_context=forward_context, pooled=pooled
         )
         self._loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor] | None = None
-        self._prepared: tuple[tuple[int, HiddenSpec], list[StreamedStage], StockSchedule] | None = None
+        self._prepared: tuple[tuple[int, tuple[int, ...]], list[StreamedStage], StockSchedule] | None = None
 
     def train(
         self,
         batches: Sequence[Batch],
-        forward_kwargs: ForwardArguments,
         contexts: StepContexts,
         loss: Callable[[torch.Tensor, Batch, StepContext], torch.Tensor],
     ) -> list[torch.Tensor]:
@@ -112,7 +93,6 @@ class PipelineRunner:
 
         Args:
             batches: on the host; each moves to the device when the rank's first stage takes it.
-            forward_kwargs: keyword arguments of every stage's forward, from a micro-batch on the device.
             contexts: return the argument ``step`` of every stage's forward, from a micro-batch on the device.
             loss: on the last stage, of logits, the micro-batch on the device and its context: its share of the global
                 loss, divided by the global weight already.
@@ -130,20 +110,36 @@ class PipelineRunner:
         stock_log = logging.getLogger("torch.distributed.pipelining.schedules")
         stock_log.addFilter(_below_error)
         try:
-            with self._stream.of(batches, forward_kwargs, contexts):
+            with self._stream.of(batches, contexts):
                 # Rebuilt where the number or shape of micro-batches changes (milliseconds).
-                key = len(batches), self._stream.hidden_spec(0)
+                key = len(batches), self._stream.shape(0)
                 if self._prepared is None or self._prepared[0] != key:
-                    top, gathers = max(self.stages), self._settings.zero_stage < 3
                     stages = [
-                        StreamedStage(module, index, self._settings, releases=index == top and not self.holds_last)
-                        for index, module in sorted(self.stages.items())
+                        StreamedStage(
+                            module,
+                            index,
+                            self._count,
+                            self._stream,
+                            self._group,
+                            zero_stage=self._zero_stage,
+                            releases=index == max(self.stages) and not self.holds_last,
+                            keeps_sends=self._schedule != "1f1b",
+                        )
+                        for index, module in self.stages.items()
                     ]
-                    count, compute = len(batches), self._loss_of_stage
-                    stock = make_schedule(self._schedule, stages, count, compute, gather_at_start=gathers)
+                    stock = make_schedule(
+                        self._schedule,
+                        stages,
+                        len(batches),
+                        self._loss_of_stage,
+                        gather_at_start=self._zero_stage < 3,
+                    )
                     self._prepared = key, stages, stock
                 _, stages, stock = self._prepared
-                run_schedule(stock, torch.arange(len(batches)), losses)
+                options: dict[str, Any] = {}
+                if "return_outputs" in signature(stock.step).parameters:  # 2.9 cannot leave them
+                    options["return_outputs"] = False
+                stock.step(target=torch.arange(len(batches)), losses=losses, **options)
                 for stage in stages:
                     stage.finish_sends()
         except RuntimeError as error:
@@ -159,7 +155,6 @@ class PipelineRunner:
     def forward(
         self,
         batches: Sequence[Batch],
-        forward_kwargs: ForwardArguments,
         contexts: StepContexts,
         consume: Callable[[torch.Tensor, Batch, StepContext], T],
     ) -> list[T]:
@@ -171,7 +166,6 @@ class PipelineRunner:
 
         Args:
             batches: on the host.
-            forward_kwargs: as for :meth:`train`.
             contexts: as for :meth:`train`.
             consume: called on the last stage with logits, the micro-batch on the device and its context; what it does
                 not keep is freed.
@@ -180,45 +174,44 @@ class PipelineRunner:
             What ``consume`` returned, in order; empty on ranks without the last stage.
         """
         results: list[T] = []
-        stream, settings, top = self._stream, self._settings, max(self.stages)
+        stream, group = self._stream, self._group
         window = self._pp if len(self.stages) > 1 else 1
-        ranks = [rank_of_stage(stage, self._pp, self._schedule) for stage in range(settings.stages)]
-        here = dist.get_rank(self._group)
+        ranks = [rank_of_stage(stage, self._pp, self._schedule) for stage in range(self._count)]
+        here = dist.get_rank(group)
         local: dict[tuple[int, int], torch.Tensor] = {}
         """Outputs of stages whose next stage is on this rank."""
         sends: list[tuple[dist.Work | None, torch.Tensor]] = []
-        with torch.no_grad(), stream.of(batches, forward_kwargs, contexts):
-            for begin in range(0, len(stream), window):
-                indices = range(begin, min(begin + window, len(stream)))
-                for stage, module in sorted(self.stages.items()):
+        with torch.no_grad(), stream.of(batches, contexts):
+            for begin in range(0, len(batches), window):
+                indices = range(begin, min(begin + window, len(batches)))
+                for stage, module in self.stages.items():
                     received: dict[int, tuple[dist.Work | None, torch.Tensor]] = {}
                     for index in indices if stage > 0 and ranks[stage - 1] != here else ():
                         buffer = stream.buffer(index)
-                        received[index] = dist.irecv(buffer, group=self._group, group_src=ranks[stage - 1]), buffer
+                        received[index] = dist.irecv(buffer, group=group, group_src=ranks[stage - 1]), buffer
                     for index in indices:
-                        args, kwargs = stream.inputs(index, first=stage == 0)
-                        if stage > 0:
-                            if index in received:
-                                work, hidden = received.pop(index)
-                                assert work is not None
-                                work.wait()
-                            else:
-                                hidden = local.pop((stage, index))
-                            args = (hidden.to(stream.hidden_spec(index)[1]),)
-                            del hidden
-                        with settings.forward_context():
-                            output = module(*args, **kwargs, step=stream[index][1])
-                        if stage < settings.stages - 1:
-                            sent = output.to(stream.sent_spec(index)[1])
-                            if ranks[stage + 1] == here:
-                                local[stage + 1, index] = sent
-                            else:
-                                sent = sent.contiguous()
-                                sends.append((dist.isend(sent, group=self._group, group_dst=ranks[stage + 1]), sent))
+                        batch, step = stream[index]
+                        if stage == 0:
+                            hidden = batch.input_ids
+                        elif index in received:
+                            work, hidden = received.pop(index)
+                            assert work is not None
+                            work.wait()
                         else:
-                            results.append(consume(output, *stream[index]))
-                        if stage == top:
-                            stream.release(index)
+                            hidden = local.pop((stage, index))
+                        if stage > 0:
+                            hidden = hidden.to(stream.hidden_dtype)
+                        with stream.forward_context():
+                            output = module(hidden, **stream.arguments(index), step=step)
+                        if stage == self._count - 1:
+                            results.append(consume(output, batch, step))
+                        elif ranks[stage + 1] == here:
+                            local[stage + 1, index] = output.to(stream.sent)
+                        else:
+                            sent = output.to(stream.sent).contiguous()
+                            sends.append((dist.isend(sent, group=group, group_dst=ranks[stage + 1]), sent))
+                        if stage == max(self.stages):
+                            stream.on_device.pop(index, None)
                 for work, _ in sends:
                     assert work is not None
                     work.wait()
@@ -227,7 +220,7 @@ class PipelineRunner:
 
     def broadcast_from_last(self, value: torch.Tensor | None) -> torch.Tensor:
         """Return the last stage's tensor, of any shape, on all pipeline ranks; the others pass None."""
-        source, device = rank_of_stage(self._settings.stages - 1, self._pp, self._schedule), self._settings.device
+        source, device = rank_of_stage(self._count - 1, self._pp, self._schedule), self._stream.device
         header = [None if value is None else (value.shape, value.dtype)]  # sent first
         dist.broadcast_object_list(header, group=self._group, group_src=source, device=device)
         assert header[0] is not None
@@ -239,9 +232,9 @@ class PipelineRunner:
     def _loss_of_stage(self, logits: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         assert self._loss is not None
         index = int(target)
-        with self._settings.forward_context():
+        with self._stream.forward_context():
             result = self._loss(logits, *self._stream[index])
-        self._stream.release(index)
+        self._stream.on_device.pop(index, None)
         return result.clone()  # never a view: the stage cuts it from its graph after backward
 
 

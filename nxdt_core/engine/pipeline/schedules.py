@@ -14,8 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, count, pairwise, product, takewhile
+from itertools import accumulate, count, pairwise, product
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -23,10 +22,7 @@ import torch
 from torch import nn
 
 from nxdt_core.errors.layouts import FewerLayersThanStages, MicroBatchesDoNotFit, ZeroBubbleCannot
-from nxdt_core.models.attention.grouped_query import AttentionSemantics
-from nxdt_core.models.patterns import matches_any
 from nxdt_core.protocols.mesh import MeshSizes, Schedule, rank_of_stage, stages_of_rank
-from nxdt_core.protocols.plan import ParallelPlan
 
 if TYPE_CHECKING:
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B, ScheduleZBVZeroBubble
@@ -227,12 +223,6 @@ def step_length(orders: Sequence[Sequence[Operation]], costs: Sequence[int]) -> 
     return max(clocks)
 
 
-_TRAINED, _FROZEN = 6, 4
-"""Operations per weight and token: two in forward, two for the gradient of the input, two for that of the weight."""
-_ONCE, _TWICE = 3, 4
-"""Products in forward and backward, without and with forward repeated in backward."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartCosts:
     """Operations of the parts that cuts can separate, in one unit. Integers, so that equal costs compare as equal."""
@@ -243,77 +233,6 @@ class PartCosts:
     """Cost of what runs before the layers."""
     last: int = 0
     """Cost of what runs after the layers, and of the loss."""
-
-
-def counted_costs(
-    whole: nn.Module,
-    plan: ParallelPlan,
-    *,
-    attention: float,
-    seq_length: int,
-    recomputes_layers: bool = False,
-    recomputes_head: bool = False,
-) -> PartCosts:
-    """Count the operations of a whole model by part.
-
-    Args:
-        whole: with adapters, not sharded.
-        plan: its ``pipeline`` must be set.
-        attention: operations of all attention cores per token, divided among them by the tokens that each attends to.
-        seq_length: tokens of a sequence.
-        recomputes_layers: whether backward repeats the forward of each layer.
-        recomputes_head: whether backward repeats that of the head.
-    """
-    assert plan.pipeline is not None
-    names = [f"{plan.pipeline.layers}.{key}" for key, _ in whole.get_submodule(plan.pipeline.layers).named_children()]
-    modules = dict(whole.named_modules())
-    top_k = {
-        path: int(part.top_k)
-        for path, part in modules.items()
-        if matches_any(plan.experts.routers, path) and hasattr(part, "top_k")
-    }
-    # Matrix products of a token, by module; experts count as far as it is sent to them by the router that is nearest
-    # to them in the tree of modules.
-    work: Counter[str] = Counter()
-    for path, module in modules.items():
-        for parameter in () if isinstance(module, nn.Embedding) else module.parameters(recurse=False):
-            if parameter.ndim < 2:
-                continue
-            elements = parameter.numel()
-            if matches_any(plan.experts.modules, path):
-                nearest = max(top_k, key=partial(_shared_depth, path), default="")
-                elements = elements * top_k.get(nearest, 1) // parameter.shape[0]
-            work[path] += elements * (_TRAINED if parameter.requires_grad else _FROZEN)
-    # Scores are computed with the tokens of the window; with a cap, they are with all, and a window hides some.
-    seen: dict[str, int] = {}
-    for path, core in modules.items():
-        if matches_any(plan.attention_cores, path):
-            semantics: AttentionSemantics | None = core.semantics() if hasattr(core, "semantics") else None
-            window = None if semantics is None or semantics.softcap is not None else semantics.window
-            seen[path] = min(window or seq_length, seq_length)
-    work.update({path: round(attention * tokens / sum(seen.values())) for path, tokens in seen.items()})
-    layers: Counter[str] = Counter()
-    first = last = 0
-    for path, operations in work.items():
-        layer = ".".join(path.split(".")[: plan.pipeline.layers.count(".") + 2])
-        if layer in names:
-            layers[layer] += operations
-        elif any(f"{path}.".startswith(f"{module}.") for module in plan.pipeline.first):
-            first += operations
-        elif any(f"{path}.".startswith(f"{module}.") for module in plan.pipeline.last):
-            last += operations
-    return PartCosts(
-        layers={name: layers[name] * (_TWICE if recomputes_layers else _ONCE) for name in names},
-        first=first * _ONCE,
-        last=last * (_TWICE if recomputes_head else _ONCE),
-    )
-
-
-def _shared_depth(path: str, other: str) -> int:
-    """Return how many components of two paths are equal from the first on."""
-    return sum(
-        1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(path.split("."), other.split("."), strict=False))
-    )
 
 
 def choose_cuts(costs: PartCosts, sizes: MeshSizes, *, micro_batches: int) -> tuple[str, ...]:

@@ -1,10 +1,8 @@
-"""Shares of experts' assignments that a loss pools over the layers of all stages of a pipeline.
+"""One stage under the stock schedules, and the micro-batches that the stages of a rank read.
 
-Forward sends the sum over the layers so far with the hidden states. The last stage has it of all layers, and its
-gradient, which goes back from stage to stage, is that sum: each stage knows it before the backward of its layers.
-
-
-One stage under the stock schedules: stock ``PipelineStage`` with two changes; and the micro-batches that it reads.
+Shares of experts' assignments that a loss pools over the layers of all stages: forward sends the sum over the layers so
+far with the hidden states. The last stage has it of all layers, and its gradient, which goes back from stage to stage,
+is that sum: each stage knows it before the backward of its layers.
 
 Memory: up to 2.14, stock allocates two buffers of hidden states for every micro-batch of a step and keeps them
 permanently, and its looped schedules keep all tensors that they sent until the end of the step. Here, a received tensor
@@ -14,18 +12,16 @@ number of micro-batches per step.
 FSDP2: stock accumulates unsharded gradients and reduces them once, after the last micro-batch. That is ZeRO-1; for
 ZeRO-2 and ZeRO-3, gradients are reduced here after each backward.
 
-:class:`StockStage` is stock's stage as the newest torch has it, on every version that is supported. Each override does
-nothing on the newest torch, and says up to which version it is needed.
+What an older torch needs says up to which version.
 """
 
 from __future__ import annotations
 
 import copy
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass, replace
-from inspect import signature
+from dataclasses import replace
 from typing import Any, cast, final
 
 import torch
@@ -38,6 +34,85 @@ from torch.distributed.pipelining import stage as stock
 from nxdt_core.distributed.torch_versions import fsdp_parameter_groups
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import ALL_LAYERS, StepContext
+
+StepContexts = Callable[[Batch], StepContext]
+"""Returns what the passes of a micro-batch on the device depend on in addition."""
+
+_REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
+"""True where schedules call ``perform_reduce_grad`` at the end of a step. Those of torch 2.9 do not."""
+_ALLOCATES = hasattr(stock._RecvInfo, "take_buffer")
+"""True from torch 2.15 on: a stage makes a buffer when it receives, of the shape in the receive's description. It drops
+the buffer when it computes."""
+_SENDS_IN_FLIGHT = 4
+"""Sends of a stage in flight; it waits before another. Peers receive in the order of sending: the oldest ends first."""
+
+
+@final
+class MicroBatchStream:
+    """What the stages of a rank share: the micro-batches of a step, and the form in which these pass from stage to
+    stage.
+
+    Micro-batches are moved to the device when a stage first asks for them, and released when the rank's last stage has
+    run their forward.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        hidden_shape: Callable[[Batch], tuple[int, ...]],
+        hidden_dtype: torch.dtype,
+        sent: torch.dtype,
+        *,
+        forward_context: Callable[[], AbstractContextManager[Any]],
+        pooled: int,
+    ) -> None:
+        """See :class:`nxdt_core.engine.pipeline.runner.PipelineRunner`."""
+        self.on_device: dict[int, tuple[Batch, StepContext]] = {}
+        self.device, self.forward_context, self.pooled = device, forward_context, pooled
+        self.hidden_dtype, self.sent = hidden_dtype, sent
+        self._hidden_shape = hidden_shape
+        self._host: Sequence[Batch] = ()
+        self._context_of: StepContexts = lambda batch: StepContext()
+
+    @contextmanager
+    def of(self, batches: Sequence[Batch], contexts: StepContexts) -> Iterator[None]:
+        """Serve ``batches`` within the block."""
+        self._host, self._context_of = batches, contexts
+        try:
+            yield
+        finally:
+            self._host = ()
+            self.on_device.clear()
+
+    def __getitem__(self, index: int) -> tuple[Batch, StepContext]:
+        """Micro-batch ``index`` on the device, and its context, the same for all stages and the loss."""
+        if index not in self.on_device:
+            batch = self._host[index].to(self.device)
+            self.on_device[index] = batch, self._context_of(batch)
+        return self.on_device[index]
+
+    def arguments(self, index: int) -> dict[str, Any]:
+        """Return what a stage's forward takes besides ids or hidden states: stages behind the first see no ids to
+        count."""
+        batch, _ = self[index]
+        arguments = batch.arguments()
+        if "position_ids" in arguments and arguments["position_ids"] is None:
+            positions = torch.arange(batch.input_ids.shape[1], device=batch.input_ids.device)
+            arguments["position_ids"] = positions.expand_as(batch.input_ids)
+        return arguments
+
+    def shape(self, index: int) -> tuple[int, ...]:
+        """Return the shape of the hidden states between stages for micro-batch ``index``, on this rank."""
+        return self._hidden_shape(self._host[index])
+
+    def buffer(self, index: int) -> torch.Tensor:
+        """Return the memory into which those hidden states are received."""
+        return torch.empty(self.shape(index), dtype=self.sent, device=self.device)
+
+    def no_shares(self, device: torch.device | str) -> torch.Tensor:
+        """Return zeros for the experts' shares that travel with the hidden states, in the dtype of routers."""
+        dtype = torch.promote_types(self.hidden_dtype, torch.float32)
+        return torch.zeros(self.pooled, dtype=dtype, device=device, requires_grad=True)
 
 
 class _SentOn(torch.autograd.Function):
@@ -63,152 +138,72 @@ class _SentBack(torch.autograd.Function):
         return grad, ctx.total, None
 
 
-_REDUCES_LAST = hasattr(PipelineStage, "perform_reduce_grad")
-"""True where schedules call ``perform_reduce_grad`` at the end of a step. Those of torch 2.9 do not."""
-_ALLOCATES = hasattr(stock._RecvInfo, "take_buffer")
-"""True from torch 2.15 on: a stage makes a buffer when it receives, of the shape in the receive's description. It drops
-the buffer when it computes."""
-_SENDS_IN_FLIGHT = 4
-"""Sends of a stage in flight; it waits before another. Peers receive in the order of sending: the oldest ends first."""
-
-
-class StockStage(PipelineStage):
-    """A stage whose shapes are given and whose inputs require gradients."""
-
-    def forward_one_chunk(self, fwd_chunk_id: int, *inputs: Any, **options: Any) -> Any:
-        """Forward of one micro-batch, whose output stock keeps only if ``save_forward_output`` says so."""
-        output = super().forward_one_chunk(fwd_chunk_id, *inputs, **options)
-        if not _REDUCES_LAST and self.output_chunks:  # 2.9 keeps the logits of all micro-batches and concatenates them
-            self.output_chunks[-1] = torch.empty(1)
-        return output
-
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receive of a micro-batch's inputs, which require gradients (up to 2.11 stock sets that at the
-        start)."""
-        ops: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
-        for op in ops:
-            op.tensor.requires_grad_(self.has_backward)
-        return ops
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce gradients at the end of a step. Torch 2.9 does so in the last backward, and has no such call."""
-        if _REDUCES_LAST:
-            super().perform_reduce_grad(grad_scale_factor)
-
-    def backward_one_chunk(
-        self, bwd_chunk_id: int, loss: Any = None, full_backward: bool = True, last_backward: bool = False
-    ) -> None:
-        """Run backward of one micro-batch; after the last one, finish the step."""
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
-        if last_backward and full_backward and not _REDUCES_LAST:
-            self.perform_reduce_grad(1)
-
-    def backward_maybe_with_nosync(
-        self, backward_type: Any, bwd_kwargs: dict[str, Any], last_backward: bool = False
-    ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
-        """Return one of stock's kinds of backward. Up to 2.11 the pass for inputs alone takes nothing but tensors."""
-        if backward_type == "input":
-            tensors = [value for value in bwd_kwargs["input_values"] if isinstance(value, torch.Tensor)]
-            bwd_kwargs = {**bwd_kwargs, "input_values": tensors}
-        return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
-
-    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
-        """Check nothing: up to 2.11 stock compares token ids with the shape of this rank's hidden states."""
-
-    def _validate_fwd_outputs(self, outputs: Any) -> None:
-        """Check nothing: up to 2.11 stock compares logits with the shape that is given for hidden states."""
-
-    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """The first sends and receives between neighbours, of one number each, which 2.12 replaced by a vote.
-
-        Stages of one rank are neighbours as well under ``zbv``, and a rank cannot send to itself. 2.9 sends an int64
-        where it receives a float32.
-        """
-        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
-        between = [op for op in ops if op.group_peer != self.group_rank]
-        for op in between:
-            op.tensor = op.tensor.float()
-        return between
-
-
-def run_schedule(schedule: Any, targets: torch.Tensor, losses: list[torch.Tensor]) -> None:
-    """Run one step of a stock schedule, which appends to ``losses`` and returns no outputs (2.9 cannot leave them)."""
-    options = {"return_outputs": False} if "return_outputs" in signature(schedule.step).parameters else {}
-    schedule.step(target=targets, losses=losses, **options)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StageSettings:
-    """Settings that all stages of a rank share."""
-
-    stages: int
-    group: dist.ProcessGroup
-    device: torch.device
-    stream: MicroBatchStream
-    forward_context: Callable[[], AbstractContextManager[Any]]
-    zero_stage: int
-    pooled: int
-    """Experts whose shares travel with the hidden states (:mod:`nxdt_core.engine.pipeline.stage`); 0: none do."""
-    keeps_sends: bool
-    """The schedule keeps what it sends to the end of the step, so that stages send themselves."""
-
-    def no_shares(self, device: torch.device | str) -> torch.Tensor:
-        """Return zeros for what travels with the hidden states, in the dtype of routers."""
-        dtype = torch.promote_types(self.stream.hidden_spec(0)[1], torch.float32)
-        return torch.zeros(self.pooled, dtype=dtype, device=device, requires_grad=True)
-
-
 @final
-class StreamedStage(StockStage):
-    """A stage that takes its inputs from a :class:`MicroBatchStream`."""
+class StreamedStage(PipelineStage):
+    """A stage whose shapes are given, and that takes its inputs from a :class:`MicroBatchStream`."""
 
-    def __init__(self, module: nn.Module, index: int, settings: StageSettings, *, releases: bool) -> None:
-        """``releases``: whether this is the rank's last stage to run a micro-batch forward, and not the pipeline's."""
-        shape, dtype = settings.stream.sent_spec(0)
-        hidden = torch.empty(shape, dtype=dtype, device="meta", requires_grad=True)
-        shares = [settings.no_shares("meta")] if settings.pooled else []
+    def __init__(
+        self,
+        module: nn.Module,
+        index: int,
+        stages: int,
+        stream: MicroBatchStream,
+        group: dist.ProcessGroup,
+        *,
+        zero_stage: int,
+        releases: bool,
+        keeps_sends: bool,
+    ) -> None:
+        """``stages``: of the whole pipeline, over ``group``. ``releases``: whether this is the rank's last stage to run
+        a micro-batch forward, and not the pipeline's. ``keeps_sends``: whether the schedule keeps what it sends to the
+        end of the step, so that stages send themselves."""
+        hidden = torch.empty(stream.shape(0), dtype=stream.sent, device="meta", requires_grad=True)
+        shares = [stream.no_shares("meta")] if stream.pooled else []
         # Shapes are given, so that no stage infers them by running; the ends' are never used.
+        ids = torch.empty(hidden.shape[:2], dtype=torch.int64, device="meta")
         super().__init__(
             module,
             index,
-            settings.stages,
-            settings.device,
-            input_args=torch.empty(shape[:2], dtype=torch.int64, device="meta") if index == 0 else (hidden, *shares),
+            stages,
+            stream.device,
+            input_args=ids if index == 0 else (hidden, *shares),
             output_args=(hidden, *shares),
-            group=settings.group,
+            group=group,
         )
-        self._settings = settings
-        self._releases = releases
+        self._stream, self._zero_stage = stream, zero_stage
+        self._releases, self._keeps_sends = releases, keeps_sends
         self._running = 0
         """Micro-batch whose forward runs."""
         self._sends: deque[dist.Work] = deque()
-        self._reduces_each = isinstance(module, FSDPModule) and settings.zero_stage >= 2
+        self._reduces_each = isinstance(module, FSDPModule) and zero_stage >= 2
 
     # Inputs
 
     def forward_one_chunk(self, fwd_chunk_id: int, *inputs: Any, **options: Any) -> Any:
         """Forward of one micro-batch, whose inputs come from the stream instead of ``inputs``."""
-        stream = self._settings.stream
-        args, kwargs = stream.inputs(fwd_chunk_id, first=self.is_first)
+        stream = self._stream
+        args = (stream[fwd_chunk_id][0].input_ids,) if self.is_first else ()
         self._running = fwd_chunk_id
-        output = super().forward_one_chunk(fwd_chunk_id, args, kwargs, **options)
+        output = super().forward_one_chunk(fwd_chunk_id, args, stream.arguments(fwd_chunk_id), **options)
+        if not _REDUCES_LAST and self.output_chunks:  # 2.9 keeps the logits of all micro-batches and concatenates them
+            self.output_chunks[-1] = torch.empty(1)
         if self._reduces_each and _ALLOCATES:  # 2.15 sets it in forward, to reduce once a step
             cast(Any, self.submod).set_manual_backward_finalization(False)
         if self._releases:
-            stream.release(fwd_chunk_id)
+            stream.on_device.pop(fwd_chunk_id, None)
         return output
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Return the module's forward, in the context that the run wants around it (autocast); hidden states from and
         for other stages are in the dtype in which they travel."""
-        stream, index = self._settings.stream, self._running
-        shape, dtype = stream.hidden_spec(index)
+        stream, index = self._stream, self._running
+        shape, dtype = stream.shape(index), stream.hidden_dtype
         carried: torch.Tensor | None = args[1] if len(args) > 1 else None
         if not self.is_first:
             args = (args[0].to(dtype),)
         shares = stream[index][1].pooled_shares
         before = {*shares}
-        with self._settings.forward_context():
+        with stream.forward_context():
             # Given here, and not with the other arguments: stock looks for tensors among those.
             kwargs["step"] = stream[index][1]
             output = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
@@ -222,15 +217,33 @@ class StreamedStage(StockStage):
         if output.shape != torch.Size(shape) or output.dtype != dtype:
             form = f"{tuple(output.shape)} {output.dtype}"
             raise TypeError(f"stage {self.stage_index} gave {form}, the next one expects {tuple(shape)} {dtype}")
-        output = output.to(stream.sent_spec(index)[1])
-        if not self._settings.pooled:
+        output = output.to(stream.sent)
+        if not stream.pooled:
             return output
         if carried is None:
-            carried = self._settings.no_shares(self.device)
+            carried = stream.no_shares(self.device)
         own = sum(added, torch.zeros_like(carried))
         return output, _SentOn.apply(carried, own, shares)  # type: ignore[no-untyped-call]
 
+    def _validate_fwd_input(self, args: Any, kwargs: Any) -> None:
+        """Check nothing: up to 2.11 stock compares token ids with the shape of this rank's hidden states."""
+
+    def _validate_fwd_outputs(self, outputs: Any) -> None:
+        """Check nothing: up to 2.11 stock compares logits with the shape that is given for hidden states."""
+
     # Buffers
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        """The first sends and receives between neighbours, of one number each, which 2.12 replaced by a vote.
+
+        Stages of one rank are neighbours as well under ``zbv``, and a rank cannot send to itself. 2.9 sends an int64
+        where it receives a float32.
+        """
+        ops: list[dist.P2POp] = super()._get_init_p2p_neighbors_ops()
+        between = [op for op in ops if op.group_peer != self.group_rank]
+        for op in between:
+            op.tensor = op.tensor.float()
+        return between
 
     def _prepare_forward_infra(self, num_microbatches: int, *args: Any, **kwargs: Any) -> Any:
         prepared = super()._prepare_forward_infra(1, *args, **kwargs)
@@ -245,10 +258,14 @@ class StreamedStage(StockStage):
         return infos
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Return the receive of a micro-batch's hidden states, into a buffer made now."""
+        """Return the receive of a micro-batch's hidden states, into a buffer made now, which requires gradients (up to
+        2.11 stock sets that at the start)."""
         if not self.is_first:
             self._shape(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
-        return super().get_fwd_recv_ops(fwd_chunk_id)
+        ops: list[dist.P2POp] = super().get_fwd_recv_ops(fwd_chunk_id)
+        for op in ops:
+            op.tensor.requires_grad_(self.has_backward)
+        return ops
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the receive of the gradient of a micro-batch's output, into a buffer made now."""
@@ -259,14 +276,14 @@ class StreamedStage(StockStage):
     def _shape(self, infos: tuple[Any, ...], chunk: int) -> None:
         """Say the shape of hidden states to stock, or make their buffer."""
         if _ALLOCATES:
-            shape, dtype = self._settings.stream.sent_spec(chunk)
+            shape = self._stream.shape(chunk)
             stride = torch.empty(shape, device="meta").stride()
             meta = infos[0].tensor_meta
-            infos[0].tensor_meta = replace(meta, shape=torch.Size(shape), stride=stride, dtype=dtype)
+            infos[0].tensor_meta = replace(meta, shape=torch.Size(shape), stride=stride, dtype=self._stream.sent)
             return
-        infos[0].buffer = self._settings.stream.buffer(chunk)
+        infos[0].buffer = self._stream.buffer(chunk)
         for info in infos[1:]:
-            info.buffer = self._settings.no_shares(self.device).detach()
+            info.buffer = self._stream.no_shares(self.device).detach()
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Return the send of a micro-batch's output; none where it is under way already."""
@@ -276,21 +293,20 @@ class StreamedStage(StockStage):
         """Return the send of the gradient of a micro-batch's input; none where it is under way already."""
         return self._sent(super().get_bwd_send_ops(bwd_chunk_id))
 
-    def finish_sends(self) -> None:
-        """Wait for all sends."""
-        while self._sends:
-            self._sends.popleft().wait()
-
     def _sent(self, ops: list[dist.P2POp]) -> list[dist.P2POp]:
-        if not self._settings.keeps_sends:
+        if not self._keeps_sends:
             return ops
         for op in ops:
             work = dist.isend(op.tensor, group=op.group, group_dst=op.group_peer)
             assert work is not None
             self._sends.append(work)
-        while len(self._sends) > _SENDS_IN_FLIGHT:
-            self._sends.popleft().wait()
+        self.finish_sends(_SENDS_IN_FLIGHT)
         return []
+
+    def finish_sends(self, but: int = 0) -> None:
+        """Wait for all sends ``but`` the last ones."""
+        while len(self._sends) > but:
+            self._sends.popleft().wait()
 
     # Backward
 
@@ -301,6 +317,8 @@ class StreamedStage(StockStage):
         if not full_backward:
             self._unshard()
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        if last_backward and full_backward and not _REDUCES_LAST:
+            self.perform_reduce_grad(1)
         if loss is not None and full_backward:
             loss.detach_()  # stock keeps losses to the end of the step, and with one its graph and hidden states
         _release(self.args_recv_info[bwd_chunk_id])
@@ -336,6 +354,9 @@ class StreamedStage(StockStage):
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, Any]] | None]:
         """Run backward as torch's stage does, except whole passes under ZeRO-2 and -3, where FSDP2 reduces within the
         pass."""
+        if backward_type == "input":  # up to 2.11, it takes nothing but tensors
+            tensors = [value for value in bwd_kwargs["input_values"] if isinstance(value, torch.Tensor)]
+            bwd_kwargs = {**bwd_kwargs, "input_values": tensors}
         if not self._reduces_each or backward_type != "full":
             return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
         self._reduce_from_now(last_backward)
@@ -353,13 +374,14 @@ class StreamedStage(StockStage):
         return tuple(taken), None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce the remaining gradients and free gathered parameters: the optimizer will change their shards."""
-        if not self._reduces_each:
+        """Reduce the remaining gradients and free gathered parameters: the optimizer will change their shards. Torch
+        2.9 does so in the last backward, and has no such call."""
+        if self._reduces_each:
+            for module in self.submod.modules():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+        elif _REDUCES_LAST:
             super().perform_reduce_grad(grad_scale_factor)
-            return
-        for module in self.submod.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
 
     def start_gradient_reduction(self) -> None:
         """Reduce as :meth:`perform_reduce_grad` does: from 2.15, some schedules start it and wait later."""
@@ -377,7 +399,7 @@ class StreamedStage(StockStage):
         """Let FSDP2 reduce-scatter after backward; replicas (HSDP) sum up once a step."""
         module = cast(FSDPModule, self.submod)
         module.set_is_last_backward(True)
-        module.set_reshard_after_backward(self._settings.zero_stage == 3)
+        module.set_reshard_after_backward(self._zero_stage == 3)
         module.set_requires_gradient_sync(True)
         module.set_requires_all_reduce(last_backward)
 
@@ -395,75 +417,3 @@ class StreamedStage(StockStage):
 def _release(infos: tuple[Any, ...]) -> None:
     for info in () if _ALLOCATES else infos:
         info.buffer = torch.empty(0)  # not None: up to 2.11 stock sets its gradient to None after each step
-
-
-ForwardArguments = Callable[[Batch], Mapping[str, Any]]
-"""Keyword arguments of a stage's forward from the micro-batch on the device: positions and documents."""
-
-StepContexts = Callable[[Batch], StepContext]
-"""Returns what the passes of a micro-batch on the device depend on in addition."""
-
-HiddenSpec = tuple[torch.Size | tuple[int, ...], torch.dtype]
-"""Shape of the hidden states that travel between two stages for one micro-batch, on this rank, and the dtype that they
-have within stages."""
-
-
-@final
-class MicroBatchStream:
-    """Micro-batches that are moved to the device when a stage first asks for them, and released when the rank's last
-    stage has run their forward."""
-
-    def __init__(
-        self, device: torch.device, hidden_spec: Callable[[Batch], HiddenSpec], sent: torch.dtype | None = None
-    ) -> None:
-        """``sent``: dtype in which hidden states travel; None: as they are."""
-        self.on_device: dict[int, tuple[Batch, StepContext]] = {}
-        self._device, self._hidden_spec, self._sent = device, hidden_spec, sent
-        self._host: Sequence[Batch] = ()
-        self._arguments: ForwardArguments = lambda batch: {}
-        self._context_of: StepContexts = lambda batch: StepContext()
-
-    @contextmanager
-    def of(self, batches: Sequence[Batch], arguments: ForwardArguments, contexts: StepContexts) -> Iterator[None]:
-        """Serve ``batches`` within the block."""
-        self._host, self._arguments, self._context_of = batches, arguments, contexts
-        try:
-            yield
-        finally:
-            self._host = ()
-            self.on_device.clear()
-
-    def __len__(self) -> int:
-        """Return the number of micro-batches of the step."""
-        return len(self._host)
-
-    def __getitem__(self, index: int) -> tuple[Batch, StepContext]:
-        """Micro-batch ``index`` on the device, and its context, the same for all stages and the loss."""
-        if index not in self.on_device:
-            batch = self._host[index].to(self._device)
-            self.on_device[index] = batch, self._context_of(batch)
-        return self.on_device[index]
-
-    def inputs(self, index: int, *, first: bool) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
-        """Return what a stage's forward takes from outside the pipeline: token ids on the first stage, arguments on
-        all."""
-        batch, _ = self[index]
-        return ((batch.input_ids,) if first else ()), dict(self._arguments(batch))
-
-    def hidden_spec(self, index: int) -> HiddenSpec:
-        """Return the hidden states between stages for micro-batch ``index``, as stages compute with them."""
-        return self._hidden_spec(self._host[index])
-
-    def sent_spec(self, index: int) -> HiddenSpec:
-        """Return the same as they travel."""
-        shape, dtype = self.hidden_spec(index)
-        return shape, self._sent or dtype
-
-    def buffer(self, index: int) -> torch.Tensor:
-        """Return the memory into which those hidden states are received."""
-        shape, dtype = self.sent_spec(index)
-        return torch.empty(shape, dtype=dtype, device=self._device)
-
-    def release(self, index: int) -> None:
-        """Release the memory of micro-batch ``index``."""
-        self.on_device.pop(index, None)

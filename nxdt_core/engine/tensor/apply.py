@@ -7,17 +7,19 @@ sequence under sequence parallelism. :func:`partial_parameters` follows from thi
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from nxdt_core.distributed.collectives import gather_whole, reduce_from_group
 from nxdt_core.distributed.placement import shard_over_mesh, sharded_over
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.plan_modules import modules_at, style_of
 from nxdt_core.engine.recompute import enter_within
 from nxdt_core.engine.tensor.layers import (
     SEQUENCE_DIM,
@@ -36,7 +38,7 @@ from nxdt_core.engine.tensor.layers import (
     local_part,
 )
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
@@ -91,17 +93,15 @@ def apply_tensor_parallel(
     blocks = _blocks(module, plan)
     if sequence_parallel:
         _check_sequence_parallel(module, plan, blocks)
-    sharder = TensorSharder(plan, mesh, heads, sequence_parallel=sequence_parallel)
-    styles = dict(_styled(module, plan))
+    sharder = TensorSharder(plan=plan, mesh=mesh, group=group, heads=heads, sequence_parallel=sequence_parallel)
+    styles = _styled(module, plan)
     for path, style in styles.items():
         if style in _IN_BLOCKS and not any(_inside(path, block) for block in blocks):
             raise TensorPlanUnusable(problem=f"'{path}' is {style}, and no pattern of tensor_blocks is around it")
         replacement = sharder.replacement(path, module.get_submodule(path), style)
         if replacement is not None:
             module.set_submodule(path, replacement)
-    routers = [
-        path for path, _ in module.named_modules() if matches_any((*plan.experts.routers, *plan.experts.modules), path)
-    ]
+    routers = modules_at(module, (*plan.experts.routers, *plan.experts.modules))
     for block in blocks:
         if styles.get(block) != "row":  # whose inputs are its own part of the features
             routes = any(_inside(path, block) for path in routers)
@@ -115,14 +115,6 @@ def apply_tensor_parallel(
                 part.register_forward_pre_hook(entry)
 
 
-def keep_gathered(parts: Iterable[nn.Module]) -> None:
-    """Let tensor blocks among ``parts`` save what they gathered: they are recomputed, and so gather again anyway."""
-    for part in parts:
-        entry = getattr(part, "entry", None)
-        if isinstance(entry, BlockEntry):
-            entry.again = False
-
-
 def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parallel: bool) -> frozenset[str]:
     """Return the names of parameters whose gradients are partial sums over ``tp``, after :func:`apply_tensor_parallel`.
 
@@ -130,7 +122,7 @@ def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parall
     embedding (except what comes after a ``row``'s sum: its bias, and ``replicate`` modules), or anywhere under sequence
     parallelism.
     """
-    styles = dict(_styled(module, plan))
+    styles = _styled(module, plan)
     partials = [*_blocks(module, plan), *(f"{p}.update" for p, style in styles.items() if style == "vocab_embedding")]
     rows = {path for path, style in styles.items() if style in ("row", "row_split")}
     replicated = [path for path, style in styles.items() if style == "replicate"]
@@ -149,19 +141,9 @@ def partial_parameters(module: nn.Module, plan: ParallelPlan, *, sequence_parall
     )
 
 
-def replicated_partials(module: nn.Module) -> frozenset[str]:
-    """Return the names of key and value parameters whose gradients are partial sums over ``tp_kv_replica``: each copy
-    serves other query heads."""
-    return frozenset(
-        name
-        for name, parameter in module.named_parameters(remove_duplicate=False)
-        if "tp_kv" in sharded_over(parameter)
-    )
-
-
 def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list[str]) -> None:
     """Check that the sequence is sharded at the embeddings and gathered at the head."""
-    styled = dict(_styled(module, plan))
+    styled = _styled(module, plan)
     gathering = any(styled.get(block) in ("column", "column_whole") for block in blocks)
     if not {"vocab_head", "score_head"} & {*plan.tensor.values()} and not gathering:
         raise TensorPlanUnusable(problem="sequence parallelism needs a vocab_head, whose logits are whole sequences")
@@ -173,21 +155,20 @@ def _check_sequence_parallel(module: nn.Module, plan: ParallelPlan, blocks: list
             )
 
 
-def _styled(module: nn.Module, plan: ParallelPlan) -> Iterator[tuple[str, TensorStyle]]:
-    """Yield the paths that a pattern of ``plan.tensor`` matches, without the placeholders of other stages."""
-    for path, part in module.named_modules(remove_duplicate=False):
-        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
-        if style is not None and not isinstance(part, nn.Identity):
-            yield path, style
+def _styled(module: nn.Module, plan: ParallelPlan) -> dict[str, TensorStyle]:
+    """Return the style of each path that a pattern of ``plan.tensor`` matches, placeholders of other stages left out;
+    a module that is shared has several paths."""
+    styles = {
+        path: style_of(plan, path)
+        for path, part in module.named_modules(remove_duplicate=False)
+        if not isinstance(part, nn.Identity)
+    }
+    return {path: style for path, style in styles.items() if style is not None}
 
 
 def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
     """Return the paths of the tensor blocks, none inside another."""
-    blocks = [
-        path
-        for path, part in module.named_modules()
-        if matches_any(plan.tensor_blocks, path) and not isinstance(part, nn.Identity)
-    ]
+    blocks = [*modules_at(module, plan.tensor_blocks)]
     for block in blocks:
         outer = next((other for other in blocks if other != block and _inside(block, other)), None)
         if outer is not None:
@@ -227,41 +208,37 @@ class _ShardedDim:
         return part
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSharder:
     """Shards the modules of one pipeline stage; parameters that were one (tied) stay one."""
 
-    def __init__(
-        self, plan: ParallelPlan, mesh: ParallelMesh, heads: HeadSharding | None, *, sequence_parallel: bool
-    ) -> None:
-        group = mesh.group("tp")
-        assert group is not None, "nothing to shard over"
-        self._plan = plan
-        self._mesh = mesh
-        self._group = group
-        self._heads = heads
-        self._sequence_parallel = sequence_parallel
-        self._sharded: dict[torch.Tensor, nn.Parameter] = {}
+    plan: ParallelPlan
+    mesh: ParallelMesh
+    group: dist.ProcessGroup
+    heads: HeadSharding | None
+    sequence_parallel: bool
+    sharded: dict[torch.Tensor, nn.Parameter] = field(default_factory=dict)
 
     def replacement(self, path: str, module: nn.Module, style: TensorStyle) -> nn.Module | None:
         """Return the module to put at ``path``; None where the existing one may stay."""
         if style == "score_head":
-            if self._sequence_parallel:
-                module.register_forward_hook(lambda _, args, scores: gather_whole(scores, SEQUENCE_DIM, self._group))
+            if self.sequence_parallel:
+                module.register_forward_hook(lambda _, args, scores: gather_whole(scores, SEQUENCE_DIM, self.group))
             return None
         if style == "replicate":
-            if not self._sequence_parallel or not isinstance(module, nn.Embedding):
+            if not self.sequence_parallel or not isinstance(module, nn.Embedding):
                 return None
             table = _table(path, module, style)
             update = self._update(table, None)
-            return SequenceParallelEmbedding(table.weight, self._group, padding_idx=table.padding_idx, update=update)
+            return SequenceParallelEmbedding(table.weight, self.group, padding_idx=table.padding_idx, update=update)
         if style == "vocab_embedding":
             table = _table(path, module, style)
             cut = self._even(path, 0, table.num_embeddings, "rows of the vocabulary")
             return VocabParallelEmbedding(
                 self._shard(table.weight, cut),
-                self._group,
+                self.group,
                 padding_idx=table.padding_idx,
-                sequence_parallel=self._sequence_parallel,
+                sequence_parallel=self.sequence_parallel,
                 update=self._update(table, cut),
             )
         if style in ("heads", "channels"):
@@ -283,7 +260,7 @@ class TensorSharder:
         return GatheredColumnLinear(
             weight,
             bias,
-            group=self._group,
+            group=self.group,
             ends_block=style == "column_whole",
             spread=cut.spread,
             part=cut.part,
@@ -299,8 +276,8 @@ class TensorSharder:
         return _ROWS[style](
             self._shard(linear.weight, cut),
             linear.bias,
-            self._group,
-            sequence_parallel=self._sequence_parallel,
+            self.group,
+            sequence_parallel=self.sequence_parallel,
             spread=cut.spread,
             update=self._update(linear, cut),
         )
@@ -339,21 +316,21 @@ class TensorSharder:
                 part.whole = cut.spread.dim == 0
                 part.features = None if part.whole else (cut.spread.starts[cut.part], sum(cut.spread.counts))
         if cut.spread.dim == update.inputs:
-            update.over_inputs = partial(reduce_from_group, group=self._group)
+            update.over_inputs = partial(reduce_from_group, group=self.group)
         return update
 
     def _even(self, path: str, dim: int, size: int, features: str) -> _ShardedDim:
         """Return the sharding into equal parts without padding."""
-        tp = self._group.size()
+        tp = self.group.size()
         if size % tp:
             raise ShardDoesNotDivide(module=path, size=size, features=features, tp=tp)
         block = size // tp
         spread = PaddedDim.of(dim, block=block, starts=range(0, size, block), counts=[block] * tp, unit=1)
-        return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+        return _ShardedDim(spread=spread, mesh=self.mesh.mesh("tp"), copied=False, part=self.group.rank())
 
     def _of_heads(self, path: str, dim: int, size: int) -> _ShardedDim | None:
         """Return the sharding by whole heads, where the plan says that the ``size`` features are heads."""
-        heads, layout = self._plan.heads, self._heads
+        heads, layout = self.plan.heads, self.heads
         if heads is None or layout is None:
             return None
         key_value = dim == 0 and matches_any(heads.key_value, path)
@@ -364,18 +341,18 @@ class TensorSharder:
             raise TensorPlanUnusable(problem=f"'{path}' has {size} features, no multiple of {count} heads")
         if not key_value:
             spread = layout.query(dim, size // count)
-            return _ShardedDim(spread=spread, mesh=self._mesh.mesh("tp"), copied=False, part=self._group.rank())
+            return _ShardedDim(spread=spread, mesh=self.mesh.mesh("tp"), copied=False, part=self.group.rank())
         spread, copied = layout.key_value(dim, size // count), layout.kv_replicas > 1
-        mesh = self._mesh.mesh("tp_kv", "tp_kv_replica") if copied else self._mesh.mesh("tp")
-        return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self._group.rank() // layout.kv_replicas)
+        mesh = self.mesh.mesh("tp_kv", "tp_kv_replica") if copied else self.mesh.mesh("tp")
+        return _ShardedDim(spread=spread, mesh=mesh, copied=copied, part=self.group.rank() // layout.kv_replicas)
 
     def _shard(self, parameter: torch.Tensor, cut: _ShardedDim) -> nn.Parameter:
-        replacement = self._sharded.get(parameter)
+        replacement = self.sharded.get(parameter)
         if replacement is None:
             dims = (cut.spread.dim, None) if cut.copied else (cut.spread.dim,)
             sharded = shard_over_mesh(cut.local(parameter), cut.mesh, *dims)
             replacement = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
-            self._sharded[parameter] = replacement
+            self.sharded[parameter] = replacement
         return replacement
 
 

@@ -230,8 +230,8 @@ class BlockEntry:
         return copy_to_group(hidden, self.group), *rest
 
 
-class ColumnParallelLinear(nn.Module):
-    """A linear layer of which each rank computes its own output features, from whole inputs (:class:`BlockEntry`)."""
+class _ShardedLinear(nn.Module):
+    """A linear layer of which each rank has a part, perhaps with zeros at the end."""
 
     def __init__(
         self,
@@ -242,8 +242,8 @@ class ColumnParallelLinear(nn.Module):
         part: int,
         update: nn.Module | None = None,
     ) -> None:
-        """``weight`` [out, in] and ``bias`` [out]: DTensors with ``Shard(0)``, of which this rank has ``part``;
-        ``update`` is cut likewise."""
+        """``weight`` [out, in]: a DTensor, sharded as ``spread`` says, of which this rank has ``part``; ``update`` is
+        cut likewise."""
         super().__init__()
         self.weight = weight
         self.bias = bias
@@ -254,6 +254,11 @@ class ColumnParallelLinear(nn.Module):
         """Parameters with zeros at the end."""
         self.real = spread.counts[part]
         self.zeros = spread.block - self.real
+
+
+class ColumnParallelLinear(_ShardedLinear):
+    """A linear layer of which each rank computes its own output features, from whole inputs (:class:`BlockEntry`).
+    ``weight`` and ``bias`` [out] have ``Shard(0)``."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[..., in] to [..., out / tp]; zeros for the features that are padding."""
@@ -290,9 +295,10 @@ class GatheredColumnLinear(ColumnParallelLinear):
         return gather(super().forward(hidden), -1, self.group)
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_ShardedLinear):
     """A linear layer of which each rank multiplies its own input features; products are summed over the ranks, then the
-    bias is added."""
+    bias is added. ``weight`` has ``Shard(1)``, ``bias`` is whole on each rank, and ``update`` gives parts of the same
+    sum."""
 
     def __init__(
         self,
@@ -301,23 +307,12 @@ class RowParallelLinear(nn.Module):
         group: dist.ProcessGroup,
         *,
         sequence_parallel: bool,
-        spread: PaddedDim,
-        update: nn.Module | None = None,
+        **options: Any,
     ) -> None:
-        """``weight`` [out, in]: a DTensor with ``Shard(1)``; ``bias`` [out] is whole on each rank; ``update`` is cut as
-        ``weight`` is, and gives parts of the same sum."""
-        super().__init__()
-        self.weight = weight
-        self.bias = bias
-        self.update = update
-        self.product: Product = functional.linear
-        """A slot: the product of inputs and this rank's part of the weight."""
+        """``group``: the tensor parallel ranks; other arguments as of :class:`ColumnParallelLinear`."""
+        super().__init__(weight, bias, part=group.rank(), **options)
         self.group = group
         self.sequence_parallel = sequence_parallel
-        self.padded = _padded_dims(spread, self)
-        """Parameters with zeros at the end."""
-        self.real = spread.counts[group.rank()]
-        self.zeros = spread.block - self.real
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """[batch, seq, in / tp] to [batch, seq, out], or to [batch, seq / tp, out] under sequence parallelism."""

@@ -175,14 +175,14 @@ def test_a_plan_leaves_no_process_group_behind_and_refuses_one_that_is_there():
 def test_a_model_that_reads_values_is_told_and_a_bug_is_not(monkeypatch, read):
     plain = Llama.forward
 
-    def forward(self, input_ids, *more):
+    def forward(self, input_ids, **more):
         read(input_ids)
-        return plain(self, input_ids, *more)
+        return plain(self, input_ids, **more)
 
     monkeypatch.setattr(Llama, "forward", forward)
     with pytest.raises(ModelReadsValues, match="is_meta"):
         planned.__wrapped__()
-    monkeypatch.setattr(Llama, "forward", lambda self, ids, *more: self.norm(ids.float()) @ ids.float())
+    monkeypatch.setattr(Llama, "forward", lambda self, ids, **more: self.norm(ids.float()) @ ids.float())
     with pytest.raises(RuntimeError):
         planned.__wrapped__()
 

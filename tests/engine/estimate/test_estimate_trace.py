@@ -8,9 +8,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.distributed.torch_versions import all_gather_single, reduce_scatter_single
+from nxdt_core.engine.data.fsdp import WeightStorage
 from nxdt_core.engine.estimate.memory import (
-    ParameterCounts,
-    StorageLayout,
+    ROOT,
+    HeldParameter,
     needs_stand_ins,
     optimizer_state,
     peak_memory,
@@ -20,7 +21,6 @@ from nxdt_core.engine.estimate.trace import (
     AcceleratorKernels,
     LiveBytes,
     MicroBatchTrace,
-    StageInput,
     WireBytes,
     trace_micro_batch,
 )
@@ -158,9 +158,9 @@ def test_what_is_recomputed_runs_on_the_accelerators_kernels_too():
         def forward(self, hidden, *_):
             return checkpoint(self.block, hidden, use_reentrant=False)
 
-    traced = trace_micro_batch(Recomputed(), StageInput(first=meta(2, 16, 32)), loss=None, autocast=torch.bfloat16)
+    traced = trace_micro_batch(Recomputed(), meta(2, 16, 32), loss=None, autocast=torch.bfloat16)
     assert traced.kept == 2 * 16 * 32 * 4  # its output; its input is known
-    whole = trace_micro_batch(Plain(block), StageInput(first=meta(2, 16, 32)), loss=None, autocast=torch.bfloat16)
+    whole = trace_micro_batch(Plain(block), meta(2, 16, 32), loss=None, autocast=torch.bfloat16)
     assert traced.peak["workspace"] > 0.8 * (whole.kept - traced.kept)
 
 
@@ -176,7 +176,7 @@ class Plain(nn.Module):
 @pytest.mark.parametrize(("use", "gradients"), [("accumulated", 0), ("fresh", 1), ("sharded", 0)])
 def test_gradients_are_counted_where_they_are_new_and_stay(use, gradients):
     block = Block().to("meta")
-    traced = trace_micro_batch(Plain(block), StageInput(first=meta(1, 1, 32)), loss=None, gradients=use)
+    traced = trace_micro_batch(Plain(block), meta(1, 1, 32), loss=None, gradients=use)
     own = sum(parameter.nbytes for parameter in block.parameters())
     assert traced.peak["gradients"] == pytest.approx(gradients * own, abs=own / 3)  # the last one is not there yet
     assert traced.peak["workspace"] < own / 2  # one at a time
@@ -185,17 +185,12 @@ def test_gradients_are_counted_where_they_are_new_and_stay(use, gradients):
 
 def test_the_fullest_moment_comes_of_the_schedules_own_order():
     trace = MicroBatchTrace(kept=10, peak={"activations": 8, "logits": 0, "workspace": 7, "gradients": 0})
-    storage = StorageLayout(
-        policy=PrecisionPolicy(name="fp32"),
-        zero_stage=0,
-        sharded=False,
-        replicated=False,
-        accumulates=True,
-    )
+    policy = PrecisionPolicy(name="fp32")
+    storage = WeightStorage.of(MeshSizes(zero_stage=0), policy, micro_batches=8)
 
     def at(rank, received=0):
         order = schedule_operations("1f1b", 4, 1, 8)[rank]
-        return peak_memory(ParameterCounts(), storage, order, {rank: trace}, received)
+        return peak_memory([], storage, order, {rank: trace}, received)
 
     assert [at(rank).activations for rank in range(4)] == [38, 28, 18, 8]
     assert [at(rank).workspace for rank in range(4)] == [7] * 4
@@ -204,10 +199,11 @@ def test_the_fullest_moment_comes_of_the_schedules_own_order():
 
 def test_masters_are_counted_with_the_optimizer():
     policy = PrecisionPolicy(name="mixed", parameters="bfloat16", master_weights=True)
-    storage = StorageLayout(policy=policy, zero_stage=1, sharded=True, replicated=True, accumulates=True)
-    counts = ParameterCounts(local=100, stored=25, trained=100, trained_stored=25, groups=(60,), root=40, state=25 * 8)
+    storage = WeightStorage.of(MeshSizes(dp_shard=4), policy, micro_batches=2)
+    layer = HeldParameter(group="layers.0", local=60, stored=15, state=15 * 8)
+    held = [layer, HeldParameter(group=ROOT, local=40, stored=10, state=10 * 8)]
     peak = MicroBatchTrace(kept=0, peak=dict.fromkeys(("activations", "logits", "workspace", "gradients"), 1000))
-    memory = peak_memory(counts, storage, schedule_operations("1f1b", 1, 1, 2)[0], {0: peak}, 0)
+    memory = peak_memory(held, storage, schedule_operations("1f1b", 1, 1, 2)[0], {0: peak}, 0)
     assert (memory.weights, memory.gradients, memory.optimizer) == (200, 400, 25 * (4 + 8))
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from nxdt_core.engine.data.fsdp import leaves_experts_whole
+from nxdt_core.engine.data.fsdp import WeightStorage
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -55,9 +55,9 @@ def test_a_rank_holds_its_experts_once(ranks):
 
 def test_experts_that_other_ranks_have_too_or_with_masters_are_sharded():
     policy = PrecisionPolicy(name="autocast", autocast="bfloat16")
-    assert leaves_experts_whole(MeshSizes(dp_shard=4, ep=4), policy)
-    assert not leaves_experts_whole(MeshSizes(dp_shard=4, ep=2), policy)
-    assert not leaves_experts_whole(MeshSizes(dp_shard=2, dp_replicate=2, ep=2), policy)
-    assert not leaves_experts_whole(MeshSizes(dp_shard=4), policy)
+    assert WeightStorage.of(MeshSizes(dp_shard=4, ep=4), policy).experts_whole
+    assert not WeightStorage.of(MeshSizes(dp_shard=4, ep=2), policy).experts_whole
+    assert not WeightStorage.of(MeshSizes(dp_shard=2, dp_replicate=2, ep=2), policy).experts_whole
+    assert not WeightStorage.of(MeshSizes(dp_shard=4), policy).experts_whole
     masters = PrecisionPolicy(name="masters", parameters="bfloat16", master_weights=True)
-    assert not leaves_experts_whole(MeshSizes(dp_shard=4, ep=4), masters)
+    assert not WeightStorage.of(MeshSizes(dp_shard=4, ep=4), masters).experts_whole

@@ -8,14 +8,18 @@ import pytest
 from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
+from nxdt_core.config import load
 from nxdt_core.engine.estimate.memory import StateBytes
 from nxdt_core.engine.estimate.rank import Workload
 from nxdt_core.engine.estimate.run import estimate
 from nxdt_core.engine.layout import LayoutOptions
 from nxdt_core.models.loss import CausalLM
 from nxdt_core.models.moe.dispatch import LocalDispatcher
+from nxdt_core.protocols.estimate import RunParts
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
+
+DATA = ("data.micro_batch_size=2", "data.global_batch_size=16", "data.seq_length=32", "trainer.accelerator=cpu")
 
 
 class InChunks(MoEBuilder):
@@ -37,15 +41,13 @@ def planned(capacity_factor, *, chunks=1, **sizes):
     builder.chunks = chunks
     return estimate(
         Workload(
-            builder=builder,
-            objective=CausalLM(None),
-            precision=PrecisionPolicy(name="fp32"),
+            run=load("recipe:llama-tiny", DATA).run,
+            parts=RunParts(
+                builder=builder, adapters=(), objective=CausalLM(None), precision=PrecisionPolicy(name="fp32")
+            ),
             state=lambda shape, matrix: StateBytes(held=8 * math.prod(shape), saved=8 * math.prod(shape)),
             sizes=MeshSizes(**sizes),
             options=LayoutOptions(),
-            micro_batch_size=2,
-            global_batch_size=16,
-            seq_length=32,
         )
     )
 

@@ -10,8 +10,9 @@ from nxdt_testing.errors import raises
 from nxdt_testing.runs.moe import MoEBuilder
 from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
-from nxdt_core.engine.expert import apply_expert_parallel, expert_modules
+from nxdt_core.engine.expert import apply_expert_parallel
 from nxdt_core.engine.mesh import ParallelMesh
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
 from nxdt_core.protocols.mesh import MeshSizes
@@ -57,4 +58,4 @@ def test_one_rank_along_all_dimensions_changes_nothing():
 def test_the_experts_are_known_by_name():
     builder = MoEBuilder(MoEModelConfig(moe=MoEConfig(shared_ffn_hidden_size=16)))
     model = builder.build()
-    assert expert_modules(model, builder.plan()) == ("layers.0.moe.experts", "layers.1.moe.experts")
+    assert [*modules_at(model, builder.plan().experts.modules)] == ["layers.0.moe.experts", "layers.1.moe.experts"]

@@ -107,10 +107,6 @@ def arguments(batch):
     return {"position_ids": batch.position_ids, "document_ids": batch.document_ids}
 
 
-def hidden_spec(batch, case):
-    return (*batch.input_ids.shape, HIDDEN), getattr(torch, case.precision.parameters)
-
-
 class SquaredMlp(nn.Module):
     """A feed-forward block with an auxiliary loss, the sum of its squared outputs."""
 
@@ -210,7 +206,7 @@ class Pipeline:
 
         step = StepContext(aux_loss_scale=1 / self.weight)
         with at_step_boundary(step):  # SquaredMlp has no parameter for it
-            losses = self.runner.train(self.batches, arguments, lambda batch: step, loss)
+            losses = self.runner.train(self.batches, lambda batch: step, loss)
         sum_tied_gradients(self.tied, self.group)
         return sum(losses, torch.zeros((), dtype=torch.float64))
 
@@ -232,12 +228,11 @@ def pipeline(case):
     dp = mesh.size("dp")
     everything = [micro_batch(index) for index in range(case.micro_batches * dp)]
     runner = PipelineRunner(
-        list(stages.values()),
-        numbers,
+        stages,
         mesh,
-        schedule=case.schedule,
         micro_batches=case.micro_batches,
-        hidden_spec=lambda batch: hidden_spec(batch, case),
+        hidden_shape=lambda batch: (*batch.input_ids.shape, HIDDEN),
+        hidden_dtype=getattr(torch, case.precision.parameters),
         device=torch.device("cpu"),
     )
     return Pipeline(
@@ -267,7 +262,7 @@ def trained(case, run):
         losses.append(loss.item())
         gradients = gradients or {name: whole(p.grad) for name, p in named}
         optimizer.step()
-    logits = run.runner.forward(run.batches, arguments, lambda batch: StepContext(), lambda logits, *_: logits)
+    logits = run.runner.forward(run.batches, lambda batch: StepContext(), lambda logits, *_: logits)
     return losses, gradients, {name: whole(p) for name, p in named}, (run.mesh.rank("dp"), logits)
 
 

@@ -177,7 +177,7 @@ def forward_everywhere(case, shapes):
         run = pipeline(case)
         batches = [micro_batch(index, rows, length) for index, (rows, length) in enumerate(shapes)]
         logits = run.runner.forward(
-            batches, arguments, lambda batch: StepContext(), lambda logits, batch, _: (logits, batch.labels.shape)
+            batches, lambda batch: StepContext(), lambda logits, batch, _: (logits, batch.labels.shape)
         )
         assert bool(logits) == run.runner.holds_last
         assert all(shape == batch.labels.shape for (_, shape), batch in zip(logits, batches, strict=False))

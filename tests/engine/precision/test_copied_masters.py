@@ -15,8 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from nxdt_core.distributed.devices import PROFILES
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.engine import model as engine_model
-from nxdt_core.engine.data.fsdp import needs_sharding, uses_copied_masters
+from nxdt_core.engine.data.fsdp import WeightStorage
 from nxdt_core.engine.precision import CopiedMasters
 from nxdt_core.models.loss import CausalLM
 from nxdt_core.protocols.batch import Batch
@@ -79,8 +78,8 @@ def test_one_rank_casts_each_master_once_and_each_gradient_into_its_sum(new_rank
     ids=str,
 )
 def test_masters_that_others_hold_too_or_in_a_pipeline_are_sharded(sizes, copied):
-    assert uses_copied_masters(sizes, MASTERS) == copied
-    assert needs_sharding(sizes, MASTERS) == (not copied)
+    storage = WeightStorage.of(sizes, MASTERS)
+    assert (storage.copied, storage.sharded) == (copied, not copied)
 
 
 @pytest.mark.parametrize("stay", [False, True])
@@ -104,7 +103,8 @@ def gradients_of_a_step(recipe: str, world: int, casts_once: bool, *overrides: s
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(PROFILES, "cpu", replace(PROFILES["cpu"], compile_backend="aot_eager"))  # type: ignore[arg-type]
         if not casts_once:
-            patch.setattr(engine_model, "casts_once_per_step", lambda *_, **__: False)
+            of = WeightStorage.of
+            patch.setattr(WeightStorage, "of", lambda *args, **sizes: replace(of(*args, **sizes), cast_once=False))
         with running(configured(recipe, "autocast", world, *overrides)) as (_, model, _):
             ids = torch.randint(200, (ROWS, SEQ), generator=torch.Generator().manual_seed(3))
             batches = [Batch(input_ids=rows, labels=rows) for rows in (ids, ids.flip(0), ids.flip(1))]

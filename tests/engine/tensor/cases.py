@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from nxdt_core.distributed.placement import local_of, local_shard_of
+from nxdt_core.engine.data.gradients import GradientReducer
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.tensor import apply
@@ -153,7 +154,7 @@ def many_processes(case: Case) -> Outcome:
     module, plan = built(case)
     apply.apply_tensor_parallel(module, plan, mesh, sequence_parallel=case.sequence_parallel, pad_heads=case.pad_heads)
     sums = apply.partial_parameters(module, plan, sequence_parallel=case.sequence_parallel)
-    copies, padded = apply.replicated_partials(module), padded_parameters(module)
+    padded = padded_parameters(module)
     if case.dp > 1:
         for part in ("attention", "mlp", ""):
             shard = fully_shard(module.get_submodule(part), mesh=mesh.mesh("fsdp"))
@@ -161,19 +162,14 @@ def many_processes(case: Case) -> Outcome:
             shard.set_force_sum_reduction_for_comms(True)
     materialised(module, plan, padded)
 
-    def sum_partials() -> None:
-        for name, parameter in module.named_parameters():
-            for names, dim in ((sums, "tp"), (copies, "tp_kv_replica")):
-                if name in names:
-                    dist.all_reduce(local_of(parameter.grad), group=mesh.group(dim))
-
+    parameters = dict(module.named_parameters())
+    reducer = GradientReducer(parameters, mesh, tensor_partial=sums, data_reduced=case.dp > 1)
     row = mesh.rank("fsdp")
     batch = batch_of(case, slice(row, row + 1)) if case.dp > 1 else batch_of(case)
-    losses, grads = trained(module, batch, batch_of(case), sum_partials)
+    losses, grads = trained(module, batch, batch_of(case), reducer.reduce_all)
     total = torch.tensor(losses, dtype=torch.float64)
     if case.dp > 1:
         dist.all_reduce(total, group=mesh.group("fsdp"))
-    parameters = dict(module.named_parameters())
     return Outcome(
         losses=total.tolist(),
         gradients={name: own_part(name, grad, padded) for name, grad in grads.items()},

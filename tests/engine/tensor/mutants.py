@@ -7,6 +7,7 @@ from unittest import mock
 import torch
 from torch import nn
 
+from nxdt_core.engine.data import gradients
 from nxdt_core.engine.tensor import apply, layers
 from nxdt_core.models import loss
 
@@ -44,7 +45,7 @@ MUTANTS: dict[str | None, Callable[[], AbstractContextManager[object]]] = {
     None: nullcontext,
     "no f at the entry of a block": lambda: mock.patch.object(layers, "copy_to_group", lambda t, g: t),
     "norms not summed": lambda: mock.patch.object(apply, "partial_parameters", return_value=frozenset()),
-    "copies of heads not summed": lambda: mock.patch.object(apply, "replicated_partials", return_value=frozenset()),
+    "copies of heads not summed": lambda: mock.patch.object(gradients, "sharded_over", return_value=frozenset()),
     "-100 in the loss": lambda: mock.patch.object(loss, "row_weights", _all_in_loss),
     "embedding's gradient summed": lambda: mock.patch.object(layers.VocabParallelEmbedding, "forward", _summed_twice),
     "embedding's ids not masked": lambda: mock.patch.object(layers, "local_vocab_rows", _nothing_elsewhere),

@@ -10,8 +10,9 @@ from nxdt_testing.errors import raises
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from nxdt_core.distributed.placement import sharded_over
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters, replicated_partials
+from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
 from nxdt_core.engine.tensor.layers import HeadSharding, PaddedDim
 from nxdt_core.errors.launch import HeadsDoNotDivide, SequenceDoesNotDivide, ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.protocols.mesh import MeshSizes
@@ -219,4 +220,5 @@ def test_whose_gradients_are_partial(mesh_of: Meshes, sequence_parallel: bool) -
     }
     expected = inside | outside if sequence_parallel else inside
     assert partial_parameters(model, plan, sequence_parallel=sequence_parallel) == expected
-    assert replicated_partials(model) == {f"attention.{p}.{q}" for p in ("key", "value") for q in ("weight", "bias")}
+    copied = {name for name, parameter in model.named_parameters() if "tp_kv" in sharded_over(parameter)}
+    assert copied == {f"attention.{p}.{q}" for p in ("key", "value") for q in ("weight", "bias")}
