@@ -31,6 +31,7 @@ from typing import Any, cast, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stock
@@ -341,10 +342,15 @@ class StreamedStage(StockStage):
         self._reduce_from_now(last_backward)
         output, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
         outputs = (output,) if isinstance(output, torch.Tensor) else tuple(output)
-        gradients = dict(zip(outputs, grads or (None,) * len(outputs), strict=True))
-        trained = [tensor for tensor in outputs if tensor.requires_grad]  # none of frozen layers alone
-        if trained:
-            torch.autograd.backward(trained, [gradients[tensor] for tensor in trained])
+        # Outputs of frozen layers alone have no graph. Of an output that was sent and released, torch 2.15 has its edge
+        # in the graph, or None without one.
+        roots = [
+            (root, grad)
+            for root, grad in zip(outputs, grads or (None,) * len(outputs), strict=True)
+            if isinstance(root, GradientEdge) or (root is not None and root.requires_grad)
+        ]
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         taken: list[torch.Tensor | None] = []
         for value in bwd_kwargs["input_values"]:
             taken.append(value.grad if isinstance(value, torch.Tensor) else None)
