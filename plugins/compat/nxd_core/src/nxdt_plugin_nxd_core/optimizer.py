@@ -32,7 +32,6 @@ def initialize_parallel_optimizer(
         nxd_config: of :func:`neuronx_distributed_config`, after :func:`initialize_parallel_model`.
         optimizer_class: a class of ``torch.optim``, or one like it.
         parameters: ``model.parameters()``, ``model.named_parameters()``, or groups of them as dictionaries.
-        defaults: options of the class.
 
     Raises:
         NotOfThisModel: parameters of another model.
@@ -136,9 +135,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     Args:
         params: parameters of the model that ``initialize_parallel_model`` returned last, or groups of them.
-        optimizer_class: a class of ``torch.optim``.
         grad_clipping, max_norm: decide instead of ``optimizer_config``.
-        defaults: options of the class.
 
     Raises:
         ArgumentMeansNothing: the model was not laid out for ZeRO-1.

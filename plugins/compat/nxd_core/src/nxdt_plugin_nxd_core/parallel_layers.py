@@ -44,7 +44,7 @@ def parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, target: torch.Te
     what = f"of the shape {wanted} of the logits without their last dimension"
     expect("parallel_cross_entropy", "target", found, what, when=found == wanted)
     config = current_config()
-    mesh = None if config is None or config.model is None else config.groups.mesh
+    mesh = None if config is None or config.model is None else config.mesh
     if mesh is not None and mesh["tp"].size() > 1:
         from torch.distributed.tensor import DTensor, Shard  # half a CPU-second that one process does not need
 
