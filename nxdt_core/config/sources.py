@@ -21,7 +21,6 @@ from nxdt_core.api import MigrationComponent
 from nxdt_core.config.tree import (
     KeyPath,
     Origin,
-    Place,
     Tree,
     describe_value,
     dotted,
@@ -38,6 +37,7 @@ from nxdt_core.errors.configuration import (
     ConfigProblem,
     ConfigUnreadable,
     MigrationUnknown,
+    Place,
     UnknownKey,
     UnknownRecipe,
     WrongValue,
