@@ -167,22 +167,10 @@ def _bind(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        problem = str(error)
-    parameters = [*signature.parameters.values()][skipped:]
-    known = [parameter.name for parameter in parameters]
-    unknown = [each for each in kwargs if each not in known]
-    missing = [
-        parameter.name
-        for parameter in parameters[max(0, len(args) - skipped) :]
-        if parameter.default is parameter.empty
-        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        and parameter.name not in kwargs
-    ]
-    if unknown:
-        problem = f"it has no argument '{unknown[0]}'"
-    elif missing:
-        problem = f"the argument '{missing[0]}' is missing"
-    raise CallDoesNotBind(call=name, problem=problem, arguments=known)
+        problem, known = str(error), [*signature.parameters][skipped:]
+        if unknown := [each for each in kwargs if each not in known]:  # Python looks for missing arguments first
+            problem = f"it has no argument '{unknown[0]}'"
+        raise CallDoesNotBind(call=name, problem=problem, arguments=known) from None
 
 
 def check(call: str, argument: str, value: Any, name: str = "") -> None:
