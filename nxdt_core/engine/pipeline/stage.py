@@ -322,10 +322,12 @@ class StreamedStage(StockStage):
             root: Any = self.submod._get_fsdp_state()
             for state in root._state_ctx.all_states:
                 for group in fsdp_parameter_groups(state):
-                    accumulated = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
-                    for p in group.fsdp_params if accumulated else ():  # the first part of the backward moved some
-                        p.accumulate_unsharded_grad_if_needed()
-                        p.to_accumulated_grad_if_needed()
+                    # Up to 2.14, the first part of the backward may have moved some gradients to accumulators.
+                    older = [p for p in group.fsdp_params if hasattr(p, "to_accumulated_grad_if_needed")]
+                    if any(p.unsharded_accumulated_grad is not None for p in older):
+                        for p in older:
+                            p.accumulate_unsharded_grad_if_needed()
+                            p.to_accumulated_grad_if_needed()
                     group.post_backward()
             if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:
                 # 2.15 sets it in backward
