@@ -120,8 +120,12 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards of the state by parameter name, and the groups' options."""
-        options = [{k: v for k, v in group.items() if k not in ("params", "names")} for group in self.param_groups]
-        return {"state": self.core.state_dict(), "param_groups": options}
+        return {"state": self.core.state_dict(), "param_groups": self.options()}
+
+    def options(self) -> list[dict[str, Any]]:
+        """Return what each group has besides its parameters."""
+        tensors = ("params", "names", "shards")
+        return [{key: value for key, value in group.items() if key not in tensors} for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned in the same layout; :func:`load_checkpoint` loads in any."""

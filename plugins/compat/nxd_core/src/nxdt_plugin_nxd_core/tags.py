@@ -116,14 +116,12 @@ def load_checkpoint(
 
 def content_of(tag: str, optimizer: Any, scheduler: Any, user_content: Any) -> dict[str, Any]:
     """Return what a checkpoint of a caller's own loop holds besides tensors."""
-    content = {"tag": tag, "scheduler": None, "user_content": user_content, "groups": None}
-    if scheduler is not None:
-        content["scheduler"] = _plain(scheduler.state_dict())
-    if optimizer is not None:
-        tensors = ("params", "names", "shards")
-        groups = [{key: each for key, each in group.items() if key not in tensors} for group in optimizer.param_groups]
-        content["groups"] = [{key: _plain(each) for key, each in group.items()} for group in groups]
-    return content
+    return {
+        "tag": tag,
+        "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
+        "user_content": user_content,
+        "groups": None if optimizer is None else _plain(optimizer.options()),
+    }
 
 
 def restore(content: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:
