@@ -56,10 +56,8 @@ class NeuronLTModule(pl.LightningModule):
 
     Args:
         model_fn: returns the module; may be None where a subclass overrides ``setup``.
-        nxd_config: what ``neuronx_distributed_config`` returned.
         opt_cls, opt_args, opt_kwargs: called with the parameters first.
         scheduler_cls, scheduler_args, scheduler_kwargs: called with the optimizer first.
-        model_args, model_kwargs: passed to ``model_fn``.
         grad_accum_steps: batches per optimizer step; in a pipeline, ``num_microbatches`` says it.
         train_batch_size, logging_interval: kept for the steps of a subclass.
     """

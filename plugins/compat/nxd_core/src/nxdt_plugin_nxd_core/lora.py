@@ -64,9 +64,7 @@ class LoRAModel(nn.Module):
     Under tensor or pipeline parallelism, pass the configuration to ``neuronx_distributed_config(lora_config=...)``
     instead: the engine shards the updates with their layers.
 
-    Args:
-        module: changed in place.
-        config: its options; ``enable_lora`` must be True.
+    The module is changed in place.
 
     Raises:
         ArgumentMeansNothing: ``enable_lora`` is False.

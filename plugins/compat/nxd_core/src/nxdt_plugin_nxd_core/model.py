@@ -38,9 +38,7 @@ def initialize_parallel_model(
     Each rank builds the whole module on its host, with the same random numbers, and keeps its part of the values.
 
     Args:
-        nxd_config: what :func:`neuronx_distributed_config` returned.
         model_fn: returns the module; its ``forward`` takes what ``run_train`` is called with.
-        model_args, model_kwargs: passed to ``model_fn``.
 
     Raises:
         ModelFnReturnsNoModule: of ``model_fn``.

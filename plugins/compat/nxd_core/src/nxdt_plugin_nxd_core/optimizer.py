@@ -29,7 +29,6 @@ def initialize_parallel_optimizer(
     """Return ``optimizer_class(groups, **defaults)`` over this rank's shards of the parameters. Collective.
 
     Args:
-        nxd_config: of :func:`neuronx_distributed_config`, after :func:`initialize_parallel_model`.
         optimizer_class: a class of ``torch.optim``, or one like it.
         parameters: ``model.parameters()``, ``model.named_parameters()``, or groups of them as dictionaries.
 

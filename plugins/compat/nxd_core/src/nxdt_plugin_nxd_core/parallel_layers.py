@@ -59,10 +59,6 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
 
     Collective. The optimizer's next step neither repeats the sums nor clips again.
 
-    Args:
-        parameters: those of the model.
-        max_norm: largest norm of the gradients of the whole model.
-
     Raises:
         NotOfThisModel: some parameters only, or others.
     """

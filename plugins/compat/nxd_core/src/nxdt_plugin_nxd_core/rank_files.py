@@ -52,7 +52,6 @@ def save(
     Args:
         state_dict: tensors, such as ``{"model": model.state_dict()}``, numbers, text, and lists and dictionaries of
             them.
-        save_dir: a directory.
         down_cast_bf16: write float32 tensors as bfloat16.
         master_dp_only: write one file for all data parallel ranks, which combine their shards under ZeRO-1; False
             writes one for each.
@@ -117,7 +116,6 @@ def load(
         load_dir: the directory; with ``sharded=False`` a file of whole tensors.
         model_or_optimizer: what to load the values into; None returns them.
         model_key: of its values in the file; None where the file holds them alone.
-        sharded: whether ``load_dir`` has a file for each rank.
         model: another name of ``model_or_optimizer``.
         strict: refuse a file that lacks parameters or has others.
         master_dp_only: as of :func:`save`.
