@@ -86,8 +86,9 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
     """
     from nxdt_core.config.schema import usable_class
     from nxdt_core.config.section import keys_of
-    from nxdt_core.config.tree import Place, parse_yaml
+    from nxdt_core.config.tree import parse_yaml
     from nxdt_core.errors import NxdtError
+    from nxdt_core.errors.configuration import Place
 
     trees = {recipe.name: parse_yaml(recipe.text, recipe.name)[0] for recipe in recipes}
 

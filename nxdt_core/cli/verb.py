@@ -191,8 +191,8 @@ def _classes(section: str) -> Iterator[type]:
     """The dataclasses with the keys of a section: the core's, and those of all components that it may select."""
     from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
     from nxdt_core.config.section import sections_of
-    from nxdt_core.config.tree import Place
     from nxdt_core.errors import NxdtError
+    from nxdt_core.errors.configuration import Place
     from nxdt_core.kernel import Kernel
 
     core = sections_of(RunConfig).get(section)

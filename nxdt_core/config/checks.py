@@ -27,7 +27,7 @@ from nxdt_core.config.schema import (
     mode_of,
 )
 from nxdt_core.config.section import ChecksItself, keys_of
-from nxdt_core.config.tree import Origin, Place, Tree, dotted, join, plain
+from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
     BadComponentChoice,
@@ -38,6 +38,7 @@ from nxdt_core.errors.configuration import (
     ConfigProblem,
     ImpossibleCombination,
     Misfit,
+    Place,
     WrongValue,
 )
 from nxdt_core.errors.launch import WorldDoesNotDivide

@@ -17,9 +17,9 @@ from nxdt_core.config.read import has_interpolation, interpolate
 from nxdt_core.config.schema import Composition, ModelConfig
 from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
 from nxdt_core.config.sources import file_problem
-from nxdt_core.config.tree import DEFAULT, Origin, Place, Tree
+from nxdt_core.config.tree import DEFAULT, Origin, Tree
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable
+from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable, Place
 from nxdt_core.errors.hub import HubError
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path

@@ -375,9 +375,10 @@ def _collect(
         if not source.readable or source.tree.get(BASE) is None:
             readable = source.readable
             break
-        named = find_base(source.tree, seen)
-        if isinstance(named, ConfigProblem):
-            faults.append(named)
+        try:
+            named = find_base(source.tree, seen)
+        except ConfigProblem as problem:
+            faults.append(problem)
             readable = False
             break
         seen.append(named)

@@ -24,9 +24,9 @@ from nxdt_core.config.annotations import (
     SourcePath,
 )
 from nxdt_core.config.section import Section
-from nxdt_core.config.tree import Origin, Place, Tree, dotted, plain
+from nxdt_core.config.tree import Origin, Tree, dotted, plain
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig
+from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, Place
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.mesh import MeshSizes

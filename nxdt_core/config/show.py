@@ -18,9 +18,9 @@ from typing import Any
 from nxdt_core.config.annotations import Secret
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, usable_class
 from nxdt_core.config.section import REQUIRED, Key, keys_of, marked
-from nxdt_core.config.tree import MASK, KeyPath, Place, Tree, dotted, join, walk
+from nxdt_core.config.tree import MASK, KeyPath, Tree, dotted, join, walk
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept
+from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, Place, SecretNotKept
 from nxdt_core.kernel import Kernel
 
 

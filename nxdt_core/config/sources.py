@@ -21,7 +21,6 @@ from nxdt_core.api import MigrationComponent
 from nxdt_core.config.tree import (
     KeyPath,
     Origin,
-    Place,
     Tree,
     describe_value,
     dotted,
@@ -38,6 +37,7 @@ from nxdt_core.errors.configuration import (
     ConfigProblem,
     ConfigUnreadable,
     MigrationUnknown,
+    Place,
     UnknownKey,
     UnknownRecipe,
     WrongValue,
@@ -263,18 +263,22 @@ BASE = "base"
 """The key that names what a source is based on."""
 
 
-def find_base(tree: Tree, seen: Sequence[str]) -> str | ConfigProblem:
-    """Return the source that ``base`` names; a problem where it names none, or one of ``seen``, which need it."""
+def find_base(tree: Tree, seen: Sequence[str]) -> str:
+    """Return the source that ``base`` names.
+
+    Raises:
+        WrongValue: it names none, or one of ``seen``, which need it.
+    """
     text, origin, allowed = tree.get(BASE), tree.origin(BASE), f"the path of a YAML file, or {RECIPE_SCHEME}NAME"
     if not isinstance(text, str):
-        return WrongValue(**origin.at(BASE), found=describe_value(text), allowed=allowed)
+        raise WrongValue(**origin.at(BASE), found=describe_value(text), allowed=allowed)
     try:
         named = text if text.startswith(RECIPE_SCHEME) else str(resolve_path(text, origin.directory))
     except PackageNotFound as error:
-        return WrongValue(**origin.at(BASE), found=f"{text!r}, but {error}", allowed=allowed)
+        raise WrongValue(**origin.at(BASE), found=f"{text!r}, but {error}", allowed=allowed) from error
     if named in seen:
         found = f"{text!r}, which is itself based on this file"
-        return WrongValue(**origin.at(BASE), found=found, allowed="a file that is not")
+        raise WrongValue(**origin.at(BASE), found=found, allowed="a file that is not")
     return named
 
 

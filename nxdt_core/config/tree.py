@@ -10,11 +10,11 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePath
-from typing import Any, Literal, TypedDict
+from typing import Any, Literal
 
 import yaml
 
-from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, WrongValue, YamlSyntax, YamlTooLarge
+from nxdt_core.errors.configuration import ConfigProblem, DuplicateKey, Place, WrongValue, YamlSyntax, YamlTooLarge
 
 MASK = "********"
 """Shown in place of a value that has no reference to show."""
@@ -24,14 +24,6 @@ LARGEST_INTEGER = 2**63 - 1
 
 KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root."""
-
-
-class Place(TypedDict):
-    """Place of a problem: keywords of every :class:`ConfigProblem`."""
-
-    place: str
-    line: int
-    key: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from nxdt_core.errors.base import NxdtError, either, listing, one_of
 
@@ -28,6 +28,14 @@ class ConfigProblem(NxdtError):
         do = self.do()
         key = f"{self.key}: " if self.key else ""
         return f"{self.place}: {key}{self.what()}{f' {do}' if do else ''} [{self.shown_code}]"
+
+
+class Place(TypedDict):
+    """Place of a problem: keywords of every :class:`ConfigProblem`."""
+
+    place: str
+    line: int
+    key: str
 
 
 class ConfigError(NxdtError):

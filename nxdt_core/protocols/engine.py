@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from nxdt_core.errors.configuration import ConfigProblem, Misfit
+from nxdt_core.errors.configuration import ConfigProblem, Misfit, Place
 from nxdt_core.errors.launch import EngineCannotCompileAhead, EngineWithoutEstimate
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.estimate import Estimate, RunParts
@@ -239,8 +239,8 @@ class Settings(Protocol):
         """Return the micro-batches of one step on each data parallel rank; None where the batch does not divide."""
         ...
 
-    def place(self, *keys: str) -> Any:
-        """Return the place of a problem between ``keys``: keywords of every :class:`ConfigProblem`."""
+    def place(self, *keys: str) -> Place:
+        """Return the place of a problem between ``keys``."""
         ...
 
     def impossible(self, *keys: str, reason: str, advice: str, cause: Misfit | None = None) -> ConfigProblem:

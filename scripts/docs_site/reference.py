@@ -14,8 +14,9 @@ from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
 from nxdt_core.config.section import REQUIRED, Key, keys_of
 from nxdt_core.config.show import class_doc, field_docs
-from nxdt_core.config.tree import Place, join, plain
+from nxdt_core.config.tree import join, plain
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.configuration import Place
 from nxdt_core.kernel import Kernel
 
 ROOT = Path(__file__).resolve().parents[2]

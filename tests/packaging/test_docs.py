@@ -20,7 +20,7 @@ from nxdt_core.cli.app import COMMANDS
 from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.sources import list_recipes
-from nxdt_core.config.tree import Place
+from nxdt_core.errors.configuration import Place
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import HOOKS as SPECIFICATIONS
 from tests import processes

@@ -27,6 +27,7 @@ from typing import Any, cast, final
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import GradientEdge
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining import stage as stock
@@ -339,10 +340,12 @@ class StreamedStage(PipelineStage):
             root: Any = self.submod._get_fsdp_state()
             for state in root._state_ctx.all_states:
                 for group in fsdp_parameter_groups(state):
-                    accumulated = [p for p in group.fsdp_params if p.unsharded_accumulated_grad is not None]
-                    for p in group.fsdp_params if accumulated else ():  # the first part of the backward moved some
-                        p.accumulate_unsharded_grad_if_needed()
-                        p.to_accumulated_grad_if_needed()
+                    # Up to 2.14, the first part of the backward may have moved some gradients to accumulators.
+                    older = [p for p in group.fsdp_params if hasattr(p, "to_accumulated_grad_if_needed")]
+                    if any(p.unsharded_accumulated_grad is not None for p in older):
+                        for p in older:
+                            p.accumulate_unsharded_grad_if_needed()
+                            p.to_accumulated_grad_if_needed()
                     group.post_backward()
             if getattr(root._state_ctx, "manual_backward_finalization_active", False) is None:
                 # 2.15 sets it in backward
@@ -362,10 +365,15 @@ class StreamedStage(PipelineStage):
         self._reduce_from_now(last_backward)
         output, grads = bwd_kwargs["stage_output"], bwd_kwargs["output_grads"]
         outputs = (output,) if isinstance(output, torch.Tensor) else tuple(output)
-        gradients = dict(zip(outputs, grads or (None,) * len(outputs), strict=True))
-        trained = [tensor for tensor in outputs if tensor.requires_grad]  # none of frozen layers alone
-        if trained:
-            torch.autograd.backward(trained, [gradients[tensor] for tensor in trained])
+        # Outputs of frozen layers alone have no graph. Of an output that was sent and released, torch 2.15 has its edge
+        # in the graph, or None without one.
+        roots = [
+            (root, grad)
+            for root, grad in zip(outputs, grads or (None,) * len(outputs), strict=True)
+            if isinstance(root, GradientEdge) or (root is not None and root.requires_grad)
+        ]
+        if roots:
+            torch.autograd.backward([root for root, _ in roots], [grad for _, grad in roots])
         taken: list[torch.Tensor | None] = []
         for value in bwd_kwargs["input_values"]:
             taken.append(value.grad if isinstance(value, torch.Tensor) else None)

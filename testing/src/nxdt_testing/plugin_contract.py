@@ -31,8 +31,8 @@ from nxdt_core.config.schema import usable_class
 from nxdt_core.config.section import REQUIRED, Key, keys_of
 from nxdt_core.config.show import class_doc, field_docs
 from nxdt_core.config.sources import list_recipes
-from nxdt_core.config.tree import DEFAULT, Place, Tree, parse_yaml
-from nxdt_core.errors.configuration import BadComponentConfig
+from nxdt_core.config.tree import DEFAULT, Tree, parse_yaml
+from nxdt_core.errors.configuration import BadComponentConfig, Place
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_testing.contract import no_error

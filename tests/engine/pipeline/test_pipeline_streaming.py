@@ -8,6 +8,7 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RanksFailed, process_group
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -242,6 +243,8 @@ def _with_weights(stage):
 
 @pytest.mark.parametrize("schedule", slow_except(SCHEDULES, ("zbv",)))
 def test_zero_stages_reduce_and_gather_as_often_as_they_promise(ranks, schedule):
+    if schedule == "zbv" and not hasattr(DeviceMesh, "_unflatten"):
+        pytest.skip("torch 2.9 cannot run it, and `nxdt config check` refuses it there")
     cases = [Case(schedule=schedule, dp_shard=2, zero_stage=stage, micro_batches=2) for stage in (1, 2, 3)]
     count = cases[0].micro_batches
     for stage_1, stage_2, stage_3 in ranks(4).run(collectives, cases):

@@ -5,12 +5,13 @@ import pytest
 import torch
 from nxdt_plugin_nxd_core import lightning as names
 from nxdt_testing.ranks import RankPool
-from pytorch_lightning import Trainer
+from pytorch_lightning import Callback, Trainer
 from pytorch_lightning.demos.boring_classes import BoringModel
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from torch.utils.data import DataLoader
 
 from nxdt_core.errors import NxdtError
-from plugins.compat.nxd_core.tests.lightning_programs import PIPELINE, fit, in_plain_torch, with_lightning
+from plugins.compat.nxd_core.tests.lightning_programs import PIPELINE, Rows, fit, in_plain_torch, with_lightning
 from plugins.compat.nxd_core.tests.loops import Decoder
 from tests.calls import Call, run_in_turn
 from tests.sampling import asked, slow_except
@@ -107,6 +108,20 @@ def test_modules_that_cannot_be_trained(config, changed, code, words):
 def trainer(**more):
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_checkpointing", "enable_model_summary"), False)
     return Trainer(strategy=names.NeuronXLAStrategy(), max_steps=1, **quiet, **more)
+
+
+class Watching(Callback):
+    def __init__(self):
+        self.seen = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.seen.append(optimizer)
+
+
+def test_hooks_before_an_optimizer_step_are_called(config):
+    callback, rows = Watching(), DataLoader(Rows([0]), batch_size=8)
+    trainer(callbacks=[callback]).fit(module(config, opt_kwargs={"lr": 0.1}), rows)
+    assert [type(optimizer).__name__ for optimizer in callback.seen] == ["NxDOptimizer"]
 
 
 def test_positional_arguments_reach_the_optimizer(config):

@@ -149,6 +149,16 @@ class Uneven(nn.Module):
         self.up = layers.ColumnParallelLinear(4, 7, gather_output=False)
 
 
+class Grouped(nn.Module):
+    """Its attention alone is sequence parallel."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv = layers.GQAQKVColumnParallelLinear(
+            8, (8, 4), gather_output=False, sequence_parallel_enabled=True, sequence_dimension=1
+        )
+
+
 class HeadFirst(Decoder):
     """Registers what runs behind the layers before them."""
 
@@ -187,6 +197,7 @@ def codes_on_ranks():
         "no layers": (pipeline, Uneven, forward),
         "no width": (pipeline, HeadFirst, forward),
         "too few layers": (pipeline, lambda: Decoder(numbers=1), train),
+        "sequence parallel attention": ({"tensor_parallel_size": 2}, Grouped, train),
         "sequence parallel": ({"tensor_parallel_size": 2, "sequence_parallel": True}, Decoder, train),
     }
     for name, (config, model_fn, use) in programs.items():
@@ -209,6 +220,7 @@ def test_programs_that_cannot_run_on_two_ranks():
             "no layers": "NXDT-T053",
             "no width": "NXDT-T050",
             "too few layers": "NXDT-P132",
+            "sequence parallel attention": "NXDT-T050",
             "sequence parallel": "NXDT-T050",
         }
 

@@ -80,12 +80,19 @@ _KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], str
         lambda value: isinstance(value, tuple | list) and all(isinstance(each, str) for each in value),
         "pipeline_cuts",
     ),
+    ("a list of names of layers", (str, list, tuple, set), "target_modules modules_to_save"),
+    ("default or gaussian", lambda value: value != "pissa", "init_lora_weights"),
     ("a dictionary", Mapping, "pipeline_config optimizer_config model_init_config state_dict"),
     ("a dictionary", Mapping, "model_kwargs opt_kwargs scheduler_kwargs"),
     ("a tuple or a list", (tuple, list), "model_args opt_args scheduler_args"),
     ("a function", callable, "init_method param_init_fn"),
     ("a function or a class", callable, "model_fn optimizer_class opt_cls scheduler_cls"),
     ("a class of modules", _is_module_class, "transformer_layer_cls"),
+    (
+        "'full', a class of modules, or None",
+        lambda value: value == "full" or all(map(_is_module_class, value if isinstance(value, tuple) else (value,))),
+        "activation_checkpoint_config",
+    ),
     ("a torch.nn.Module", nn.Module, "module"),
     ("a LoraConfig", lambda value: hasattr(value, "section"), "lora_config"),
     ("model.parameters()", Iterable, "params parameters"),
@@ -160,22 +167,10 @@ def _bind(
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        problem = str(error)
-    parameters = [*signature.parameters.values()][skipped:]
-    known = [parameter.name for parameter in parameters]
-    unknown = [each for each in kwargs if each not in known]
-    missing = [
-        parameter.name
-        for parameter in parameters[max(0, len(args) - skipped) :]
-        if parameter.default is parameter.empty
-        and parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-        and parameter.name not in kwargs
-    ]
-    if unknown:
-        problem = f"it has no argument '{unknown[0]}'"
-    elif missing:
-        problem = f"the argument '{missing[0]}' is missing"
-    raise CallDoesNotBind(call=name, problem=problem, arguments=known)
+        problem, known = str(error), [*signature.parameters][skipped:]
+        if unknown := [each for each in kwargs if each not in known]:  # Python looks for missing arguments first
+            problem = f"it has no argument '{unknown[0]}'"
+        raise CallDoesNotBind(call=name, problem=problem, arguments=known) from None
 
 
 def check(call: str, argument: str, value: Any, name: str = "") -> None:

@@ -217,19 +217,13 @@ class _StageDone(BaseException):
 
 @final
 class _Stage:
-    """The forward of the whole module on one stage.
-
-    Args:
-        module: with the modules of this stage; stand-ins for the others are added to it.
-        pipeline: names the layers and what is before and behind them.
-        kind: class of the caller's list of layers.
-        total: number of layers of the whole model.
-        widths: of the embeddings before the layers, by path.
-    """
+    """The forward of the whole module on one stage; stand-ins for modules of other stages are added to the module."""
 
     def __init__(
         self, module: nn.Module, pipeline: PipelinePlan, kind: Any, total: int, widths: Mapping[str, int]
     ) -> None:
+        """``kind`` is the class of the caller's list of layers, ``total`` their number in the whole model, and
+        ``widths`` has those of the embeddings before the layers, by path."""
         submodule: Any = module.get_submodule(pipeline.layers)
         numbers = [str(number) for number in range(total)]
         present = [number for number in numbers if number in submodule]

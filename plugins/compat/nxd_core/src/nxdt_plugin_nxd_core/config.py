@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, final
+from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -14,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from nxdt_core.config import load as load_config
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
-from nxdt_core.protocols.engine import ParallelEngine, RankInfo
+from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import TrainSession, start_engine
 from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, error_of, expect, refused
 from nxdt_plugin_nxd_core.errors import ConfigNotMade, WorldDoesNotDivide
@@ -38,41 +37,8 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
 """Keys of each section with their defaults."""
 
 
-Dimension = Literal["tp", "dp", "pp"]
-_PLACES: dict[Dimension, int] = {"pp": 0, "dp": 1, "tp": 2}
-
-
-@final
-class Groups:
-    """Sizes, ranks and process groups of a layout. Collective.
-
-    The groups are separate from those of the engine, whose meshes are not part of its protocol.
-    """
-
-    def __init__(self, tp: int, pp: int, rank_info: RankInfo, device: torch.device) -> None:
-        self._layout = torch.arange(rank_info.world_size).view(pp, -1, tp)
-        self._place = (self._layout == rank_info.rank).nonzero()[0].tolist()
-        self.mesh: DeviceMesh | None = None
-        """None in a program of one process."""
-        if dist.is_initialized():
-            self.mesh = init_device_mesh(device.type, tuple(self._layout.shape), mesh_dim_names=tuple(_PLACES))
-
-    def size(self, dim: Dimension) -> int:
-        """Return the number of ranks along ``dim``."""
-        return self._layout.shape[_PLACES[dim]]
-
-    def rank(self, dim: Dimension) -> int:
-        """Return this rank's number along ``dim``."""
-        return int(self._place[_PLACES[dim]])
-
-    def ranks(self, dim: Dimension) -> list[list[int]]:
-        """Return the ranks of each group along ``dim``."""
-        along: list[list[int]] = self._layout.movedim(_PLACES[dim], -1).flatten(0, 1).tolist()
-        return along
-
-    def group(self, dim: Dimension) -> dist.ProcessGroup | None:
-        """Return the process group along ``dim``; None in a program of one process, which has none."""
-        return None if self.mesh is None else self.mesh.get_group(dim)
+DIMENSIONS = ("pp", "dp", "tp")
+"""Dimensions of :attr:`NxDConfig.mesh`."""
 
 
 class NxDConfig(dict[str, Any]):
@@ -80,7 +46,9 @@ class NxDConfig(dict[str, Any]):
 
     session: TrainSession
     engine: ParallelEngine
-    groups: Groups
+    mesh: DeviceMesh | None = None
+    """This rank's groups in :data:`DIMENSIONS`, separate from those of the engine, whose meshes are not part of its
+    protocol; None in a program of one process without a process group."""
     model: Any = None
     """Model that ``initialize_parallel_model`` returned."""
     optimizers: Sequence[Any] = ()
@@ -97,6 +65,10 @@ class NxDConfig(dict[str, Any]):
     def stages(self) -> int:
         """Pipeline stages."""
         return int(self["pipeline_parallel_size"])
+
+    def rank(self, dimension: str) -> int:
+        """Return this rank's number along a dimension of the mesh."""
+        return 0 if self.mesh is None else self.mesh.get_local_rank(dimension)
 
     @property
     def max_grad_norm(self) -> float | None:
@@ -186,11 +158,6 @@ def neuronx_distributed_config(
     optimizer = made["optimizer_config"]
     if optimizer["grad_clipping"]:
         check(_CALL, "optimizer_config['max_grad_norm']", optimizer["max_grad_norm"], "max_norm")
-    recompute = activation_checkpoint_config
-    classes = recompute if isinstance(recompute, tuple) else (recompute,)
-    are_modules = all(isinstance(each, type) and issubclass(each, nn.Module) for each in classes)
-    what = "'full', a class of modules, or None"
-    expect(_CALL, "activation_checkpoint_config", recompute, what, when=are_modules or recompute in (None, "full"))
     init = made["model_init_config"]
     if init["meta_device_init"] and init["param_init_fn"] is None:
         raise refused(_CALL, "model_init_config['meta_device_init']", True)
@@ -204,9 +171,9 @@ def neuronx_distributed_config(
         "name": "nxd-core-module",
         "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
     }
-    if recompute == "full":
+    if activation_checkpoint_config == "full":
         model["activations_checkpoint_granularity"] = "full"
-    elif recompute is not None:
+    elif activation_checkpoint_config is not None:
         model["activations_checkpoint_granularity"] = "selective"
         model["activations_checkpoint_recompute"] = [RECOMPUTED]
     if made.pipeline["pipeline_cuts"]:
@@ -240,7 +207,9 @@ def neuronx_distributed_config(
     if place.launcher and place.world_size == 1 and isinstance(ranks, Ranks):  # the loop may ask torch for its rank
         ranks.start_alone(made.engine.device)
     start_engine(made.session.config, made.engine)
-    made.groups = Groups(tensor_parallel_size, pipeline_parallel_size, made.engine.rank_info, made.engine.device)
+    if dist.is_initialized():
+        sizes = (pipeline_parallel_size, place.world_size // group, tensor_parallel_size)
+        made.mesh = init_device_mesh(made.engine.device.type, sizes, mesh_dim_names=DIMENSIONS)
     before = current_config()
     made.saves = None if before is None else before.saves
     _RUNS.clear()  # those of groups that have ended, too

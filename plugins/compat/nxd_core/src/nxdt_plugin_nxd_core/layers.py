@@ -6,7 +6,8 @@ an ordinary module in one process, and each layer is by itself a tensor block of
 
 All take ``dtype`` and ``device`` of the weights, ``init_method``, which is called with each weight, and
 ``sequence_dimension``, which is 1, since hidden states are [batch, seq, hidden]. ``sequence_parallel_enabled`` is
-informative: ``neuronx_distributed_config(sequence_parallel=True)`` decides for the whole model.
+informative: ``neuronx_distributed_config(sequence_parallel=True)`` decides for the whole model. Sizes are those of all
+ranks together.
 """
 
 from __future__ import annotations
@@ -23,14 +24,7 @@ InitMethod = Callable[[torch.Tensor], Any]
 
 
 class ColumnParallelLinear(nn.Linear):
-    """A linear layer whose output features are sharded.
-
-    Args:
-        input_size: input features.
-        output_size: output features, of all ranks together.
-        bias: whether there is one.
-        gather_output: give each rank the features of all ranks.
-    """
+    """A linear layer whose output features are sharded; ``gather_output`` gives each rank those of all ranks."""
 
     @binds
     def __init__(
@@ -47,19 +41,14 @@ class ColumnParallelLinear(nn.Linear):
     ) -> None:
         super().__init__(input_size, output_size, bias=bias, dtype=dtype, device=device)
         self.gather_output = gather_output
-        self.sequence_parallel_enabled = sequence_parallel_enabled
         _complete(self, init_method, sequence_parallel_enabled, sequence_dimension)
 
 
 class RowParallelLinear(nn.Linear):
-    """A linear layer whose input features are sharded; its products are summed over the ranks.
+    """A linear layer whose input features are sharded; its products are summed over the ranks, then the bias is added.
 
-    Args:
-        input_size: input features, of all ranks together.
-        output_size: output features.
-        bias: whether there is one; it is added once, after the sum.
-        input_is_parallel: whether the input is this rank's part, as a ``ColumnParallelLinear`` with
-            ``gather_output=False`` gives it; otherwise it is whole, and each rank takes its part.
+    With ``input_is_parallel`` the input is this rank's part, as a ``ColumnParallelLinear`` with ``gather_output=False``
+    gives it. Otherwise it is whole, and each rank takes its part.
     """
 
     @binds
@@ -77,18 +66,11 @@ class RowParallelLinear(nn.Linear):
     ) -> None:
         super().__init__(input_size, output_size, bias=bias, dtype=dtype, device=device)
         self.input_is_parallel = input_is_parallel
-        self.sequence_parallel_enabled = sequence_parallel_enabled
         _complete(self, init_method, sequence_parallel_enabled, sequence_dimension)
 
 
 class ParallelEmbedding(nn.Embedding):
-    """An embedding whose rows are sharded; each rank looks up its own, and their sum is whole on each rank.
-
-    Args:
-        num_embeddings: rows, of all ranks together.
-        embedding_dim: features.
-        padding_idx: as for ``torch.nn.Embedding``.
-    """
+    """An embedding whose rows are sharded; each rank looks up its own, and their sum is whole on each rank."""
 
     @binds
     def __init__(
@@ -105,7 +87,6 @@ class ParallelEmbedding(nn.Embedding):
         inside = padding_idx is None or (type(padding_idx) is int and -num_embeddings <= padding_idx < num_embeddings)
         expect("ParallelEmbedding", "padding_idx", padding_idx, f"a row of the {num_embeddings}", when=inside)
         super().__init__(num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype)
-        self.sequence_parallel_enabled = sequence_parallel_enabled
         own = None if init_method is nn.init.normal_ else init_method
         _complete(self, own, sequence_parallel_enabled, sequence_dimension)
 
@@ -117,12 +98,9 @@ class GQAQKVColumnParallelLinear(nn.Module):
     copies of the key and value features, as many as ``kv_size_multiplier`` says.
 
     Args:
-        input_size: input features.
         output_sizes: output features of the query and of the key (which are those of the value), of all ranks
             together, without the copies.
-        bias: whether the projections have one.
-        gather_output: give each rank the features of all ranks.
-        kv_size_multiplier: number of ranks that hold copies of the same key and value features.
+        gather_output: give each rank the features of all ranks; not with copies.
     """
 
     @binds
@@ -157,6 +135,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
 
 
 def _complete(layer: Any, init_method: InitMethod | None, sequence_parallel: bool, sequence_dimension: Any) -> None:
+    layer.sequence_parallel_enabled = sequence_parallel
     if sequence_parallel and sequence_dimension != 1:
         raise refused(type(layer).__name__, "sequence_dimension", sequence_dimension)
     if init_method is not None:

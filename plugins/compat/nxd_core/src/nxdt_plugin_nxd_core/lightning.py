@@ -19,6 +19,7 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.data import _update_dataloader, has_iterable_dataset  # type: ignore[attr-defined]
 from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
@@ -55,10 +56,8 @@ class NeuronLTModule(pl.LightningModule):
 
     Args:
         model_fn: returns the module; may be None where a subclass overrides ``setup``.
-        nxd_config: what ``neuronx_distributed_config`` returned.
         opt_cls, opt_args, opt_kwargs: called with the parameters first.
         scheduler_cls, scheduler_args, scheduler_kwargs: called with the optimizer first.
-        model_args, model_kwargs: passed to ``model_fn``.
         grad_accum_steps: batches per optimizer step; in a pipeline, ``num_microbatches`` says it.
         train_batch_size, logging_interval: kept for the steps of a subclass.
     """
@@ -109,11 +108,9 @@ class NeuronLTModule(pl.LightningModule):
     def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
         """Build the model on this rank, unless it exists already. Collective."""
         if getattr(self, "model", None) is None:
-            model_fn: Any = self.model_fn
+            model_fn, kwargs = cast(Any, self.model_fn), {"include_buffers": include_buffers, **self.model_kwargs}
             check("NeuronLTModule", "model_fn", model_fn)
-            self.model = initialize_parallel_model(
-                self.nxd_config, model_fn, *self.model_args, **{"include_buffers": include_buffers, **self.model_kwargs}
-            )
+            self.model = initialize_parallel_model(self.nxd_config, model_fn, *self.model_args, **kwargs)
         self.averaged_loss = torch.zeros(1, dtype=torch.double, device=self.nxd_config.engine.device)
         self.print_pp_rank = 0 if self.log_rank0 else self.nxd_config.stages - 1
 
@@ -134,11 +131,9 @@ class NeuronLTModule(pl.LightningModule):
         try:
             scheduler = scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
         except TypeError as error:
-            found, name = (
-                (*self.scheduler_args, *self.scheduler_kwargs),
-                getattr(scheduler_cls, "__name__", scheduler_cls),
-            )
-            raise refused("NeuronLTModule", "scheduler_kwargs", found, error=error, of=name) from error
+            given = (*self.scheduler_args, *self.scheduler_kwargs)
+            name = getattr(scheduler_cls, "__name__", scheduler_cls)
+            raise refused("NeuronLTModule", "scheduler_kwargs", given, error=error, of=name) from error
         return [optimizer], [{"scheduler": scheduler}]
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
@@ -194,12 +189,10 @@ class NeuronLTModule(pl.LightningModule):
 
     def load_resumed(self) -> None:
         """Load the checkpoint that :meth:`resume_from` named. Collective."""
-        if self._resume is None:
-            return
-        optimizer, scheduler = self._trained_by()
-        content = self.nxd_config.session.load_checkpoint(*self._resume)
-        restore(content, optimizer, scheduler)
-        self._resume = None
+        if self._resume is not None:
+            content = self.nxd_config.session.load_checkpoint(*self._resume)
+            restore(content, *self._trained_by())
+            self._resume = None
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit model, optimizer, schedule and Lightning's loops under ``uri``; called by the strategy. Collective."""
@@ -209,10 +202,9 @@ class NeuronLTModule(pl.LightningModule):
         return session.save(storage, extra={**content, "lightning": lightning})
 
     def _trained_by(self) -> tuple[NxDOptimizer | None, Any]:
-        strategy = self.trainer.strategy
-        schedules = strategy.lr_scheduler_configs
-        optimizer = cast("NxDOptimizer | None", next(iter(strategy.optimizers), None))
-        return optimizer, schedules[0].scheduler if schedules else None
+        schedules = [each.scheduler for each in self.trainer.strategy.lr_scheduler_configs]
+        optimizers = cast("list[NxDOptimizer]", self.trainer.strategy.optimizers)
+        return next(iter(optimizers), None), next(iter(schedules), None)
 
 
 class NeuronXLAStrategy(NxdtStrategy):
@@ -240,9 +232,9 @@ class NeuronXLAStrategy(NxdtStrategy):
         super().__init__(self.nxd_config.session.config, engine=self.nxd_config.engine)
         self._accelerator = EngineAccelerator(self.engine.device)
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
-        groups, place = self.nxd_config.groups, self.engine.rank_info
-        self.tensor_parallel_size, self.tensor_parallel_rank = groups.size("tp"), groups.rank("tp")
-        self.pipeline_parallel_size, self.pipeline_parallel_rank = groups.size("pp"), groups.rank("pp")
+        place, run = self.engine.rank_info, self.nxd_config
+        self.tensor_parallel_size, self.tensor_parallel_rank = run["tensor_parallel_size"], run.rank("tp")
+        self.pipeline_parallel_size, self.pipeline_parallel_rank = run.stages, run.rank("pp")
         self.data_parallel_size, self.data_parallel_rank = place.dp_size, place.dp_rank
 
     def connect(self, model: pl.LightningModule) -> None:
@@ -271,20 +263,16 @@ class NeuronXLAStrategy(NxdtStrategy):
 
     def model_to_device(self) -> None:
         """Set the device of the module: ``initialize_parallel_model`` has already placed the model."""
-        module = self.lightning_module
-        if module is not None:
-            module._device = self.root_device
+        cast(pl.LightningModule, self.lightning_module)._device = self.root_device
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return the dataloader with this rank's share of the samples; one with a ``DistributedSampler`` unchanged.
 
         As in NxD Core, ``Trainer(use_distributed_sampler=False)`` leaves every dataloader unchanged.
         """
-        module = self.lightning_module
-        assert module is not None
-        wanted = module.trainer._accelerator_connector.use_distributed_sampler
+        trainer = cast(pl.LightningModule, self.lightning_module).trainer
         if (
-            not wanted
+            not trainer._accelerator_connector.use_distributed_sampler
             or self.engine.rank_info.world_size == 1
             or not isinstance(dataloader, DataLoader)
             or isinstance(dataloader.sampler, DistributedSampler)
@@ -302,7 +290,11 @@ class NeuronXLAStrategy(NxdtStrategy):
     def optimizer_step(
         self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
     ) -> Any:
-        """Let the optimizer step; called by Lightning, which counts the step."""
+        """Call the hooks ``on_before_optimizer_step``, then let the optimizer step; called by Lightning, which counts
+        the step."""
+        trainer = cast(pl.LightningModule, self.lightning_module).trainer
+        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
+        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
         return optimizer.step()
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.random.init import initialize
-from nxdt_plugin_nxd_core.arguments import binds, expect, refused
+from nxdt_plugin_nxd_core.arguments import FIXED, binds, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig
 from nxdt_plugin_nxd_core.module_plan import plan_of
 
@@ -46,18 +46,12 @@ class LoraConfig:
     merge_sharded_lora: bool = False
 
     def section(self) -> dict[str, Any]:
-        """Return the section ``adapter`` that means the same. ``merge_lora`` is refused: it is a command here."""
-        if self.merge_lora:
-            raise refused("LoraConfig", "merge_lora", True)
+        """Return the section ``adapter`` that means the same."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
-        del values["merge_sharded_lora"]  # it has no effect
-        start = self.init_lora_weights
-        expect("LoraConfig", "init_lora_weights", start, "default or gaussian", when=start != "pissa")
-        for name in ("target_modules", "modules_to_save"):
-            if name in values:
-                listed = isinstance(values[name], str | list | tuple | set)
-                expect("LoraConfig", name, values[name], "a list of names of layers", when=listed)
-                values[name] = [values[name]] if isinstance(values[name], str) else list(values[name])
+        for name in FIXED["LoraConfig"]:
+            del values[name]
+        for name in values.keys() & {"target_modules", "modules_to_save"}:
+            values[name] = [values[name]] if isinstance(values[name], str) else list(values[name])
         return {"name": "lora", **values}
 
 
@@ -70,9 +64,7 @@ class LoRAModel(nn.Module):
     Under tensor or pipeline parallelism, pass the configuration to ``neuronx_distributed_config(lora_config=...)``
     instead: the engine shards the updates with their layers.
 
-    Args:
-        module: changed in place.
-        config: its options; ``enable_lora`` must be True.
+    The module is changed in place.
 
     Raises:
         ArgumentMeansNothing: ``enable_lora`` is False.

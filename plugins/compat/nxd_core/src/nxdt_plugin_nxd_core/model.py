@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -27,11 +27,6 @@ from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, ModulesDifferBet
 from nxdt_plugin_nxd_core.module_plan import plan_of
 
 _CALL = "initialize_parallel_model"
-_DTYPES: Mapping[torch.dtype, DType] = {
-    torch.float64: "float64",
-    torch.float32: "float32",
-    torch.bfloat16: "bfloat16",
-}
 
 
 @binds
@@ -43,9 +38,7 @@ def initialize_parallel_model(
     Each rank builds the whole module on its host, with the same random numbers, and keeps its part of the values.
 
     Args:
-        nxd_config: what :func:`neuronx_distributed_config` returned.
         model_fn: returns the module; its ``forward`` takes what ``run_train`` is called with.
-        model_args, model_kwargs: passed to ``model_fn``.
 
     Raises:
         ModelFnReturnsNoModule: of ``model_fn``.
@@ -76,10 +69,10 @@ def initialize_parallel_model(
             if other != first:
                 names = first.keys() ^ other.keys() or {name for name in first if first[name] != other[name]}
                 raise ModulesDifferBetweenRanks(rank=rank, difference=f"'{min(names)}' has other values, or is missing")
-    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
-    if len(dtypes) > 1 or not dtypes <= _DTYPES.keys():
+    dtypes = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()} or {torch.float32}
+    if len(dtypes) > 1 or not dtypes <= {torch.float64, torch.float32, torch.bfloat16}:
         raise refused(_CALL, "model_fn", ", ".join(sorted(map(str, dtypes))))
-    dtype = _DTYPES[dtypes.pop()] if dtypes else "float32"
+    dtype = cast(DType, str(dtypes.pop()).removeprefix("torch."))
     adapters = build.adapters(run)
     parallel = config.engine.initialize_model(
         ModuleBuilder(None, module, plan, config.pipeline["output_loss_value_spec"]),
@@ -88,11 +81,11 @@ def initialize_parallel_model(
         adapters=adapters,
         materialise=False,
     )
-    parallel.load_state_dict(own_parts(parallel.state_dict(), _values(module)), strict=False)
+    model = NxDModel(parallel, config, module, plan)
+    model.load_state_dict(_values(module), strict=False)
     for adapter in adapters:
         adapter.begin(parallel, run, ranks)
     config.session.built_model = parallel
-    model = NxDModel(parallel, config, module, plan)
     config.model, config.optimizers = model, ()
     return model
 
@@ -200,12 +193,21 @@ class NxDModel(nn.Module):
         return {name: value.tensor if isinstance(value, LocalShard) else value for name, value in held.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Copy values in: whole tensors, of which this rank takes its part, or shards as :meth:`state_dict` gives.
+        """Copy values in: whole tensors or larger shards, of which this rank takes its part, or shards as
+        :meth:`state_dict` gives.
 
         Raises:
             WeightsDoNotFit: names or shapes differ.
         """
-        self.parallel.load_state_dict(own_parts(self.parallel.state_dict(), state_dict), strict=strict)
+        held, parts = self.parallel.state_dict(), dict(state_dict)
+        for name in held.keys() & parts.keys():
+            place, value = local_shard_of(held[name], name), parts[name]
+            if tuple(value.shape) == place.shape and place.tensor is not value:
+                whole = local_shard_of(value, name)
+                if place.region.intersection(whole.region) == place.region:
+                    part = whole.tensor[place.region.within(whole.region)].detach()
+                    parts[name] = LocalShard(part, place.shape, place.region)
+        self.parallel.load_state_dict(parts, strict=strict)
 
     def to(self, *args: Any, **kwargs: Any) -> NxDModel:
         """Return the model: it is on its device already. Another dtype is refused."""
@@ -221,16 +223,3 @@ class NxDModel(nn.Module):
 def _values(module: nn.Module) -> dict[str, torch.Tensor]:
     saved = module.state_dict(keep_vars=True)
     return {**dict(module.named_parameters()), **{name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}}
-
-
-def own_parts(held: Mapping[str, torch.Tensor | LocalShard], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of each value that has more than it; what has another shape stays as it is."""
-    parts = dict(values)
-    for name in held.keys() & values.keys():
-        place, value = local_shard_of(held[name], name), values[name]
-        if tuple(value.shape) == place.shape and place.tensor is not value:
-            whole = local_shard_of(value, name)
-            if place.region.intersection(whole.region) == place.region:
-                part = whole.tensor[place.region.within(whole.region)].detach()
-                parts[name] = LocalShard(part, place.shape, place.region)
-    return parts

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from torch import nn
 
 from nxdt_core.models.updates import UpdatedEmbedding, UpdatedLinear
@@ -78,33 +76,28 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         chosen[RECOMPUTED] = tuple(name for name, part in module.named_modules() if isinstance(part, recompute))
     owners: dict[int, str] = {}
     named = [(owners.setdefault(id(p), name), name) for name, p in module.named_parameters(remove_duplicate=False)]
+
+    # Groups of ranks that hold copies of key and value features are heads of one group a rank.
+    heads, multipliers = None, {part.kv_size_multiplier for part in fused.values()}
+    if tp > 1 and multipliers - {1}:
+        multiplier = max(multipliers)
+        if len(multipliers) > 1 or tp % multiplier:
+            raise refused("GQAQKVColumnParallelLinear", "kv_size_multiplier", sorted(multipliers), tp=tp)
+        heads = AttentionHeads(
+            query_heads=tp,
+            kv_heads=tp // multiplier,
+            query=tuple(f"{path}.q" for path in fused),
+            key_value=tuple(f"{path}.{name}" for path in fused for name in ("k", "v")),
+            output=tuple(path for path, style in styles.items() if style == "row"),
+        )
     return ParallelPlan(
         tensor=styles,
         tensor_blocks=(*blocks, *fused),
-        heads=_heads(fused, styles, tp),
+        heads=heads,
         pipeline=None if stages == 1 or layers is None else _pipeline(module, layers, config.pipeline["hidden_size"]),
         recompute=chosen,
         recompute_layer="layers.*" if layers is None else f"{layers}.*",
         tied=tuple((owner, user) for owner, user in named if owner != user),
-    )
-
-
-def _heads(
-    fused: Mapping[str, GQAQKVColumnParallelLinear], styles: Mapping[str, TensorStyle], tp: int
-) -> AttentionHeads | None:
-    """The groups of ranks that hold copies of key and value features, as heads of one group a rank."""
-    multipliers = {part.kv_size_multiplier for part in fused.values()}
-    if not multipliers - {1} or tp == 1:
-        return None
-    multiplier = max(multipliers)
-    if len(multipliers) > 1 or tp % multiplier:
-        raise refused("GQAQKVColumnParallelLinear", "kv_size_multiplier", sorted(multipliers), tp=tp)
-    return AttentionHeads(
-        query_heads=tp,
-        kv_heads=tp // multiplier,
-        query=tuple(f"{path}.q" for path in fused),
-        key_value=tuple(f"{path}.{name}" for path in fused for name in ("k", "v")),
-        output=tuple(path for path, style in styles.items() if style == "row"),
     )
 
 

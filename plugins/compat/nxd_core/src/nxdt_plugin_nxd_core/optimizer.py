@@ -29,10 +29,8 @@ def initialize_parallel_optimizer(
     """Return ``optimizer_class(groups, **defaults)`` over this rank's shards of the parameters. Collective.
 
     Args:
-        nxd_config: of :func:`neuronx_distributed_config`, after :func:`initialize_parallel_model`.
         optimizer_class: a class of ``torch.optim``, or one like it.
         parameters: ``model.parameters()``, ``model.named_parameters()``, or groups of them as dictionaries.
-        defaults: options of the class.
 
     Raises:
         NotOfThisModel: parameters of another model.
@@ -121,8 +119,12 @@ class NxDOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shards of the state by parameter name, and the groups' options."""
-        options = [{k: v for k, v in group.items() if k not in ("params", "names")} for group in self.param_groups]
-        return {"state": self.core.state_dict(), "param_groups": options}
+        return {"state": self.core.state_dict(), "param_groups": self.options()}
+
+    def options(self) -> list[dict[str, Any]]:
+        """Return what each group has besides its parameters."""
+        tensors = ("params", "names", "shards")
+        return [{key: value for key, value in group.items() if key not in tensors} for group in self.param_groups]
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned in the same layout; :func:`load_checkpoint` loads in any."""
@@ -136,9 +138,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
 
     Args:
         params: parameters of the model that ``initialize_parallel_model`` returned last, or groups of them.
-        optimizer_class: a class of ``torch.optim``.
         grad_clipping, max_norm: decide instead of ``optimizer_config``.
-        defaults: options of the class.
 
     Raises:
         ArgumentMeansNothing: the model was not laid out for ZeRO-1.

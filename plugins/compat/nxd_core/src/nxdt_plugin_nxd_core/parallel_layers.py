@@ -44,7 +44,7 @@ def parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, target: torch.Te
     what = f"of the shape {wanted} of the logits without their last dimension"
     expect("parallel_cross_entropy", "target", found, what, when=found == wanted)
     config = current_config()
-    mesh = None if config is None or config.model is None else config.groups.mesh
+    mesh = None if config is None or config.model is None else config.mesh
     if mesh is not None and mesh["tp"].size() > 1:
         from torch.distributed.tensor import DTensor, Shard  # half a CPU-second that one process does not need
 
@@ -58,10 +58,6 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
     """Finish the gradients' sums over the ranks, clip their global norm to ``max_norm``, and return the norm before.
 
     Collective. The optimizer's next step neither repeats the sums nor clips again.
-
-    Args:
-        parameters: those of the model.
-        max_norm: largest norm of the gradients of the whole model.
 
     Raises:
         NotOfThisModel: some parameters only, or others.

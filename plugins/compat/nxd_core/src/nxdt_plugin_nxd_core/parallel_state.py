@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from nxdt_plugin_nxd_core.arguments import binds
-from nxdt_plugin_nxd_core.config import Dimension, Groups, current_config, required_config
+from nxdt_plugin_nxd_core.config import DIMENSIONS, current_config, required_config
 
 __all__ = [
     "get_context_model_parallel_rank",
@@ -36,31 +36,31 @@ def model_parallel_is_initialized() -> bool:
     return current_config() is not None
 
 
-def _groups() -> Groups:
-    return required_config("parallel_state").groups
-
-
-def _along(dim: Dimension, prefix: str) -> tuple[Callable[[], int], Callable[[], int], Callable[..., Any], Any]:
+def _along(dimension: str, prefix: str) -> tuple[Callable[[], int], Callable[[], int], Callable[..., Any], Any]:
     """Return NxD Core's four functions of a dimension: size, rank, group, and replica groups."""
 
     def size() -> int:
         """Return the number of ranks along this dimension."""
-        return _groups().size(dim)
+        return len(replica_groups()[0])
 
     def rank() -> int:
         """Return this rank's number along this dimension."""
-        return _groups().rank(dim)
+        return required_config("parallel_state").rank(dimension)
 
     def group(as_list: bool = False) -> dist.ProcessGroup | list[list[int]] | None:
         """Return the process group of this rank along this dimension, or with ``as_list`` the ranks of all of them.
 
         A program of one process has no process group, and gets None.
         """
-        return _groups().ranks(dim) if as_list else _groups().group(dim)
+        if as_list:
+            return replica_groups()
+        mesh = required_config("parallel_state").mesh
+        return None if mesh is None else mesh.get_group(dimension)
 
     def replica_groups() -> list[list[int]]:
         """Return the ranks of each group along this dimension."""
-        return _groups().ranks(dim)
+        mesh = required_config("parallel_state").mesh
+        return [[0]] if mesh is None else mesh.mesh.movedim(DIMENSIONS.index(dimension), -1).flatten(0, 1).tolist()
 
     for function in (size, rank, group, replica_groups):
         function.__qualname__ = f"get_{prefix}_parallel_{function.__name__}"

@@ -35,7 +35,7 @@ from nxdt_plugin_nxd_core.arguments import binds, error_of, reason_and_advice, r
 from nxdt_plugin_nxd_core.config import NxDConfig, required_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
 from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear
-from nxdt_plugin_nxd_core.model import NxDModel, own_parts
+from nxdt_plugin_nxd_core.model import NxDModel
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
 
 _RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
@@ -52,7 +52,6 @@ def save(
     Args:
         state_dict: tensors, such as ``{"model": model.state_dict()}``, numbers, text, and lists and dictionaries of
             them.
-        save_dir: a directory.
         down_cast_bf16: write float32 tensors as bfloat16.
         master_dp_only: write one file for all data parallel ranks, which combine their shards under ZeRO-1; False
             writes one for each.
@@ -72,7 +71,7 @@ def save(
                 raise error_of("parallel_layers.save", argument, type(value).__name__, reason, advice)
 
     on_all_ranks(config.engine.ranks, check, where=str(save_dir))
-    writes = not (config.groups.rank("dp") and master_dp_only)
+    writes = not (config.rank("dp") and master_dp_only)
 
     def on_the_host(value: Any) -> Any:
         """Return this rank's elements of a tensor; collective where data parallel ranks have shards of it."""
@@ -117,7 +116,6 @@ def load(
         load_dir: the directory; with ``sharded=False`` a file of whole tensors.
         model_or_optimizer: what to load the values into; None returns them.
         model_key: of its values in the file; None where the file holds them alone.
-        sharded: whether ``load_dir`` has a file for each rank.
         model: another name of ``model_or_optimizer``.
         strict: refuse a file that lacks parameters or has others.
         master_dp_only: as of :func:`save`.
@@ -179,21 +177,20 @@ def load(
     if isinstance(target, NxDOptimizer):
         groups = (found if model_key is None else found[model_key])["param_groups"]
         target.load_state_dict({"state": values, "param_groups": groups})
-    elif sharded:
-        target.parallel.load_state_dict(values, strict=strict)
     else:
-        own = target.parallel.state_dict()
-        everywhere = {name for each in config.engine.ranks.all_gather_object([*own]) for name in each}
-        if strict and values.keys() - everywhere:
-            raise WeightsDoNotFit(missing=[], extra=sorted(values.keys() - everywhere), shapes=[])
-        target.load_state_dict({name: value for name, value in values.items() if name in own}, strict=strict)
+        if not sharded:
+            own = target.parallel.state_dict()
+            everywhere = {name for each in config.engine.ranks.all_gather_object([*own]) for name in each}
+            if strict and values.keys() - everywhere:
+                raise WeightsDoNotFit(missing=[], extra=sorted(values.keys() - everywhere), shapes=[])
+            values = {name: value for name, value in values.items() if name in own}
+        target.load_state_dict(values, strict=strict)
     return {} if model_key is None else {key: value for key, value in found.items() if key != model_key}
 
 
 def _name(config: NxDConfig, master_dp_only: bool) -> str:
-    groups = config.groups
-    name = f"tp_rank_{groups.rank('tp'):02d}_pp_rank_{groups.rank('pp'):02d}"
-    return name if master_dp_only else f"{name}_dp_rank_{groups.rank('dp'):02d}"
+    name = f"tp_rank_{config.rank('tp'):02d}_pp_rank_{config.rank('pp'):02d}"
+    return name if master_dp_only else f"{name}_dp_rank_{config.rank('dp'):02d}"
 
 
 def _path_of(config: NxDConfig, folder: Path, master_dp_only: bool) -> Path:
@@ -273,11 +270,7 @@ def _region(tensor: torch.Tensor | LocalShard, of_all_dp: bool) -> TensorSlice:
 def _of_model(
     model: NxDModel, values: dict[str, Any], path: Path, *, strict: bool, of_all_dp: bool
 ) -> Mapping[str, torch.Tensor | LocalShard]:
-    """Return this rank's part of a file's values.
-
-    Raises:
-        WeightsDoNotFit: names or shapes differ.
-    """
+    """Return a file's values under the names of the layers here, with their places in the whole tensors."""
     # The values of grouped-query attention get the names of the layers here; see :func:`_in_nxd_names`.
     own, values = model.parallel.state_dict(), {str(key): value for key, value in values.items()}
     for prefix, part in _fused(model):
@@ -303,9 +296,7 @@ def _of_model(
     extra = sorted(values.keys() - own.keys()) if strict else []
     if missing or extra or shapes:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
-    return own_parts(
-        own, {name: LocalShard(values[name], tuple(own[name].shape), region) for name, region in regions.items()}
-    )
+    return {name: LocalShard(values[name], tuple(own[name].shape), region) for name, region in regions.items()}
 
 
 def _fused(model: NxDModel) -> Iterator[tuple[str, GQAQKVColumnParallelLinear]]:

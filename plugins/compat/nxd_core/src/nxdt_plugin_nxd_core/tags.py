@@ -51,9 +51,7 @@ def save_checkpoint(
     Args:
         path: a directory, or the address of a store such as ``s3://…``.
         tag: of this checkpoint; a checkpoint of the same tag is replaced once this one is complete.
-        model: what :func:`initialize_parallel_model` returned.
         optimizer: what :func:`initialize_parallel_optimizer` returned; None saves weights alone.
-        scheduler: its ``state_dict()`` is saved.
         user_content: numbers, text, tensors, and lists and dictionaries of them.
         num_kept_ckpts: delete all but this number of the newest tags afterwards.
         async_save: return once the model may be changed; the next save, or the end of the process, waits.
@@ -92,11 +90,8 @@ def load_checkpoint(
     """Load what :func:`save_checkpoint` saved in any layout, and return its ``user_content``. Collective.
 
     Args:
-        path: as of :func:`save_checkpoint`.
         tag: tag of the checkpoint; None takes the newest.
-        model: its weights are replaced.
         optimizer: its state is replaced, and the options of its groups; None leaves both.
-        scheduler: gets the state that was saved.
         strict: refuse a checkpoint that lacks parameters of the model or has others.
 
     Raises:
@@ -121,14 +116,12 @@ def load_checkpoint(
 
 def content_of(tag: str, optimizer: Any, scheduler: Any, user_content: Any) -> dict[str, Any]:
     """Return what a checkpoint of a caller's own loop holds besides tensors."""
-    content = {"tag": tag, "scheduler": None, "user_content": user_content, "groups": None}
-    if scheduler is not None:
-        content["scheduler"] = _plain(scheduler.state_dict())
-    if optimizer is not None:
-        tensors = ("params", "names", "shards")
-        groups = [{key: each for key, each in group.items() if key not in tensors} for group in optimizer.param_groups]
-        content["groups"] = [{key: _plain(each) for key, each in group.items()} for group in groups]
-    return content
+    return {
+        "tag": tag,
+        "scheduler": None if scheduler is None else _plain(scheduler.state_dict()),
+        "user_content": user_content,
+        "groups": None if optimizer is None else _plain(optimizer.options()),
+    }
 
 
 def restore(content: Mapping[str, Any], optimizer: Any, scheduler: Any) -> None:

@@ -26,7 +26,6 @@ from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.system.paths import expand_home
 from nxdt_plugin_megatron_data.indexed_files import dtype_for
 
-_NOT_UTF8 = "not UTF-8"
 _LLAMA_3_RANKS = 128_000
 
 
@@ -131,16 +130,15 @@ class RecordEncoder:
         encoded, texts, likely = Encoded(), list[str](), None
         for line, record in self._records(content, json_lines):
             encoded.records += 1
-            text, reason = _text_of(record, self._recipe.text_key) if json_lines else _decoded(record)
-            if text is not None:
-                texts.append(text)
-                continue
-            if reason.startswith(_NOT_UTF8):  # then also the likeliest encoding of the block, and what converts it
-                if likely is None:
+            try:
+                texts.append(_text_of(record, self._recipe.text_key) if json_lines else record.decode())
+            except UnicodeDecodeError as error:
+                if likely is None:  # the likeliest encoding of the block, and what converts it
                     name = iconv_name(content, _bad_byte(content) or 0)
                     likely = f"; it looks like {name}, which 'iconv -f {name} -t UTF-8' converts" if name else ""
-                reason += likely
-            encoded.faults.append((line, reason))
+                encoded.faults.append((line, f"not UTF-8: byte {record[error.start]:#04x}{likely}"))
+            except ValueError as error:
+                encoded.faults.append((line, str(error)))
         parts: list[NDArray[Any]] = []
         lengths = []
         for ids in encode_documents(texts, self._tokenizer):
@@ -161,31 +159,30 @@ class RecordEncoder:
             line += record.count(b"\n") + (separator or "").count("\n")
 
 
-def _text_of(record: bytes, key: str) -> tuple[str | None, str]:
-    text, reason = _decoded(record)
-    if text is None:
-        return None, reason
+def _text_of(record: bytes, key: str) -> str:
+    """Return the text under a key of a JSON object.
+
+    Raises:
+        ValueError: there is none; the message says why. A ``UnicodeDecodeError`` where the record is not UTF-8.
+    """
+    decoded = record.decode()
     try:
-        value = parse_json(text)
+        value = parse_json(decoded)
     except (ValueError, RecursionError) as error:
-        return None, f"not a JSON object: {error}"
+        raise ValueError(f"not a JSON object: {error}") from error
     if not isinstance(value, dict):
-        return None, f"not a JSON object: it is a {type(value).__name__}"
+        raise ValueError(f"not a JSON object: it is a {type(value).__name__}")
     if key not in value:
         keys = ", ".join(repr(name) for name in value) or "none"
-        return None, f"no text under the key {key!r}; its keys are {keys}"
-    if not isinstance(value[key], str):
-        return None, f"the value under the key {key!r} is not text, but of type {type(value[key]).__name__}"
+        raise ValueError(f"no text under the key {key!r}; its keys are {keys}")
+    text = value[key]
+    if not isinstance(text, str):
+        raise ValueError(f"the value under the key {key!r} is not text, but of type {type(text).__name__}")
     try:
-        value[key].encode()
-    except UnicodeEncodeError:
-        return None, f"the text under the key {key!r} holds half a character (a lone surrogate)"
-    return value[key], ""
-
-
-def _decoded(record: bytes) -> tuple[str | None, str]:
-    place = _bad_byte(record)
-    return (record.decode(), "") if place is None else (None, f"{_NOT_UTF8}: byte {record[place]:#04x}")
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"the text under the key {key!r} holds half a character (a lone surrogate)") from error
+    return text
 
 
 def _bad_byte(content: bytes) -> int | None:
