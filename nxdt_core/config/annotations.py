@@ -47,10 +47,6 @@ class Range:
         bounds = {"ge": self.low, "le": self.high}
         return {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
 
-    def holds(self, value: float) -> bool:
-        """Return whether ``value`` is within the bounds."""
-        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
-
     def describe(self) -> str:
         """Return a description of the bounds, to follow "an integer" or "a number"."""
         if self.low is not None and self.high is not None:
@@ -74,7 +70,6 @@ class PartOf:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
 class Secret:
     """The key holds a token or a password of another type than :data:`SecretText`: a value that is not a reference such
     as ``${oc.env:NAME}`` is masked wherever a configuration is shown or written. Give the field ``repr=False``, too, so
@@ -85,7 +80,6 @@ class Secret:
         return {**handler(source), "writeOnly": True}
 
 
-@dataclass(frozen=True, slots=True)
 class StartsAtFile:
     """The key is an address to read from. A relative path starts at the directory of the file that sets it, as one of
     type ``Path`` does; ``scheme://…`` stays as it is."""
@@ -95,13 +89,11 @@ class StartsAtFile:
         return {**handler(source), "format": "path"}
 
 
-@dataclass(frozen=True, slots=True)
 class NamesModel:
     """The key is text that may name a model of the Hugging Face hub, ``hf:owner/name``, as every path may. The run gets
     its path, and what the run writes has its commit."""
 
 
-@dataclass(frozen=True, slots=True)
 class Written:
     """The key is a path that a run writes to, so that it need not exist before."""
 

@@ -18,7 +18,6 @@ from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent
 from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
 from nxdt_core.config.schema import (
     SLOTS,
-    Composition,
     DistributedStrategyConfig,
     EarlyStoppingParams,
     EmaConfig,
@@ -448,12 +447,12 @@ _SWITCHED = {
 """Switch → the section that nothing reads while it is off."""
 
 
-def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
-    """Yield the lines that name keys without an effect."""
-    given, engine = checked.values.get, composition.components.get("engine")
-    xla = engine is not None and "xla" in engine.record.capabilities
+def find_notes(checked: Checked, components: Mapping[str, Selected | None]) -> Iterator[str]:
+    """Yield the lines that name keys without an effect, of a configuration without problems."""
+    given, engine, schedule = checked.values.get, components.get("engine"), components.get("schedule")
+    xla = engine is not None and "xla" in engine.component.record.capabilities
     if engine is not None and not xla and given("trainer.lnc") is not None:
-        yield f"trainer.lnc: no effect, since the engine {engine.record.name!r} does not read it"
+        yield f"trainer.lnc: no effect, since the engine {engine.component.record.name!r} does not read it"
     if not xla and given("compiler_cache_url") is not None and not given("model.compile"):
         yield "compiler_cache_url: no effect, since model.compile is false"
     for switch, (section, cls) in _SWITCHED.items():
@@ -505,7 +504,7 @@ def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
     if lengths is None:
         return
     horizon, last = lengths
-    ends = getattr(composition.classes.get(_SCHEDULE), "reads_max_steps", True)
+    ends = getattr(schedule and schedule.config, "reads_max_steps", True)
     end, steps = (_HORIZON, horizon) if ends and horizon <= last else (_LAST, last)
     warmup = checked.numbers(_WARMUP)
     if warmup is not None and 0 < steps <= warmup[0]:

@@ -14,7 +14,7 @@ from typing import Any
 
 from nxdt_core.config.hub import complete, local_path, name_of
 from nxdt_core.config.read import has_interpolation, interpolate
-from nxdt_core.config.schema import Composition, ModelConfig
+from nxdt_core.config.schema import ModelConfig
 from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
 from nxdt_core.config.sources import file_problem
 from nxdt_core.config.tree import DEFAULT, Origin, Place, Tree
@@ -238,9 +238,14 @@ def read_hf_config(view: Tree) -> HFConfig:
     return HFConfig(path=path, problem=problem)
 
 
-def merge_hf_values(tree: Tree, composition: Composition, hf: HFConfig) -> list[ConfigProblem]:
-    """Put the file's values into the tree for keys of the model that it lacks; return what is wrong with the file."""
-    cls = composition.classes.get("model")
+def merge_hf_values(tree: Tree, cls: type | None, hf: HFConfig) -> list[ConfigProblem]:
+    """Put the file's values into the tree for keys of the model that it lacks; return what is wrong with the file.
+
+    Args:
+        tree: The values.
+        cls: Class of the model's section; None where it is not known.
+        hf: The file.
+    """
     if hf.path is None or _KEY not in tree or cls is None:
         return []
     keys = keys_of(cls)
