@@ -177,8 +177,8 @@ def load(
         kind: None if found is None else Selected(component=found, config=instances.get(sections[kind]))
         for kind, found in composition.components.items()
     }
-    checked = Checked(values, tree)
-    problems += find_problems(checked, components, kernel, asks_plugins=not problems)
+    checked = Checked(values, tree, components)
+    problems += find_problems(checked, kernel, asks_plugins=not problems)
     run = instances[""]
     if problems or run is None:
         wrong = {problem.key for problem in problems}
@@ -188,7 +188,7 @@ def load(
         *notes,
         *composition.notes,
         *notes_on_secrets(tree),
-        *find_notes(checked, components),
+        *find_notes(checked),
         *extension_notes,
         *plugin_notes(kernel.plugins),
         *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
@@ -313,16 +313,14 @@ class _Written:
             faults += wrong
             policy = PluginPolicy(**section.model_dump(exclude={"on_resume"})) if section is not None else policy
         if faults:  # no plugin is imported under a policy that was not understood
-            self.problems += faults
-            raise _refused(self.label, self.problems)
+            raise _refused(self.label, [*self.problems, *faults])
         if self.kernel is None or self.kernel.policy != policy:
             try:
                 self.kernel = Kernel.start(policy)
             except NxdtError as error:
                 key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
                 place = (tree.origin(key) if "plugins" in tree else DEFAULT).at(key)
-                self.problems.append(BadComponentChoice(**place, error=error))
-                raise _refused(self.label, self.problems) from None
+                raise _refused(self.label, [*self.problems, BadComponentChoice(**place, error=error)]) from None
         return self.kernel
 
 
@@ -349,21 +347,21 @@ def _collect(
     words: Sequence[Tree]
     words, unreadable = read_overrides(overrides)
     nothing = Tree({}, {(): COMMAND_LINE})
-    written = _Written(tree=nothing, label=str(wanted), kernel=kernel, passed=kernel is not None)
+    label = (label or "mapping") if isinstance(wanted, Mapping) else str(wanted)
+    written = _Written(tree=nothing, label=label, kernel=kernel, passed=kernel is not None)
 
     def kernel_for(above: Tree) -> Kernel:
         """Return the kernel that finds a recipe: under the policy of what is based on the recipe, which may block."""
         return written.start_kernel(_merged(above, words))
 
     source = read_source(wanted, partial(kernel_for, nothing), None, label)
-    tree, top, seen, stem, faults = nothing, source, [source.label], source.stem, list[ConfigProblem]()
+    tree, seen, stem, faults = nothing, [label], source.stem, list[ConfigProblem]()
     while True:
         if converts and source.path is not None and not source.problems:
-            before = len(written.problems)
             try:
                 finder = kernel_for(_merged(source.tree, [tree]))
             except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
-                del written.problems[before:]
+                pass
             else:
                 source, words, unread, notes = converted(source, words, finder)
                 written.unread |= unread
@@ -383,8 +381,7 @@ def _collect(
             break
         seen.append(named)
         place = source.tree.origin(BASE).at(BASE)
-        source = read_source(named, partial(kernel_for, tree), place, label)
-    written.label = top.label
+        source = read_source(named, partial(kernel_for, tree), place)
     written.problems += faults
     above = _merged(nothing, words)
     written.replaced += _find_replaced(tree, above)

@@ -15,6 +15,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import yaml
+
 from nxdt_core.config.annotations import Secret
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, usable_class
 from nxdt_core.config.section import REQUIRED, Key, keys_of, marked
@@ -155,9 +157,6 @@ def _scalar(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if type(value) is int or (isinstance(value, str) and _PLAIN.fullmatch(value)) or value in ([], {}):
         return str(value)
-    # Here, not above: the dumper's regular expressions cost 5 ms, which loading need not pay.
-    import yaml
-
     # The list around a value keeps the dumper from writing a document's end.
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
 

@@ -166,7 +166,7 @@ def read_source(
     source: str | Path | Mapping[str, Any],
     find_kernel: Callable[[], Kernel],
     named: Place | None = None,
-    label: str | None = None,
+    label: str = "mapping",
 ) -> Source:
     """Read and parse; problems are returned, not raised.
 
@@ -176,7 +176,7 @@ def read_source(
         named: Where the source is named; None: by the user.
         label: What a mapping is called.
     """
-    label = (label or "mapping") if isinstance(source, Mapping) else str(source)
+    label = label if isinstance(source, Mapping) else str(source)
     nothing = Tree({}, {(): Origin(kind="file", where=label)})
     problems: Sequence[ConfigProblem] = ()
     path, stem = None, ""
