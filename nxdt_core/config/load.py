@@ -589,8 +589,9 @@ def _drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> 
     """
     notes = []
     for slot, before, after, keys in replaced:
-        old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
-        if old is None or new is None:
+        try:
+            old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
+        except NxdtError:  # one of them is unavailable, which is reported where it is selected
             continue
         staying = {**new, **keys_of(sections_of(RunConfig)[slot.section])}
         dropped = [key for key in keys if key in old and key not in staying]
@@ -617,18 +618,18 @@ def _default(slot: Slot) -> str | None:
     return default if isinstance(default, str) else None
 
 
-def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None:
-    """Keys of a component; None where they are not known."""
-    try:
-        component: RegisteredComponent = (
-            kernel.registry.storage_for_scheme(name.removesuffix("://"))
-            if name.endswith("://")
-            else kernel.registry.get(slot.kind, name)
-        )
-        cls = component.load_config()
-        return keys_of(cls) if cls is not None else {}
-    except NxdtError:
-        return None
+def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key]:
+    """Return the keys of a component, which may be named by the scheme that it serves.
+
+    Raises:
+        NxdtError: it is unavailable.
+    """
+    if name.endswith("://"):
+        component = kernel.registry.storage_for_scheme(name.removesuffix("://"))
+    else:
+        component = kernel.registry.get(slot.kind, name)
+    cls = component.load_config()
+    return keys_of(cls) if cls is not None else {}
 
 
 _LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"

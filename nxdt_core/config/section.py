@@ -307,12 +307,12 @@ _NAMES_ELSEWHERE = {
 """Names of keys in Transformers, TRL and LLaMA-Factory → names here that are not like them."""
 
 
-def nearest_keys(key: str, known: Iterable[str], limit: int = 2) -> tuple[str, ...]:
-    """Return the known key paths that ``key`` was probably meant to be, best first; none where nothing is near."""
+def nearest_keys(key: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the known key paths that ``key`` was probably meant to be, at most two, best first."""
     section, _, name = key.rpartition(".")
     known = list(known)
     if meant := [path for path in known if path.rpartition(".")[2] == _NAMES_ELSEWHERE.get(name)]:
-        return tuple(sorted(meant, key=lambda path: path.rpartition(".")[0] != section)[:limit])
+        return tuple(sorted(meant, key=lambda path: path.rpartition(".")[0] != section)[:2])
     here = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
     elsewhere = [path for path in known if path.rpartition(".")[2] == name]
@@ -322,4 +322,4 @@ def nearest_keys(key: str, known: Iterable[str], limit: int = 2) -> tuple[str, .
     nearest = [*(here[match] for match in close), *elsewhere, *(names[match] for match in similar)]
     if not nearest:
         nearest = [here[match] for match in difflib.get_close_matches(name, here, n=1, cutoff=0.6)]
-    return tuple(dict.fromkeys(nearest))[:limit]
+    return tuple(dict.fromkeys(nearest))[:2]
