@@ -47,6 +47,10 @@ class Range:
         bounds = {"ge": self.low, "le": self.high}
         return {**handler(source), **{name: bound for name, bound in bounds.items() if bound is not None}}
 
+    def holds(self, value: float) -> bool:
+        """Return whether ``value`` is within the bounds."""
+        return (self.low is None or value >= self.low) and (self.high is None or value <= self.high)
+
     def describe(self) -> str:
         """Return a description of the bounds, to follow "an integer" or "a number"."""
         if self.low is not None and self.high is not None:
