@@ -485,7 +485,7 @@ def find_notes(checked: Checked) -> Iterator[str]:
     if lengths is None:
         return
     horizon, last = lengths
-    ends = getattr(schedule and schedule.config, "reads_max_steps", True)
+    ends = schedule is None or getattr(schedule.config, "reads_max_steps", True)
     end, steps = (_HORIZON, horizon) if ends and horizon <= last else (_LAST, last)
     warmup = checked.numbers(_WARMUP)
     if warmup is not None and 0 < steps <= warmup[0]:
