@@ -88,7 +88,6 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
     from nxdt_core.config.section import keys_of
     from nxdt_core.config.tree import parse_yaml
     from nxdt_core.errors import NxdtError
-    from nxdt_core.errors.configuration import Place
 
     trees = {recipe.name: parse_yaml(recipe.text, recipe.name)[0] for recipe in recipes}
 
@@ -109,7 +108,7 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
                 yield from (objective, kernel.registry.get("objective", objective).plugin)
             elif dataset:
                 component = kernel.registry.get("dataset", dataset)
-                section = usable_class(component, Place(place=component.dist, line=0, key="data"))
+                section = usable_class(component)
                 yield "sft" if section and "chat_template" in keys_of(section) else "pretraining"
 
     return {recipe: set(of(recipe.name)) for recipe in recipes}

@@ -192,7 +192,6 @@ def _classes(section: str) -> Iterator[type]:
     from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
     from nxdt_core.config.section import sections_of
     from nxdt_core.errors import NxdtError
-    from nxdt_core.errors.configuration import Place
     from nxdt_core.kernel import Kernel
 
     core = sections_of(RunConfig).get(section)
@@ -202,7 +201,7 @@ def _classes(section: str) -> Iterator[type]:
         if slot.section == section:
             for component in Kernel.start().registry.all(slot.kind):
                 try:
-                    own = usable_class(component, Place(place=component.dist, line=0, key=slot.key))
+                    own = usable_class(component)
                 except NxdtError:
                     continue  # `nxdt plugins show` says what is wrong with it
                 if own is not None:

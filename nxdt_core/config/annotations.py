@@ -74,7 +74,6 @@ class PartOf:
     key: str
 
 
-@dataclass(frozen=True, slots=True)
 class Secret:
     """The key holds a token or a password of another type than :data:`SecretText`: a value that is not a reference such
     as ``${oc.env:NAME}`` is masked wherever a configuration is shown or written. Give the field ``repr=False``, too, so
@@ -85,7 +84,6 @@ class Secret:
         return {**handler(source), "writeOnly": True}
 
 
-@dataclass(frozen=True, slots=True)
 class StartsAtFile:
     """The key is an address to read from. A relative path starts at the directory of the file that sets it, as one of
     type ``Path`` does; ``scheme://…`` stays as it is."""
@@ -95,13 +93,11 @@ class StartsAtFile:
         return {**handler(source), "format": "path"}
 
 
-@dataclass(frozen=True, slots=True)
 class NamesModel:
     """The key is text that may name a model of the Hugging Face hub, ``hf:owner/name``, as every path may. The run gets
     its path, and what the run writes has its commit."""
 
 
-@dataclass(frozen=True, slots=True)
 class Written:
     """The key is a path that a run writes to, so that it need not exist before."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import Any
 
@@ -18,7 +18,6 @@ from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent
 from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
 from nxdt_core.config.schema import (
     SLOTS,
-    Composition,
     DistributedStrategyConfig,
     EarlyStoppingParams,
     EmaConfig,
@@ -72,6 +71,9 @@ class Checked:
 
     values: Mapping[str, Any]
     tree: Tree
+    components: Mapping[str, Selected | None] = field(default_factory=dict)
+    """Those that are selected, by kind; one that is unavailable is absent. Their names of modules and marks of keys
+    count."""
     policy: PrecisionPolicy | None = None
 
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
@@ -79,15 +81,10 @@ class Checked:
         numbers = tuple(map(self.values.get, keys))
         return None if any(type(value) not in (int, float) for value in numbers) else numbers  # type: ignore[return-value]
 
-    def origin(self, key: str) -> Origin:
-        """Return where the value of ``key``, such as ``objective.rewards[0]``, comes from; where there is none, where
-        what is around it does."""
-        return self.tree.origin(key)
-
     def place(self, *keys: str) -> Place:
         """Return the place of a problem between ``keys``: the first that is written, by default the first."""
-        key = next((key for key in keys if self.origin(key).kind != "default"), keys[0])
-        return self.origin(key).at(key)
+        key = next((key for key in keys if self.tree.origin(key).kind != "default"), keys[0])
+        return self.tree.origin(key).at(key)
 
     def impossible(self, *keys: str, reason: str, advice: str, cause: Misfit | None = None) -> ImpossibleCombination:
         """Return the problem of values of ``keys`` that exclude each other."""
@@ -113,28 +110,26 @@ class Checked:
         return None if rest else count
 
 
-def find_problems(
-    checked: Checked, components: Mapping[str, Selected | None], kernel: Kernel, *, asks_plugins: bool
-) -> list[ConfigProblem]:
+def find_problems(checked: Checked, kernel: Kernel, *, asks_plugins: bool) -> list[ConfigProblem]:
     """Return the problems that the rules of the core, of the components and of plugins find in values that are right.
 
     Args:
-        checked: The values.
-        components: Those that are selected, by kind.
+        checked: The values and components.
         kernel: Knows who declares what.
         asks_plugins: Whether to call the hook ``nxdt_validate_config``, which expects a configuration of right types.
     """
+    components = checked.components
     precision = components.get("precision")
     if precision is not None:
         with suppress(Exception, SystemExit):  # what fails here fails again, with its traceback, in a run
             checked = replace(checked, policy=precision.component.load_target()(precision.config))
-    problems = list(find_impossible(checked, components))
+    problems = list(find_impossible(checked))
     engine = components.get("engine")
     if engine is not None:
         with _guarded(engine.component, checked.place("parallel_engine.name"), "rules", problems):
             rules = engine.component.load_rules()
             problems.extend(() if rules is None else rules(checked))
-    problems += find_undeclared(checked, components, kernel.registry)
+    problems += find_undeclared(checked, kernel.registry)
     for slot in SLOTS:
         selected = components.get(slot.kind)
         if selected is not None and isinstance(selected.config, ChecksItself):
@@ -171,15 +166,8 @@ def _guarded(component: RegisteredComponent, place: Place, what: str, problems: 
         problems.append(BadComponentConfig(**place, component=name, dist=dist, reason=reason))
 
 
-def find_impossible(
-    checked: Checked, components: Mapping[str, Selected | None] | None = None
-) -> Iterator[ConfigProblem]:
-    """Yield the problems of values that are each right.
-
-    Args:
-        checked: the values.
-        components: those that are selected, by kind; their names of modules and marks of keys count.
-    """
+def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
+    """Yield the problems of values that are each right."""
     given, numbers, excluded = checked.values.get, checked.numbers, checked.impossible
 
     # The run's length, its validations, and what it writes on the way.
@@ -290,7 +278,7 @@ def find_impossible(
 
     # A rate would jump, or fall from less than its peak, where steps at a constant rate or of decay begin before the
     # warm-up is done. A warm-up alone may be longer: such a run is the beginning of a longer one.
-    schedule, model = ((components or {}).get(kind) for kind in ("schedule", "model"))
+    schedule, model = (checked.components.get(kind) for kind in ("schedule", "model"))
     horizon = numbers(_HORIZON)
     if schedule is not None and schedule.config is not None and horizon is not None:
         cls: Any = type(schedule.config)
@@ -330,18 +318,10 @@ _SETTINGS = {
 """Setting → the capability of the engine that it needs, and what to write to do without."""
 
 
-def find_undeclared(
-    checked: Checked, components: Mapping[str, Selected | None], registry: Registry
-) -> Iterator[CapabilityMissing]:
+def find_undeclared(checked: Checked, registry: Registry) -> Iterator[CapabilityMissing]:
     """Yield what the selected engine, model and optimizer do not declare and the configuration asks for, each once, at
-    the first setting that needs it.
-
-    Args:
-        checked: the values.
-        components: those that are selected, by kind; one that is unavailable is absent.
-        registry: knows who declares what.
-    """
-    values = checked.values
+    the first setting that needs it; ``registry`` knows who declares what."""
+    values, components = checked.values, checked.components
     # Keys of a setting, its value, what to write to do without, and the capability of each kind that it needs.
     settings: list[tuple[tuple[str, ...], str, str, dict[str, str]]] = []
     for key, name in ((TP, "tp"), (CP, "cp"), (EP, "ep"), (PP, "pp")):
@@ -425,10 +405,10 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
     tree = config.tree.copy()
     for key, count in zip(WORLD, (world_size, 1), strict=True):
         tree.set(key, count, started)
-    checked = Checked({dotted(path): value for path, value in tree.leaves()}, tree)
+    checked = Checked({dotted(path): value for path, value in tree.leaves()}, tree, config.components)
     rules = config.selected("engine").component.load_rules()
     problems = [] if rules is None else [*rules(checked)]
-    if problems := [*find_undeclared(checked, config.components, config.kernel.registry), *problems]:
+    if problems := [*find_undeclared(checked, config.kernel.registry), *problems]:
         raise ConfigError(source=config.source, problems=tuple(problems))
 
 
@@ -449,12 +429,12 @@ _SWITCHED = {
 """Switch → the section that nothing reads while it is off."""
 
 
-def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
-    """Yield the lines that name keys without an effect."""
-    given, engine = checked.values.get, composition.components.get("engine")
-    xla = engine is not None and "xla" in engine.record.capabilities
+def find_notes(checked: Checked) -> Iterator[str]:
+    """Yield the lines that name keys without an effect, of a configuration without problems."""
+    given, engine, schedule = checked.values.get, checked.components["engine"], checked.components["schedule"]
+    xla = engine is not None and "xla" in engine.component.record.capabilities
     if engine is not None and not xla and given("trainer.lnc") is not None:
-        yield f"trainer.lnc: no effect, since the engine {engine.record.name!r} does not read it"
+        yield f"trainer.lnc: no effect, since the engine {engine.component.record.name!r} does not read it"
     if not xla and given("compiler_cache_url") is not None and not given("model.compile"):
         yield "compiler_cache_url: no effect, since model.compile is false"
     for switch, (section, cls) in _SWITCHED.items():
@@ -477,7 +457,7 @@ def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
 
     # ZeRO without ranks to shard over, and tokens exchanged for experts that are never full.
     sizes = checked.mesh_sizes()
-    sharding = [key for key in (_ZERO, _ZERO_STAGE) if checked.origin(key).kind != "default" and given(key)]
+    sharding = [key for key in (_ZERO, _ZERO_STAGE) if checked.tree.origin(key).kind != "default" and given(key)]
     if checked.numbers(*WORLD) == (1, 1):
         yield from _idle(sharding, "one process has nothing to shard")
     elif sizes is not None and sizes.fsdp == 1:
@@ -506,7 +486,7 @@ def find_notes(checked: Checked, composition: Composition) -> Iterator[str]:
     if lengths is None:
         return
     horizon, last = lengths
-    ends = getattr(composition.classes.get(_SCHEDULE), "reads_max_steps", True)
+    ends = schedule is None or getattr(schedule.config, "reads_max_steps", True)
     end, steps = (_HORIZON, horizon) if ends and horizon <= last else (_LAST, last)
     warmup = checked.numbers(_WARMUP)
     if warmup is not None and 0 < steps <= warmup[0]:

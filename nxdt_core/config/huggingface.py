@@ -7,17 +7,17 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.hub import complete, local_path, name_of
 from nxdt_core.config.read import has_interpolation, interpolate
-from nxdt_core.config.schema import Composition, ModelConfig
+from nxdt_core.config.schema import ModelConfig
 from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
 from nxdt_core.config.sources import file_problem
-from nxdt_core.config.tree import DEFAULT, Origin, Tree
+from nxdt_core.config.tree import DEFAULT, Origin, Tree, plain, walk
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import BadComponentChoice, ComponentFinding, ConfigProblem, ConfigUnreadable, Place
 from nxdt_core.errors.hub import HubError
@@ -86,7 +86,8 @@ def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> s
         values: keys of a ``config.json``, of an ``adapter_config.json``, or of the section ``model``, at any depth.
         weights: number of tensors of the weights, and bytes of their files; None where there are none to compare with.
     """
-    for key, value in _scalars(values):
+    for path, value in walk(plain(values)):
+        key = ".".join(part for part in path if isinstance(part, str))
         if has_interpolation(value):
             return f"{key} is the reference {value[:100]!r}, which is not resolved in a file from elsewhere"
         if isinstance(value, str) and value.encode("utf-8", "ignore").decode() != value:
@@ -102,17 +103,6 @@ def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> s
             if value > limit:
                 return f"{key} is {value}, too large for its weights (tensors: {tensors}, bytes: {size_bytes})"
     return None
-
-
-def _scalars(value: object, key: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for name, each in value.items():
-            yield from _scalars(each, f"{key}.{name}" if key else str(name))
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _scalars(each, key)
-    else:
-        yield key, value
 
 
 _KEY, _START = "model.model_config", "checkpoint.resume_from"
@@ -238,9 +228,14 @@ def read_hf_config(view: Tree) -> HFConfig:
     return HFConfig(path=path, problem=problem)
 
 
-def merge_hf_values(tree: Tree, composition: Composition, hf: HFConfig) -> list[ConfigProblem]:
-    """Put the file's values into the tree for keys of the model that it lacks; return what is wrong with the file."""
-    cls = composition.classes.get("model")
+def merge_hf_values(tree: Tree, cls: type | None, hf: HFConfig) -> list[ConfigProblem]:
+    """Put the file's values into the tree for keys of the model that it lacks; return what is wrong with the file.
+
+    Args:
+        tree: The values.
+        cls: Class of the model's section; None where it is not known.
+        hf: The file.
+    """
     if hf.path is None or _KEY not in tree or cls is None:
         return []
     keys = keys_of(cls)

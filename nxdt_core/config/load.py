@@ -34,7 +34,6 @@ from nxdt_core.config.read import (
 )
 from nxdt_core.config.schema import (
     SLOTS,
-    Composition,
     ExpManagerConfig,
     PluginsConfig,
     ResolvedConfig,
@@ -161,33 +160,35 @@ def load(
     # References are replaced, and what must not be shown is known before a message is made.
     problems += interpolate(tree, keys.names.values())
     _mask_options(tree, kernel)
-    for path, key in keys.leaves.items():
-        mask_secrets(tree, key, path)
+    for path, cls in keys.models:
+        mask_secrets(tree, cls, path)
     problems += hide_credentials(tree)
     learn_secrets(tree)
 
     # One reading by the models of the sections, then the rules over values that are each right.
-    reading = read(tree, keys, open_sections=composition.open, unfilled=composition.unfilled)
-    problems += explained(reading.problems, tree, keys.names.values(), kernel)
+    instances, faults, values = read(tree, keys, open_sections=composition.open, unfilled=composition.unfilled)
+    problems += explained(faults, tree, keys.names.values(), kernel)
     for path, origin in written.mandatory.items():
         if path in tree and tree.origin(path).kind == "default":
             problems.append(MissingKey(**origin.at(dotted(path)), allowed=f"a value in place of {MANDATORY}"))
     extensions, extension_notes = _select_extensions(tree, kernel, problems)
     sections = {slot.kind: slot.section for slot in SLOTS}
     components = {
-        kind: None if found is None else Selected(component=found, config=reading.components.get(sections[kind]))
+        kind: None if found is None else Selected(component=found, config=instances.get(sections[kind]))
         for kind, found in composition.components.items()
     }
-    checked = Checked(reading.values, tree)
-    problems += find_problems(checked, components, kernel, asks_plugins=not problems)
-    run = reading.instance
+    checked = Checked(values, tree, components)
+    problems += find_problems(checked, kernel, asks_plugins=not problems)
+    run = instances[""]
     if problems or run is None:
-        raise _refused(written.label, problems, keys.default_sources)
+        wrong = {problem.key for problem in problems}
+        independent = [problem for problem in problems if keys.default_sources.get(problem.key) not in wrong]
+        raise _refused(written.label, independent)
     notes = [
         *notes,
         *composition.notes,
         *notes_on_secrets(tree),
-        *find_notes(checked, composition),
+        *find_notes(checked),
         *extension_notes,
         *plugin_notes(kernel.plugins),
         *(f"plugins: no installed plugin is called {name!r}" for name in kernel.unmatched_policy()),
@@ -312,16 +313,14 @@ class _Written:
             faults += wrong
             policy = PluginPolicy(**section.model_dump(exclude={"on_resume"})) if section is not None else policy
         if faults:  # no plugin is imported under a policy that was not understood
-            self.problems += faults
-            raise _refused(self.label, self.problems)
+            raise _refused(self.label, [*self.problems, *faults])
         if self.kernel is None or self.kernel.policy != policy:
             try:
                 self.kernel = Kernel.start(policy)
             except NxdtError as error:
                 key = "plugins.local" if isinstance(error, LocalPluginMissing) else "plugins.lock"
                 place = (tree.origin(key) if "plugins" in tree else DEFAULT).at(key)
-                self.problems.append(BadComponentChoice(**place, error=error))
-                raise _refused(self.label, self.problems) from None
+                raise _refused(self.label, [*self.problems, BadComponentChoice(**place, error=error)]) from None
         return self.kernel
 
 
@@ -348,21 +347,21 @@ def _collect(
     words: Sequence[Tree]
     words, unreadable = read_overrides(overrides)
     nothing = Tree({}, {(): COMMAND_LINE})
-    written = _Written(tree=nothing, label=str(wanted), kernel=kernel, passed=kernel is not None)
+    label = (label or "mapping") if isinstance(wanted, Mapping) else str(wanted)
+    written = _Written(tree=nothing, label=label, kernel=kernel, passed=kernel is not None)
 
     def kernel_for(above: Tree) -> Kernel:
         """Return the kernel that finds a recipe: under the policy of what is based on the recipe, which may block."""
         return written.start_kernel(_merged(above, words))
 
     source = read_source(wanted, partial(kernel_for, nothing), None, label)
-    tree, top, seen, stem, faults = nothing, source, [source.label], source.stem, list[ConfigProblem]()
+    tree, seen, stem, faults = nothing, [label], source.stem, list[ConfigProblem]()
     while True:
         if converts and source.path is not None and not source.problems:
-            before = len(written.problems)
             try:
                 finder = kernel_for(_merged(source.tree, [tree]))
             except ConfigError:  # a wrong section ``plugins``, which is reported with all other problems
-                del written.problems[before:]
+                pass
             else:
                 source, words, unread, notes = converted(source, words, finder)
                 written.unread |= unread
@@ -383,8 +382,7 @@ def _collect(
             break
         seen.append(named)
         place = source.tree.origin(BASE).at(BASE)
-        source = read_source(named, partial(kernel_for, tree), place, label)
-    written.label = top.label
+        source = read_source(named, partial(kernel_for, tree), place)
     written.problems += faults
     above = _merged(nothing, words)
     written.replaced += _find_replaced(tree, above)
@@ -420,22 +418,18 @@ def _merged(tree: Tree, above: Iterable[Tree]) -> Tree:
     return found
 
 
-def _refused(
-    label: str, problems: Iterable[ConfigProblem], default_sources: Mapping[str, str] | None = None
-) -> ConfigError:
+def _refused(label: str, problems: Iterable[ConfigProblem]) -> ConfigError:
     """Return one error of all problems: by line of the file first, then those of the command line and of defaults.
 
     Args:
         label: What the user named.
         problems: In any order; the first of each line and key counts.
-        default_sources: Key → key that it takes its value from; where both have a problem, the latter is reported.
     """
     misfits: dict[str, list[Misfit]] = {}
     for problem in problems:
         hide_secrets_in(problem)
         if isinstance(problem, ImpossibleCombination) and problem.cause:
             misfits.setdefault(problem.cause.of, []).append(problem.cause)
-    keys = {problem.key for problem in problems}
     distinct: dict[tuple[str, str, str], ConfigProblem] = {}
     for problem in problems:
         if isinstance(problem, ImpossibleCombination) and problem.cause and len(misfits[problem.cause.of]) > 1:
@@ -445,8 +439,7 @@ def _refused(
             own = f"Set it to {fitting} or a divisor of it" if fitting > 1 else "Set it to 1"
             reason, advice = f"{group[0].divisor} fits none of {values}", f"{own}, or change those values."
             problem = ImpossibleCombination(**group[0].place, reason=reason, advice=advice)
-        if (default_sources or {}).get(problem.key) not in keys:
-            distinct.setdefault((problem.place, problem.key, problem.row()), problem)
+        distinct.setdefault((problem.place, problem.key, problem.row()), problem)
     if not distinct:
         raise RuntimeError(f"{label} was refused without a problem that says why: {problems}")
     ordered = sorted(distinct.values(), key=lambda problem: (problem.line == 0, problem.line))
@@ -458,7 +451,24 @@ _RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
 """Keys that the rules below read in addition to the selectors."""
 
 
-def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool) -> Composition:
+@dataclass(slots=True, kw_only=True)
+class _Composition:
+    """What the selected components add to the core's schema."""
+
+    components: dict[str, RegisteredComponent | None] = field(default_factory=dict)
+    """By kind; one whose component is unavailable is absent."""
+    classes: dict[str, type] = field(default_factory=dict)
+    """By path of the section: the class that the component declares."""
+    open: set[str] = field(default_factory=set)
+    """Sections whose component is unknown, so that their keys are unknown too."""
+    unfilled: type | None = None
+    """Class of the model where its keys would have come from a file that cannot be read: that they are missing is
+    reported at the file."""
+    notes: list[str] = field(default_factory=list)
+    """Lines on choices that follow from rules."""
+
+
+def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool) -> _Composition:
     """Return the component of every slot; what is wrong with the choices is added to ``problems``.
 
     Names that follow from rules are added to the tree, the values of ``model.model_config``, and the defaults of a run
@@ -478,7 +488,7 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
         whole = () if "model.name" in tree else ("model",)  # a model without a name is sought by its whole section
         interpolate(view, wanted=(*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole))
     hf = read_hf_config(view)
-    composition = Composition()
+    composition = _Composition()
     for slot in SLOTS:
         around = slot.section.split(".")
         sections = [tree.get(tuple(around[: depth + 1])) for depth in range(len(around))]
@@ -524,12 +534,12 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
             tree.set(slot.key, name, replace(DEFAULT, where="" if why == _BY_DEFAULT else f"by {why}"))
             if slot.kind == "model" and not published:
                 composition.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
-    faults = merge_hf_values(tree, composition, hf)
+    faults = merge_hf_values(tree, composition.classes.get("model"), hf)
     problems += faults
     if faults:
         composition.unfilled = composition.classes["model"]
     if published:
-        composition.notes.extend(fill_recipe(tree, hf))
+        composition.notes += fill_recipe(tree, hf)
     return composition
 
 
@@ -580,8 +590,9 @@ def _drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> 
     """
     notes = []
     for slot, before, after, keys in replaced:
-        old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
-        if old is None or new is None:
+        try:
+            old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
+        except NxdtError:  # one of them is unavailable, which is reported where it is selected
             continue
         staying = {**new, **keys_of(sections_of(RunConfig)[slot.section])}
         dropped = [key for key in keys if key in old and key not in staying]
@@ -608,18 +619,18 @@ def _default(slot: Slot) -> str | None:
     return default if isinstance(default, str) else None
 
 
-def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key] | None:
-    """Keys of a component; None where they are not known."""
-    try:
-        component: RegisteredComponent = (
-            kernel.registry.storage_for_scheme(name.removesuffix("://"))
-            if name.endswith("://")
-            else kernel.registry.get(slot.kind, name)
-        )
-        cls = component.load_config()
-        return keys_of(cls) if cls is not None else {}
-    except NxdtError:
-        return None
+def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key]:
+    """Return the keys of a component, which may be named by the scheme that it serves.
+
+    Raises:
+        NxdtError: it is unavailable.
+    """
+    if name.endswith("://"):
+        component = kernel.registry.storage_for_scheme(name.removesuffix("://"))
+    else:
+        component = kernel.registry.get(slot.kind, name)
+    cls = component.load_config()
+    return keys_of(cls) if cls is not None else {}
 
 
 _LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
@@ -640,8 +651,8 @@ def _mask_options(tree: Tree, kernel: Kernel) -> None:
         if isinstance(tree.get(where), dict) and isinstance(name, str):
             with suppress(NxdtError):  # of a component that cannot be had, which :func:`_select_extensions` reports
                 cls = kernel.registry.get("callback", name).load_config()
-                for key in keys_of(cls).values() if cls is not None else ():
-                    mask_secrets(tree, key, (*parts_of(where), key.name))
+                if cls is not None:
+                    mask_secrets(tree, cls, parts_of(where))
 
 
 def _entries(tree: Tree, path: str) -> list[tuple[str, Any]]:

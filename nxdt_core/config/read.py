@@ -288,19 +288,6 @@ _NAME_BYTES = 255
 """Longest name within a path that Linux accepts."""
 
 
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """Result of reading a section."""
-
-    instance: Any
-    """The section; None where one of its keys is wrong."""
-    components: dict[str, Any]
-    """Path of a section → the instance of the class of its component; None where one of its keys is wrong."""
-    problems: list[ConfigProblem]
-    values: dict[str, Any]
-    """Plain value by key path, lists as tuples; wrong ones are absent."""
-
-
 def read(
     tree: Tree,
     keys: Keys,
@@ -308,7 +295,7 @@ def read(
     *,
     open_sections: Collection[str] = (),
     unfilled: type | None = None,
-) -> Reading:
+) -> tuple[dict[str, Any], list[ConfigProblem], dict[str, Any]]:
     """Read a section from a tree that was filled and interpolated; its paths become absolute.
 
     Args:
@@ -317,14 +304,16 @@ def read(
         prefix: Path of the section, for messages.
         open_sections: Sections whose keys are not known, since their component is not.
         unfilled: Class of a component whose missing keys are reported elsewhere.
+
+    Returns:
+        The instance of each model by the path of its section, which is empty for the core's; None where a key is wrong.
+        The problems. And the plain value of each key by its path, lists as tuples; wrong ones are absent.
     """
     problems: dict[KeyPath, ConfigProblem | None] = {}
     values = Tree(plain(tree.data), {})
     located: dict[KeyPath, tuple[str, str | None]] = {}
-    named = any(isinstance(text, str) and text.startswith(HUB_SCHEME) for _, text in tree.leaves())
-    marks = (StartsAtFile, NamesModel) if named else (StartsAtFile,)
     for at, key in keys.leaves.items():
-        for below, mark in [(path, each) for each in marks for path in marked(each, key.annotation, tree.get(at), at)]:
+        for below, mark in list(marked((StartsAtFile, NamesModel), key.annotation, tree.get(at), at)):
             if not isinstance(text := tree.get(below), str):
                 continue
             if text.startswith(HUB_SCHEME):
@@ -391,10 +380,10 @@ def read(
     last = {at[:depth]: order[at] for at in keys.leaves for depth in range(len(at)) if problems}
     ordered = sorted(problems, key=lambda at: order.get(at, last.get(at[:-1], 0)))
     flat = {keys.names[at]: values.get(at) for at in keys.leaves if at in tree and at not in wrong}
-    instance = instances.pop(())
-    return Reading(
-        None if problems or keys.unknown else instance,
-        {keys.names[path]: component for path, component in instances.items()},
+    if problems or keys.unknown:
+        instances[()] = None
+    return (
+        {dotted(path): instance for path, instance in instances.items()},
         [problem for at in ordered if (problem := problems[at]) is not None],
         {name: tuple(value) if isinstance(value, list) else value for name, value in flat.items()},
     )
@@ -421,10 +410,9 @@ def read_part(cls: type, part: Tree | Mapping[str, Any], path: str = "") -> tupl
     """
     tree = part.copy() if isinstance(part, Tree) else Tree.of(part, DEFAULT)
     keys = fill(tree, cls)
-    for at, key in keys.leaves.items():
-        mask_secrets(tree, key, at)
-    reading = read(tree, keys, path)
-    return reading.instance, reading.problems
+    mask_secrets(tree, cls)
+    instances, problems, _ = read(tree, keys, path)
+    return instances[""], problems
 
 
 def _problems_of(

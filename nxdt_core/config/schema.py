@@ -620,13 +620,18 @@ SLOTS: tuple[Slot, ...] = (
 """In the order in which they are shown."""
 
 
-def usable_class(component: RegisteredComponent, place: Place) -> type | None:
-    """Return the class of the component's section; ``place`` is that of the key that selects it.
+def usable_class(component: RegisteredComponent, place: Place | None = None) -> type | None:
+    """Return the class of the component's section.
+
+    Args:
+        component: Any.
+        place: That of the key that selects it; by default its distribution.
 
     Raises:
         BadComponentChoice: it cannot be imported.
         BadComponentConfig: a field has a type that no YAML value can have.
     """
+    place = place or Place(place=component.dist, line=0, key="")
     try:
         cls = component.load_config()
     except NxdtError as error:
@@ -642,23 +647,6 @@ def usable_class(component: RegisteredComponent, place: Place) -> type | None:
         name, dist = component.qualified_name, component.dist
         raise BadComponentConfig(**place, component=name, dist=dist, reason=reason) from error
     return cls
-
-
-@dataclass(slots=True, kw_only=True)
-class Composition:
-    """What the selected components add to the core's schema."""
-
-    components: dict[str, RegisteredComponent | None] = field(default_factory=dict)
-    """By kind; one whose component is unavailable is absent."""
-    classes: dict[str, type] = field(default_factory=dict)
-    """By path of the section: the class that the component declares."""
-    open: set[str] = field(default_factory=set)
-    """Sections whose component is unknown, so that their keys are unknown too."""
-    unfilled: type | None = None
-    """Class of the model where its keys would have come from a file that cannot be read: that they are missing is
-    reported at the file."""
-    notes: list[str] = field(default_factory=list)
-    """Lines on choices that follow from rules."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -196,35 +196,42 @@ def members(annotation: Any) -> tuple[Any, ...]:
     return (annotation,)
 
 
-_MARKED_TYPES: dict[type, type] = {StartsAtFile: Path, Secret: SecretStr}
-"""Mark → the type that has it by itself."""
+_MARKED_TYPES = ((Path, StartsAtFile()), (SecretStr, Secret()))
+"""Types that have a mark by themselves."""
 
 
-def marked(mark: type, annotation: Any, value: Any, path: KeyPath) -> Iterator[KeyPath]:
-    """Yield where scalars of a value are whose annotation has a mark, such as :class:`Secret`, or is inside one."""
+def marked(kinds: tuple[type, ...], annotation: Any, value: Any, path: KeyPath) -> Iterator[tuple[KeyPath, type]]:
+    """Yield where the scalars of a value are whose annotation has a mark of one of the kinds, or is inside one.
+
+    Args:
+        kinds: Classes of marks, such as :class:`Secret`; each scalar is yielded with its own.
+        annotation: Of the value; may be a section.
+        value: Plain data.
+        path: Where it is.
+    """
     if value is None:
         return
     origin, arguments = get_origin(annotation), get_args(annotation)
-    marks = annotation.__metadata__ if origin is Annotated else ()
-    if any(isinstance(each, mark) for each in marks) or annotation is _MARKED_TYPES.get(mark, mark):
-        yield from (below for below, scalar in walk(value, path) if not isinstance(scalar, (dict, list)))
+    marks = annotation.__metadata__ if origin is Annotated else [mark for of, mark in _MARKED_TYPES if of is annotation]
+    if kind := next((kind for kind in kinds for mark in marks if isinstance(mark, kind)), None):
+        yield from ((below, kind) for below, scalar in walk(value, path) if not isinstance(scalar, (dict, list)))
     elif origin is Annotated:
-        yield from marked(mark, annotation.__origin__, value, path)
+        yield from marked(kinds, annotation.__origin__, value, path)
     elif origin in (Union, types.UnionType):
         for member in arguments:
-            yield from marked(mark, member, value, path)
+            yield from marked(kinds, member, value, path)
     elif is_model(annotation) and isinstance(value, dict):
         for name, key in keys_of(annotation).items():
             if name in value:
-                yield from marked(mark, key.annotation, value[name], (*path, name))
+                yield from marked(kinds, key.annotation, value[name], (*path, name))
     elif origin in TABLES and len(arguments) == 2 and isinstance(value, dict):
         for name, each in value.items():
-            yield from marked(mark, arguments[1], each, (*path, name))
+            yield from marked(kinds, arguments[1], each, (*path, name))
     elif origin in LISTS and isinstance(value, list) and arguments:
         fixed = origin is tuple and arguments[-1] is not Ellipsis
-        kinds = arguments if fixed else arguments[:1] * len(value)
-        for number, (kind, each) in enumerate(zip(kinds, value, strict=False)):
-            yield from marked(mark, kind, each, (*path, number))
+        of_items = arguments if fixed else arguments[:1] * len(value)
+        for number, (of_item, each) in enumerate(zip(of_items, value, strict=False)):
+            yield from marked(kinds, of_item, each, (*path, number))
 
 
 _ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
@@ -300,12 +307,12 @@ _NAMES_ELSEWHERE = {
 """Names of keys in Transformers, TRL and LLaMA-Factory → names here that are not like them."""
 
 
-def nearest_keys(key: str, known: Iterable[str], limit: int = 2) -> tuple[str, ...]:
-    """Return the known key paths that ``key`` was probably meant to be, best first; none where nothing is near."""
+def nearest_keys(key: str, known: Iterable[str]) -> tuple[str, ...]:
+    """Return the known key paths that ``key`` was probably meant to be, at most two, best first."""
     section, _, name = key.rpartition(".")
     known = list(known)
     if meant := [path for path in known if path.rpartition(".")[2] == _NAMES_ELSEWHERE.get(name)]:
-        return tuple(sorted(meant, key=lambda path: path.rpartition(".")[0] != section)[:limit])
+        return tuple(sorted(meant, key=lambda path: path.rpartition(".")[0] != section)[:2])
     here = {path.rpartition(".")[2]: path for path in known if path.rpartition(".")[0] == section}
     close = difflib.get_close_matches(name, here, n=1, cutoff=0.75)
     elsewhere = [path for path in known if path.rpartition(".")[2] == name]
@@ -315,4 +322,4 @@ def nearest_keys(key: str, known: Iterable[str], limit: int = 2) -> tuple[str, .
     nearest = [*(here[match] for match in close), *elsewhere, *(names[match] for match in similar)]
     if not nearest:
         nearest = [here[match] for match in difflib.get_close_matches(name, here, n=1, cutoff=0.6)]
-    return tuple(dict.fromkeys(nearest))[:limit]
+    return tuple(dict.fromkeys(nearest))[:2]

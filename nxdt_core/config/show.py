@@ -15,12 +15,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import yaml
+
 from nxdt_core.config.annotations import Secret
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, usable_class
 from nxdt_core.config.section import REQUIRED, Key, keys_of, marked
 from nxdt_core.config.tree import MASK, KeyPath, Tree, dotted, join, walk
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, Place, SecretNotKept
+from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept
 from nxdt_core.kernel import Kernel
 
 
@@ -90,7 +92,7 @@ def _section(cls: type, path: str, kernel: Kernel, sections: dict[str, Any]) -> 
         spelled += [f"{plugin}:{name}" for plugin in (component.plugin, component.dist) for name in spelled]
         names |= dict.fromkeys(spelled)
         try:
-            own = usable_class(component, Place(place=component.dist, line=0, key=""))
+            own = usable_class(component)
         except NxdtError:  # its own section cannot be described; choosing it says why
             continue
         whole = {**keys_of(cls), **(keys_of(own) if own is not None else {})}
@@ -155,16 +157,13 @@ def _scalar(value: object) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if type(value) is int or (isinstance(value, str) and _PLAIN.fullmatch(value)) or value in ([], {}):
         return str(value)
-    # Here, not above: the dumper's regular expressions cost 5 ms, which loading need not pay.
-    import yaml
-
     # The list around a value keeps the dumper from writing a document's end.
     return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
 
 
-def mask_secrets(tree: Tree, key: Key, path: KeyPath) -> None:
-    """Show a mask in place of each literal value in a key's value that its annotation says is secret."""
-    for below in marked(Secret, key.annotation, tree.get(path), path):
+def mask_secrets(tree: Tree, cls: type, path: KeyPath = ()) -> None:
+    """Show a mask in place of each literal value of a section that the section's class says is secret."""
+    for below, _ in marked((Secret,), cls, tree.get(path), path):
         written = tree.get(below) not in (None, "") and tree.origins[below].kind != "default"
         if written and below not in tree.shown:
             tree.shown[below] = MASK

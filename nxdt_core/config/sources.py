@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 from nxdt_core.api import MigrationComponent
 from nxdt_core.config.tree import (
@@ -47,8 +47,10 @@ from nxdt_core.errors.configuration import (
 from nxdt_core.kernel import Kernel, PluginInfo, RegisteredComponent
 from nxdt_core.kernel.plugin import advise, diagnose
 from nxdt_core.kernel.registry import missing_dist, showing_migrations
-from nxdt_core.protocols.migration import MigratedConfig, Migration, Verdict
 from nxdt_core.system.paths import PackageNotFound, expand_home, package_directory, resolve_path
+
+if TYPE_CHECKING:
+    from nxdt_core.protocols.migration import MigratedConfig, Migration, Verdict
 
 _log = logging.getLogger(__name__)
 
@@ -164,7 +166,7 @@ def read_source(
     source: str | Path | Mapping[str, Any],
     find_kernel: Callable[[], Kernel],
     named: Place | None = None,
-    label: str | None = None,
+    label: str = "mapping",
 ) -> Source:
     """Read and parse; problems are returned, not raised.
 
@@ -174,7 +176,7 @@ def read_source(
         named: Where the source is named; None: by the user.
         label: What a mapping is called.
     """
-    label = (label or "mapping") if isinstance(source, Mapping) else str(source)
+    label = label if isinstance(source, Mapping) else str(source)
     nothing = Tree({}, {(): Origin(kind="file", where=label)})
     problems: Sequence[ConfigProblem] = ()
     path, stem = None, ""
@@ -390,6 +392,8 @@ def _place(tree: Tree, path: KeyPath, file: Tree, before: Mapping[str, str], add
 
 def summary(migration: MigratedConfig) -> list[tuple[Verdict, str]]:
     """Return verdict and number of keys, those that lose something last."""
+    from nxdt_core.protocols.migration import Verdict
+
     counts = Counter(row.verdict for row in migration.keys)
     return [(verdict, str(counts[verdict])) for verdict in get_args(Verdict) if counts[verdict]]
 
@@ -406,7 +410,9 @@ def _recognising(source: Source, kernel: Kernel) -> tuple[RegisteredComponent, M
 
 def _unknown(label: str, kernel: Kernel) -> NxdtError:
     install, unusable = kernel.registry.not_offered(_KIND)
-    installed = tuple(f"{each.record.name} ({program_of(each)})" for each in kernel.registry.all(_KIND))
+    records = [component.record for component in kernel.registry.all(_KIND)]
+    migrations = [record for record in records if isinstance(record, MigrationComponent)]
+    installed = tuple(f"{record.name} ({record.program or record.name})" for record in migrations)
     return MigrationUnknown(source=label, installed=installed, install=install, unusable=unusable)
 
 
@@ -447,12 +453,6 @@ def environment_notes(environment: Mapping[str, str], kernel: Kernel) -> Iterato
         note = migration.environment_note(environment)
         if note is not None:
             yield note
-
-
-def program_of(component: RegisteredComponent) -> str:
-    """Return the name that messages have for the program of a migration."""
-    record = component.record
-    return (record.program if isinstance(record, MigrationComponent) else "") or record.name
 
 
 def _usable(kernel: Kernel) -> Iterator[tuple[RegisteredComponent, Migration]]:

@@ -274,7 +274,39 @@ def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[T
         source: What places in it are called.
         directory: Where its relative paths start.
     """
-    return _Document(source, directory).read(text)
+    document = _Document(source, directory)
+    nothing = Tree({}, {(): document.origin(None)})
+    try:
+        depth = 0
+        for event in yaml.parse(text, Loader=_Loader):  # before anything recurses, which the parser itself does not
+            if isinstance(event, yaml.CollectionStartEvent):
+                depth += 1
+                if depth > _MOST_LEVELS:
+                    raise YamlTooLarge(**document.origin(event.start_mark).at(""), reason=_TOO_DEEP)
+            elif isinstance(event, yaml.CollectionEndEvent):
+                depth -= 1
+        loader = _Loader(text)
+        root = loader.get_single_node()
+        if root is None:
+            return nothing, []
+        document.construct = loader.construct_object
+        data = document.value(root, (), document.origin(root.start_mark))
+        return Tree(data, document.origins), document.problems
+    except UnicodeEncodeError as error:  # a command line whose bytes are not UTF-8
+        reason = f"it holds half a character, {error.object[error.start]!r}"
+        return nothing, [YamlSyntax(place=source, line=0, key="", reason=reason)]
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
+        parts = [getattr(error, "context", None), getattr(error, "problem", None)]
+        reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
+        if parts[0] == "while scanning an alias":
+            reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
+        place = document.origin(mark).at("") if mark is not None else Place(place=source, line=0, key="")
+        if "maximum nesting depth" in reason:  # libyaml 0.2.6 reads ahead, and is the first to notice
+            return nothing, [YamlTooLarge(**place, reason=_TOO_DEEP)]
+        return nothing, [YamlSyntax(**place, reason=reason)]
+    except YamlTooLarge as problem:
+        return nothing, [problem]
 
 
 @dataclass(slots=True)
@@ -292,54 +324,17 @@ class _Document:
     construct: Any = None
     """The loader's constructor of scalars."""
 
-    def read(self, text: str) -> tuple[Tree, list[ConfigProblem]]:
-        nothing = Tree({}, {(): self._origin(None)})
-        try:
-            loader = _Loader(text)
-        except UnicodeEncodeError as error:  # a command line whose bytes are not UTF-8
-            reason = f"it holds half a character, {error.object[error.start]!r}"
-            return nothing, [YamlSyntax(place=self.source, line=0, key="", reason=reason)]
-        try:
-            depth = 0
-            for event in yaml.parse(text, Loader=_Loader):  # before anything recurses, which the parser itself does not
-                if isinstance(event, yaml.CollectionStartEvent):
-                    depth += 1
-                    if depth > _MOST_LEVELS:
-                        raise YamlTooLarge(**self._origin(event.start_mark).at(""), reason=_TOO_DEEP)
-                elif isinstance(event, yaml.CollectionEndEvent):
-                    depth -= 1
-            root = loader.get_single_node()
-            if root is None:
-                return nothing, []
-            self.construct = loader.construct_object
-            data = self._value(root, (), self._origin(root.start_mark))
-            return Tree(data, self.origins), self.problems
-        except yaml.YAMLError as error:
-            mark = getattr(error, "problem_mark", None) or getattr(error, "context_mark", None)
-            parts = [getattr(error, "context", None), getattr(error, "problem", None)]
-            reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
-            if parts[0] == "while scanning an alias":
-                reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
-            place = self._origin(mark).at("") if mark is not None else Place(place=self.source, line=0, key="")
-            if "maximum nesting depth" in reason:  # libyaml 0.2.6 reads ahead, and is the first to notice
-                return nothing, [YamlTooLarge(**place, reason=_TOO_DEEP)]
-            return nothing, [YamlSyntax(**place, reason=reason)]
-        except YamlTooLarge as problem:
-            return nothing, [problem]
-        finally:
-            loader.dispose()
-
-    def _origin(self, mark: Any) -> Origin:
+    def origin(self, mark: Any) -> Origin:
         line = 1 if mark is None else mark.line + 1
         return Origin(kind="file", where=f"{self.source}:{line}", line=line, directory=self.directory)
 
-    def _value(self, node: Any, path: KeyPath, origin: Origin) -> Any:
+    def value(self, node: Any, path: KeyPath, origin: Origin) -> Any:
         """Return the plain value of a node and note its origin, which is the line of its key."""
         self.origins[path] = origin
         self.count += 1
         if self.count > _MOST_NODES:
             reason = f"with its aliases (*name) written out it has over {_MOST_NODES:,} values"
-            raise YamlTooLarge(**self._origin(node.start_mark).at(""), reason=reason)
+            raise YamlTooLarge(**self.origin(node.start_mark).at(""), reason=reason)
         if isinstance(node, yaml.ScalarNode):
             value = self._scalar(node, path, origin)
             if type(value) in (int, float):
@@ -353,7 +348,7 @@ class _Document:
         self.open.add(id(node))
         if isinstance(node, yaml.SequenceNode):
             value = [
-                self._value(item, (*path, number), self._origin(item.start_mark))
+                self.value(item, (*path, number), self.origin(item.start_mark))
                 for number, item in enumerate(node.value)
             ]
         else:
@@ -368,14 +363,14 @@ class _Document:
         brought = [value for key, value in node.value if key.tag == _MERGE]
         parts = [part for each in brought for part in (each.value if isinstance(each, yaml.SequenceNode) else [each])]
         for mapping in reversed(parts):
-            value = self._value(mapping, path, self.origins[path])
+            value = self.value(mapping, path, self.origins[path])
             if isinstance(value, dict):
                 content |= value
             else:
-                origin = self._origin(mapping.start_mark)
+                origin = self.origin(mapping.start_mark)
                 self._wrong((*path, "<<"), origin, "no mapping", "a mapping or a list of mappings")
         for key, value in node.value:
-            origin = self._origin(key.start_mark)
+            origin = self.origin(key.start_mark)
             if key.tag == _MERGE:
                 continue
             if not isinstance(key, yaml.ScalarNode):
@@ -386,7 +381,7 @@ class _Document:
                 place = origin.at(dotted((*path, name)))
                 self.problems.append(DuplicateKey(**place, first=origins[name].where))
             origins[name] = origin
-            content[name] = self._value(value, (*path, name), origin)
+            content[name] = self.value(value, (*path, name), origin)
         return content
 
     def _scalar(self, node: Any, path: KeyPath, origin: Origin) -> Any:

@@ -18,10 +18,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from nxdt_core.errors.models import HFExchangeUnsupported
-from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 if TYPE_CHECKING:
     import torch
+
+    from nxdt_core.protocols.plan import InitRule, ParallelPlan
 
 __all__ = ["KeyMap", "ModelBuilder"]
 
@@ -91,6 +92,8 @@ class ModelBuilder(ABC):
     def plan(self) -> ParallelPlan:
         """Say how the model may be sharded, cut, recomputed and regularised. Default: the norms and the tied parameters
         of the module."""
+        from nxdt_core.protocols.plan import ParallelPlan
+
         modules, named = self._parts
         norms = {f"{path}.weight" for path, module in modules if type(module).__name__.endswith("Norm")}
         first: dict[int, str] = {}
@@ -106,6 +109,8 @@ class ModelBuilder(ABC):
         Scales in the plan's ``norms`` are one where only the rule for all others, ``*``, matches them. Another rule for
         them must be constant. Default: zero for biases, and a normal distribution for all others.
         """
+        from nxdt_core.protocols.plan import InitRule
+
         return (
             InitRule(pattern="*.bias", distribution="constant"),
             InitRule(pattern="*", distribution="normal"),

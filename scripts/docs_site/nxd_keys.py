@@ -178,7 +178,7 @@ def declared_keys(kernel: Kernel) -> dict[str, list[tuple[str, Key]]]:
     for slot in SLOTS:
         for component in kernel.registry.all(slot.kind):
             try:
-                cls = usable_class(component, {"place": component.dist, "line": 0, "key": slot.key})
+                cls = usable_class(component)
             except NxdtError:  # 'nxdt plugins show' reports the reason
                 continue
             for path, key in _keys_below(cls, slot.section):

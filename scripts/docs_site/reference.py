@@ -16,7 +16,6 @@ from nxdt_core.config.section import REQUIRED, Key, keys_of
 from nxdt_core.config.show import class_doc, field_docs
 from nxdt_core.config.tree import join, plain
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import Place
 from nxdt_core.kernel import Kernel
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -194,7 +193,7 @@ def _key(key: Key, doc: str, path: str, level: int) -> Iterator[str]:
 
 def _component_keys(component: Any, anchor: str, level: int = 3) -> list[str]:
     try:
-        cls = usable_class(component, Place(place=component.dist, line=0, key=""))
+        cls = usable_class(component)
     except NxdtError:  # `nxdt plugins show` says what is wrong with it
         return []
     if cls is None or not keys_of(cls):

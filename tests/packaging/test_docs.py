@@ -20,7 +20,6 @@ from nxdt_core.cli.app import COMMANDS
 from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
 from nxdt_core.config.section import keys_of
 from nxdt_core.config.sources import list_recipes
-from nxdt_core.errors.configuration import Place
 from nxdt_core.kernel import Kernel
 from nxdt_core.kernel.hookspecs import HOOKS as SPECIFICATIONS
 from tests import processes
@@ -152,7 +151,7 @@ def test_every_component_has_its_keys_on_the_page_of_its_plugin(site):
         if component.dist in plugins:
             page, prefix = f"plugins/{plugins[component.dist]}", f"{slot.key}-{name}-{name}"
         text = (site / f"reference/{page}/index.html").read_text()
-        cls = usable_class(component, Place(place=component.dist, line=0, key=""))
+        cls = usable_class(component)
         keys = keys_of(cls) if cls else ()
         assert [key for key in keys if f'id="{prefix}-{key}"' not in text] == [], name
 

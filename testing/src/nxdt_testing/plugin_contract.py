@@ -32,7 +32,7 @@ from nxdt_core.config.section import REQUIRED, Key, keys_of
 from nxdt_core.config.show import class_doc, field_docs
 from nxdt_core.config.sources import list_recipes
 from nxdt_core.config.tree import DEFAULT, Tree, parse_yaml
-from nxdt_core.errors.configuration import BadComponentConfig, Place
+from nxdt_core.errors.configuration import BadComponentConfig
 from nxdt_core.kernel import Kernel, PluginInfo
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_testing.contract import no_error
@@ -233,7 +233,7 @@ def _started(*path: str) -> Kernel:
 def _keys(component: RegisteredComponent, cls: type) -> dict[str, Key]:
     """The keys of a section, which must have types that YAML values can be read into."""
     try:
-        usable_class(component, Place(place=component.dist, line=0, key=""))
+        usable_class(component)
     except BadComponentConfig as error:
         pytest.fail(f"{cls.__name__} cannot be a section: {error}")
     return keys_of(cls)

@@ -25,7 +25,6 @@ from tests.sampling import slow_except
 KEYS = Path(__file__).parent / "published/keys.txt"
 ROWS = {row.key: row for row in schema_table(Kernel.start())}
 DECLARED = declared_keys(Kernel.start())
-CLASS = {"place": "", "line": 0, "key": ""}
 NOT_KEPT = ("NXDT-C010", "NXDT-C012", "NXDT-C015", "NXDT-C017")
 """Codes of a key that is not known, not done, or not read as that type."""
 
@@ -212,7 +211,7 @@ def test_what_is_said_to_be_offered_by_nobody_is_not_there(plugins, installed):
 def test_what_is_said_to_be_read_by_nobody_is_declared_by_nobody(key, installed):
     section, _, name = key.rpartition(".")
     slots = [slot for slot in SLOTS if slot.section == section]
-    classes = [usable_class(c, CLASS) for slot in slots for c in installed.registry.all(slot.kind)]
+    classes = [usable_class(c) for slot in slots for c in installed.registry.all(slot.kind)]
     assert not [cls for cls in classes if cls is not None and name in keys_of(cls)]
 
 
