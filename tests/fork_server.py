@@ -34,12 +34,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = (
+_COMPILES = (
     "torch._dynamo.backends.common",  # with the next, 1.4 CPU-seconds of what compiles
     "torch._inductor.compile_fx",
+    "torch._functorch._aot_autograd.subclass_codegen",  # with the next two, what each first graph imports
+    "torch._higher_order_ops.passes",
+    "torch.export._trace",
 )
-"""In addition to what ``nxdt train`` imports."""
-_WITH_HUB = (
+_OF_HUB = (
     "transformers.modeling_utils",  # with the next two, 1.3 CPU-seconds of many tests and of each worker
     "peft",
     "trl",  # with the next, 0.3 CPU-seconds of each worker
@@ -47,7 +49,7 @@ _WITH_HUB = (
     "torchao.float8",
     "pytorch_lightning",  # 4 CPU-seconds of each rank and worker of the plugin's tests
 )
-"""In addition, unless the libraries of Hugging Face are left out."""
+"""In addition to what ``nxdt train`` imports, unless the libraries of Hugging Face are left out."""
 _TEMPLATES = "nxdt_core.data.chat.template_environment"
 """The module of the core that imports them."""
 _STARTS_RANKS = ("train", "torch.distributed.run")
@@ -78,7 +80,7 @@ def main() -> None:
     if without_hub:
         sys.modules[_TEMPLATES] = None  # type: ignore[assignment]
     importlib.import_module("nxdt_testing.processes.preload")
-    for name in (*_IMPORTED, *(() if without_hub else _WITH_HUB)):
+    for name in () if without_hub else (*_COMPILES, *_OF_HUB):
         with contextlib.suppress(ImportError):  # of what is not installed
             importlib.import_module(name)
     gc.set_threshold(*usual)
@@ -143,7 +145,8 @@ def _leave_out_of_the_end(finalizers: Sequence[Any]) -> None:
     """
     for finalizer in finalizers:
         finalizer.atexit = False
-    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
+    if "torch._dynamo.utils" in sys.modules:
+        atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
 
 
 def _run(program: tuple[str, ...]) -> None:
