@@ -228,7 +228,8 @@ def inherited_server() -> ForkClient | None:
     """Return the server that this process was forked with, if any. torch's launcher, which has taken ``Popen`` from
     there at its import, forks ranks by it."""
     module = sys.modules.get(_NAME_IN_FORKS)
-    return module._clients[0] if module is not None and module._clients else None
+    clients: list[ForkClient] = module._clients if module is not None else []
+    return clients[0] if clients else None
 
 
 def fork_rank_pools() -> None:
