@@ -53,8 +53,7 @@ def pytest_configure(config: pytest.Config) -> None:
     gc.set_threshold(100_000)
     if processes.enabled():
         return
-    inherited = processes.inherited_server()
-    processes.use((lambda: inherited) if inherited else processes.start_server)
+    processes.use(processes.inherited_server() or processes.new_server(), processes.new_server(without_hub=True))
     processes.fork_rank_pools()
 
 

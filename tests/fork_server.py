@@ -34,9 +34,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-_IMPORTED = (
+_COMPILES = (
     "torch._dynamo.backends.common",  # with the next, 1.4 CPU-seconds of what compiles
     "torch._inductor.compile_fx",
+    "torch._functorch._aot_autograd.subclass_codegen",  # with the next two, what each first graph imports
+    "torch._higher_order_ops.passes",
+    "torch.export._trace",
+)
+_OF_HUB = (
     "transformers.modeling_utils",  # with the next two, 1.3 CPU-seconds of many tests and of each worker
     "peft",
     "trl",  # with the next, 0.3 CPU-seconds of each worker
@@ -44,7 +49,9 @@ _IMPORTED = (
     "torchao.float8",
     "pytorch_lightning",  # 4 CPU-seconds of each rank and worker of the plugin's tests
 )
-"""In addition to what ``nxdt train`` imports."""
+"""In addition to what ``nxdt train`` imports, unless the libraries of Hugging Face are left out."""
+_TEMPLATES = "nxdt_core.data.chat.template_environment"
+"""The module of the core that imports them."""
 _STARTS_RANKS = ("train", "torch.distributed.run")
 _DEVICES = "trainer.devices="
 """An override of a script whose trainer starts ranks."""
@@ -69,11 +76,18 @@ def main() -> None:
     subprocess.Popen = processes.Popen  # type: ignore[misc]  # before torch takes it from there
     usual = gc.get_threshold()
     gc.set_threshold(1_000_000)  # the imports make no garbage
+    without_hub = processes.WITHOUT_HUB in sys.argv
+    if without_hub:
+        sys.modules[_TEMPLATES] = None  # type: ignore[assignment]
     importlib.import_module("nxdt_testing.processes.preload")
-    for name in _IMPORTED:
+    for name in () if without_hub else (*_COMPILES, *_OF_HUB):
         with contextlib.suppress(ImportError):  # of what is not installed
             importlib.import_module(name)
     gc.set_threshold(*usual)
+    if without_hub:
+        del sys.modules[_TEMPLATES]
+        if "huggingface_hub" in sys.modules:
+            raise SystemExit("fork_server: huggingface_hub is imported; forks would keep what its variables were here")
     threads = len(os.listdir("/proc/self/task"))
     if threads > 1:
         raise SystemExit(f"fork_server: {threads} threads after the imports; a fork would lose all but one")
@@ -86,13 +100,12 @@ def main() -> None:
         ours, theirs = socket.socketpair()
         if os.fork() != 0:
             theirs.close()
-            client = processes.ForkClient(ours, task["environment"])
-            processes.use(lambda client=client: client)
+            processes.use(processes.ForkClient(lambda ours=ours: ours, task["environment"]))
             break
         ours.close()
         task = _serve(theirs, processes, streams=task["streams"])
         program, arguments = _program_of(task)
-        processes.use(None)
+        processes.use()
     if task["keeps_server"]:  # a test runner says itself what is forked
         subprocess.Popen = processes.Popen.__base__  # type: ignore[misc]
     _take_on(task)
@@ -132,7 +145,8 @@ def _leave_out_of_the_end(finalizers: Sequence[Any]) -> None:
     """
     for finalizer in finalizers:
         finalizer.atexit = False
-    atexit.unregister(importlib.import_module("torch._dynamo.utils").dump_compile_times)
+    if "torch._dynamo.utils" in sys.modules:
+        atexit.unregister(sys.modules["torch._dynamo.utils"].dump_compile_times)
 
 
 def _run(program: tuple[str, ...]) -> None:

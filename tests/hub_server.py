@@ -15,7 +15,6 @@ import hashlib
 import json
 import os
 import re
-import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
@@ -24,6 +23,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
+
+from tests import processes
 
 __all__ = ["READER", "WRITER", "HubServer", "Repository", "run_commands"]
 
@@ -280,7 +281,7 @@ def run_commands(
         for words in commands
     ]
     kept = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, "-c", _PROGRAM, json.dumps(given)],
         env={**kept, **variables, "COLUMNS": "80"},
         cwd=directory,

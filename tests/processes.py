@@ -8,7 +8,8 @@ variables the interpreter or a library reads only once, and under ``--samples=al
 nothing.
 
 A server makes the forks (:mod:`tests.fork_server`), also those of the ranks that a forked launcher starts, of the
-workers of pytest-xdist, which have servers of their own, and of the server of rank pools.
+workers of pytest-xdist, which have servers of their own, and of the server of rank pools. Another, which has not
+imported the libraries of Hugging Face, makes those whose variables differ in what these libraries read once.
 """
 
 from __future__ import annotations
@@ -27,11 +28,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 __all__ = [
     "SPARE",
+    "WITHOUT_HUB",
     "ForkClient",
     "Popen",
     "enabled",
@@ -39,19 +42,17 @@ __all__ = [
     "fork_workers",
     "forks",
     "inherited_server",
+    "new_server",
     "pause",
     "run",
-    "start_server",
     "take_interrupts",
     "use",
 ]
 
 _MODULES = ("nxdt_core", "torch.distributed.run")
 """What ``python -m`` may name in a forked process."""
-_READ_ONCE = re.compile(
-    r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|OMP_|MKL_|KMP_|GOMP_|TORCH(?!ELASTIC_|_NCCL_)|PYTORCH|CUDA|HF_|HUGGING"
-    r"|TRANSFORMERS"
-)
+_READ_ONCE = re.compile(r"PYTHON(?!PATH$|UNBUFFERED$)|LD_|OMP_|MKL_|KMP_|GOMP_|TORCH(?!ELASTIC_|_NCCL_)|PYTORCH|CUDA")
+_READ_ONCE_WITH_HUB = re.compile(rf"{_READ_ONCE.pattern}|HF_|HUGGING|TRANSFORMERS")
 _SET_BY_LIBRARIES = frozenset(
     {
         "HF_XET_HIGH_PERFORMANCE",
@@ -69,21 +70,37 @@ SPARE = "nxdt-spare"
 """Name of a server's process, as ``/proc/PID/comm`` tells it."""
 _NAME_IN_FORKS = "nxdt_tests_processes"
 """This module in a server and its forks."""
+WITHOUT_HUB = "without-hub"
+"""Argument of a server that imports no library of Hugging Face."""
 _KEEPS_SERVER = "NXDT_TESTS_KEEP_SERVER"
 
 
 class ForkClient:
-    """The caller's end of a server that forks processes for it."""
+    """The caller's end of a server that forks processes for it.
 
-    def __init__(self, connection: socket.socket, environment: Mapping[str, str]) -> None:
-        self._connection = connection
+    Args:
+        connect: returns the connection to the server; called when the first process is wanted.
+        environment: of the server.
+        without_hub: whether the server has not imported what reads the variables of Hugging Face's libraries.
+    """
+
+    def __init__(
+        self, connect: Callable[[], socket.socket], environment: Mapping[str, str], *, without_hub: bool = False
+    ) -> None:
+        self._connect = connect
         self._environment = dict(environment)
+        self._read_once = _READ_ONCE if without_hub else _READ_ONCE_WITH_HUB
         self._lock = threading.Lock()
+
+    @cached_property
+    def connection(self) -> socket.socket:
+        """The connection to the server, which is started for it."""
+        return self._connect()
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Return whether a new interpreter in ``environment`` would have read what the server has read."""
         names = {*environment, *self._environment} - _SET_BY_LIBRARIES
-        once = (name for name in names if _READ_ONCE.match(name))
+        once = (name for name in names if self._read_once.match(name))
         if any(environment.get(name) != self._environment.get(name) for name in once):
             return False
         set_here = (name for name in environment if _MAY_BE_MISSING.match(name))
@@ -93,48 +110,51 @@ class ForkClient:
         """Return the process id of a new child of this process that carries out ``task``."""
         message = json.dumps(task).encode("utf-8", "surrogatepass")
         with self._lock:
-            socket.send_fds(self._connection, [struct.pack("!I", len(message))], list(streams))
-            self._connection.sendall(message)
-            answer = self._connection.recv(4, socket.MSG_WAITALL)
+            socket.send_fds(self.connection, [struct.pack("!I", len(message))], list(streams))
+            self.connection.sendall(message)
+            answer = self.connection.recv(4, socket.MSG_WAITALL)
         if len(answer) < 4:
             raise RuntimeError("The server that forks processes for tests has ended; what it wrote says why.")
         (pid,) = struct.unpack("!I", answer)
         return int(pid)
 
 
-def start_server() -> ForkClient:
-    """Start a server, which ends with this process. Its imports delay only the first process that is wanted of it."""
-    ours, theirs = socket.socketpair()
-    with theirs:
-        words = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno())]
-        environment = {
-            name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONUNBUFFERED")
-        }
-        server = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
-    _servers.append(server)
-    return ForkClient(ours, os.environ)
+def new_server(*, without_hub: bool = False) -> ForkClient:
+    """Return a client of a server that starts with the first process that is wanted of it, and ends with this process.
+
+    Args:
+        without_hub: leave out the libraries of Hugging Face, which read their variables at their import.
+    """
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONUNBUFFERED")}
+
+    def start() -> socket.socket:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            words = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(theirs.fileno())]
+            words += [WITHOUT_HUB] if without_hub else []
+            server = subprocess.Popen(words, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment)
+        _servers.append(server)
+        return ours
+
+    return ForkClient(start, os.environ, without_hub=without_hub)
 
 
 _servers: list[subprocess.Popen[bytes]] = []
-_source: list[Callable[[], ForkClient]] = []
-_client: list[ForkClient] = []
+_clients: list[ForkClient] = []
 
 
-def use(source: Callable[[], ForkClient] | None) -> None:
-    """Take forks from a client that ``source`` returns when the first is wanted; None: start new interpreters."""
-    _source[:] = [source] if source else []
-    _client.clear()
+def use(*clients: ForkClient) -> None:
+    """Take forks from the first of the clients that fits; start new interpreters where none does."""
+    _clients[:] = clients
 
 
 def enabled() -> bool:
     """Return whether processes are forked at all."""
-    return bool(_source)
+    return bool(_clients)
 
 
-def _current() -> ForkClient | None:
-    if _source and not _client:
-        _client.append(_source[0]())
-    return _client[0] if _client else None
+def _fitting(environment: Mapping[str, str]) -> ForkClient | None:
+    return next((client for client in _clients if client.fits(environment)), None)
 
 
 def take_interrupts() -> None:
@@ -159,8 +179,8 @@ class Popen(subprocess.Popen[Any]):
         environment = {
             str(name): str(value) for name, value in (os.environ if asked["env"] is None else asked["env"]).items()
         }
-        client = _current() if forks(asked["args"]) and _is_plain(asked) else None
-        if client is None or not client.fits(environment):
+        client = _fitting(environment) if forks(asked["args"]) and _is_plain(asked) else None
+        if client is None:
             start(*arguments)
             return
         ends = [asked[name] for name in ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")]
@@ -193,7 +213,7 @@ def _task(
 @contextmanager
 def fork_workers() -> Iterator[None]:
     """Start the server, and fork what is started by :mod:`subprocess` meanwhile; each fork has a server of its own."""
-    _current()
+    _clients[0].connection  # noqa: B018
     plain = subprocess.Popen
     os.environ[_KEEPS_SERVER] = "1"
     subprocess.Popen = Popen  # type: ignore[misc]
@@ -208,8 +228,8 @@ def inherited_server() -> ForkClient | None:
     """Return the server that this process was forked with, if any. torch's launcher, which has taken ``Popen`` from
     there at its import, forks ranks by it."""
     module = sys.modules.get(_NAME_IN_FORKS)
-    client: ForkClient | None = module._current() if module is not None else None
-    return client
+    clients: list[ForkClient] = module._clients if module is not None else []
+    return clients[0] if clients else None
 
 
 def fork_rank_pools() -> None:
@@ -218,8 +238,8 @@ def fork_rank_pools() -> None:
 
     def fork(path: Any, words: Sequence[Any], descriptors: Sequence[int]) -> int:
         texts = [os.fsdecode(word) for word in words if os.fsdecode(word) != "-B"]  # of a variable that tests unset
-        client = _current() if "multiprocessing.forkserver" in texts[-1] and forks(texts) else None
-        if client is None or not client.fits(os.environ):
+        client = _fitting(os.environ) if "multiprocessing.forkserver" in texts[-1] and forks(texts) else None
+        if client is None:
             return int(start(path, words, descriptors))
         return client.start(_task(texts, dict(os.environ), inherited=descriptors), (0, 1, 2, *descriptors))
 

@@ -95,7 +95,8 @@ def command(*words: str, allowed: tuple[int, ...] = (0, 1, 2)) -> tuple[int, str
 
 def _recipes() -> list[Any]:
     found = sorted(ROOT.glob("plugins/*/*/src/*/recipes/**/*.yaml"))
-    return [yaml.safe_load(path.read_text(encoding="utf-8")) for path in found]
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # each worker imports this file: 0.1 instead of 0.8 s
+    return [yaml.load(path.read_text(encoding="utf-8"), loader) for path in found]
 
 
 def _keys(tree: Any, path: str = "") -> Iterator[str]:

@@ -14,13 +14,14 @@ from nxdt_testing.plugin_contract import PluginContract
 from nxdt_core.kernel import Kernel
 
 FILES = sorted((Path(__file__).parents[2] / "plugins").glob("*/*/pyproject.toml"))
-MODELS = {each.plugin for each in Kernel.start().registry.all("model")}
+KERNEL = Kernel.start()
+MODELS = {each.plugin for each in KERNEL.registry.all("model")}
 
 
 def kits(name):
     if name in MODELS:
         return {"Test plugin": type("Contract", (PluginContract,), {"plugin": name})}
-    return contracts(name)
+    return contracts(name, KERNEL)
 
 
 for _file in FILES:

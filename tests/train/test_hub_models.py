@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import subprocess
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import torch
 import yaml
 
+from tests import processes
 from tests.hub_server import WRITER, HubServer, run_commands
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to start from")
@@ -177,7 +177,7 @@ def test_the_processes_of_a_host_download_a_file_once(published, tmp_path):
     program = "from nxdt_core.config import hub; hub.complete(hub.local_path('hf:owner/shared'))"
     variables = {**os.environ, **server.environment(tmp_path / "cache")}
     ranks = [
-        subprocess.Popen([sys.executable, "-c", program], env={**variables, "LOCAL_RANK": str(rank)})
+        processes.Popen([sys.executable, "-c", program], env={**variables, "LOCAL_RANK": str(rank)})
         for rank in range(4)
     ]
     assert [rank.wait() for rank in ranks] == 4 * [0]
@@ -194,7 +194,7 @@ def test_a_download_continues_where_it_broke_and_a_repeated_command_with_the_mis
     variables = {**os.environ, **server.environment(tmp_path / "cache")}
     began = len(server.read), len(server.requests)
     first, second = (
-        subprocess.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
+        processes.run([sys.executable, "-c", program], env=variables, capture_output=True, text=True, check=False)
         for _ in range(2)
     )
     assert "[NXDT-H010] hf:owner/large: the exchange with" in first.stderr
@@ -213,7 +213,7 @@ def test_ranks_of_torchrun_train_as_one_process_does(published, tmp_path):
     variables = {**os.environ, **server.environment(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
     launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "nxdt_core")
     words = ("train", "run.yaml", "trainer.devices=2", "name=ranks", "checkpoint.resume_from=hf:owner/small")
-    done = subprocess.run(
+    done = processes.run(
         [sys.executable, *launch, *words], env=variables, cwd=root, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stderr

@@ -108,10 +108,10 @@ def check_directory(path: Path) -> list[Result]:
     return _run(str(tests if tests.is_dir() else path))
 
 
-def contracts(plugin: str) -> dict[str, type]:
-    """Return test classes by name, one for each contract that applies to an installed plugin."""
+def contracts(plugin: str, kernel: Kernel | None = None) -> dict[str, type]:
+    """Return test classes by name, one for each contract that applies to an installed plugin of a kernel."""
     found: dict[str, type] = {"Test plugin": type("Contract", (PluginContract,), {"plugin": plugin})}
-    kernel = Kernel.start()
+    kernel = kernel or Kernel.start()
     for kind, (contract, members) in _CONTRACTS.items():
         for each in kernel.registry.all(kind):
             if each.plugin == plugin:
@@ -119,7 +119,7 @@ def contracts(plugin: str) -> dict[str, type]:
     for recipe in list_recipes(kernel):
         if recipe.plugin == plugin and recipe.name.endswith(_TINY):
             try:
-                config = load(f"recipe:{plugin}:{recipe.name}")
+                config = load(f"recipe:{plugin}:{recipe.name}", kernel=kernel)
             except NxdtError:  # the contract of the plugin reports it, and the others still run
                 continue
             model = config.selected("model").component

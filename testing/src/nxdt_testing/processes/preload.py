@@ -21,11 +21,13 @@ __all__: list[str] = []
 _THIRD_PARTY = (
     "boto3",  # where it is installed
     "omegaconf",
+    "packaging.requirements",  # with torch.distributed.tensor.debug, 0.04 CPU-seconds of each rank
     "pytest",  # by the files whose functions ranks run
     "torch.distributed.fsdp",
     "torch.distributed.launcher.api",
     "torch.distributed.pipelining",
     "torch.distributed.run",
+    "torch.distributed.tensor.debug",
     "torch.distributed.tensor.parallel",
     "torch.utils.tensorboard",
 )
