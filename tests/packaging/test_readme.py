@@ -65,8 +65,10 @@ def test_every_other_command_is_one_that_exists():
         program, *words = shlex.split(line, comments=True)
         if program == "make":
             assert {word for word in words if not re.match("[A-Z]+=", word)} <= targets, line
-        elif program == "python3":
-            assert (ROOT / words[0]).is_file(), line
+        elif program == "python":
+            assert any(f"Save this as `{words[0]}`" in text for text in PAGES.values()), line
+        elif program in ("python3", "cp"):
+            assert (ROOT / next(word for word in words if not word.startswith("-"))).exists(), line
         elif program == "cd":
             assert any(f" {words[0]}" in other for other in COMMANDS if other.startswith("nxdt plugins new ")), line
         elif program == "test":
