@@ -113,6 +113,7 @@ def printed(place):
         (place / name).write_text(content)
     shutil.copytree(PAGE.with_name("library"), place / "questions")
     environment = os.environ | {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment.pop("OMP_NUM_THREADS")  # the reader's commands use all cores
     _, *commands = (line for block in blocks("sh", SECOND_PAGE) for line in block.splitlines())  # all but cp
     printed = {}
     for command in commands:
