@@ -10,7 +10,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -456,8 +456,11 @@ def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) 
             if not updated:
                 whole[ours] = None
                 continue
+            # Patterns are of the name by which peft finds the target, be it a module or a weight.
+            weight = f"{module}.weight"
+            target = weight if any(ends_in(weight, name) for name in theirs.get("target_parameters") or ()) else module
             values = {
-                key: next((value for end, value in patterns[key].items() if _is_end(module, end)), section[of_all])
+                key: next((value for end, value in patterns[key].items() if _is_end(target, end)), section[of_all])
                 for key, of_all in zip(_PATTERNS, ("lora_rank", "lora_alpha"), strict=True)
             }
             if targets.setdefault(ours, values) != values:
@@ -498,17 +501,20 @@ def _literal(pattern: str) -> str | None:
     return name if re.fullmatch(r"\^?[\w.-]+", name) else None
 
 
-def _is_end(module: str, name: str | None) -> bool:
-    """Return whether what :func:`_literal` returned matches ``module``."""
-    return name is not None and (module == name[1:] if name.startswith("^") else ends_in(module, name))
+def _is_end(target: str, name: str | None) -> bool:
+    """Return whether what :func:`_literal` returned matches ``target``."""
+    return name is not None and (target == name[1:] if name.startswith("^") else ends_in(target, name))
 
 
-def _by_ends(values: Mapping[str, Any], modules: Iterable[str]) -> dict[str, Any]:
-    """Return ``values`` of some of ``modules`` by the ends of their paths that no other module has."""
-    by_value, every = defaultdict[Any, list[str]](list), [*modules]
+def _by_ends(values: Mapping[str, Any], modules: Iterable[str], weights: Container[str] = ()) -> dict[str, Any]:
+    """Return ``values`` of some of ``modules`` by the ends of their paths that no other module has.
+
+    ``weights`` are those of the modules that peft finds by the name of their weight.
+    """
+    by_value, every = defaultdict[tuple[Any, str], list[str]](list), [*modules]
     for module, value in values.items():
-        by_value[value].append(module)
-    return {name: value for value, chosen in by_value.items() for name in shortened(chosen, every)}
+        by_value[value, ".weight" if module in weights else ""].append(module)
+    return {f"{name}{end}": value for (value, end), chosen in by_value.items() for name in shortened(chosen, every)}
 
 
 def describe(
@@ -550,7 +556,7 @@ def describe(
         raise NoPeftForm(parameter=min(matrices), reason="peft takes a layer of that name for an expert, without DoRA")
     ranks = {module: rank for module, path in modules.items() if (rank := lora.rank_of(path)) != lora.lora_rank}
     alphas = {module: alpha for module, path in modules.items() if (alpha := lora.alpha_of(path)) != lora.lora_alpha}
-    saved = lora.changed(rank_pattern=_by_ends(ranks, modules), alpha_pattern=_by_ends(alphas, modules))
+    saved = lora.changed(rank_pattern=_by_ends(ranks, modules, layers), alpha_pattern=_by_ends(alphas, modules, layers))
     if any(tensor.start is not None for tensor in tensors.values()):  # of twice the rank, with the same scaling
         factor = math.sqrt(2) if lora.use_rslora else 2
         saved = saved.changed(
