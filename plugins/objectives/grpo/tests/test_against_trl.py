@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, replace
-from itertools import product
 
 import pytest
 import torch
@@ -296,34 +296,57 @@ def five_steps_of_rank(*arguments):
         return five_steps(*arguments)
 
 
-@pytest.mark.parametrize(("form", "layout"), slow_except(product(FORMS, LAYOUTS), {("cispo", "pp2")}))
-def test_five_steps_alone_and_in_a_layout_are_those_of_trl(models, tmp_path, form, layout):
-    """Two steps on each set of answers. TRL takes the quantile of entropies over the tokens of all processes, and the
-    mean of ``bnpo`` over those of a micro-batch."""
-    objective, parts = FORMS[form], 2 if form == "bnpo" else 1
-    alone = f"data.micro_batch_size={len(PROMPTS) // parts}"
-    losses, answers = five_steps(models["old"], tmp_path, objective, (alone,))
-    of_ranks = RankPool(2).run(five_steps_of_rank, models["old"], tmp_path, objective, LAYOUTS[layout], timeout_s=120)
-    held, expected = {}, []
-    trainer = their_trainer(models["old"], held, tmp_path, beta=0.0, **objective)
+def five_steps_of_trl(weights, directory, objective, answers, parts=1):
+    """The losses of TRL's trainer on what :func:`five_steps` drew, in ``parts`` micro-batches."""
+    held, losses = {}, []
+    trainer = their_trainer(weights, held, directory, beta=0.0, **objective)
     trainer.current_gradient_accumulation_steps = parts
     trainer.model.train()
     optimizer = torch.optim.AdamW(trainer.model.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0)
     for step, groups in enumerate(answers):
-        if step % 2 == 0:
+        if step % objective.get("num_iterations", 2) == 0:
             held.update({str(place): group for place, group in enumerate(groups)})
             inputs = trainer._generate_and_score_completions([each for each in PROMPTS for _ in range(ANSWERS)])
         optimizer.zero_grad()
-        expected.append(0.0)
+        losses.append(0.0)
         for part in range(parts):
             rows = {name: values.chunk(parts)[part] if values.dim() else values for name, values in inputs.items()}
             loss = trainer._compute_loss(trainer.model, rows)
             loss.backward()
-            expected[-1] += loss.item()
+            losses[-1] += loss.item()
         optimizer.step()
-    assert max(map(abs, expected)) > 1e-3
+    assert max(map(abs, losses)) > 1e-3
+    return losses
+
+
+@pytest.mark.parametrize(("form", "layout"), slow_except(itertools.product(FORMS, LAYOUTS), {("cispo", "pp2")}))
+def test_five_steps_alone_and_in_a_layout_are_those_of_trl(models, tmp_path, form, layout):
+    """TRL takes the quantile of entropies over the tokens of all processes, and the mean of ``bnpo`` over those of a
+    micro-batch."""
+    objective, parts = FORMS[form], 2 if form == "bnpo" else 1
+    alone = f"data.micro_batch_size={len(PROMPTS) // parts}"
+    losses, answers = five_steps(models["old"], tmp_path, objective, (alone,))
+    of_ranks = RankPool(2).run(five_steps_of_rank, models["old"], tmp_path, objective, LAYOUTS[layout], timeout_s=120)
+    expected = five_steps_of_trl(models["old"], tmp_path, objective, answers, parts)
     for found in (losses, *(losses for losses, _ in of_ranks)):
         assert found == pytest.approx(expected, abs=1e-5)
+
+
+def test_five_steps_without_a_score_at_each_place_in_turn_are_those_of_trl(models, tmp_path, monkeypatch):
+    calls = itertools.count()
+
+    def scores(self, answers, records, known=rewards.Characters.__call__):
+        step = next(calls)
+        missing = {*range(step, len(answers), ANSWERS)} if step < ANSWERS else UNSCORED["a whole group"]
+        return [None if place in missing else score for place, score in enumerate(known(self, answers, records))]
+
+    monkeypatch.setattr(rewards.Characters, "__call__", scores)
+    objective = {"num_iterations": 1}
+    losses, answers = five_steps(models["old"], tmp_path, objective)
+    scored = ([score for group in groups for score in group["rewards"]["characters"]] for groups in answers)
+    missing = [[place for place, score in enumerate(step) if score is None] for step in scored]
+    assert missing == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15], [4, 5, 6, 7]]
+    assert losses == pytest.approx(five_steps_of_trl(models["old"], tmp_path, objective, answers), abs=1e-5)
 
 
 def test_log_probabilities_that_are_compared_have_the_temperature_of_the_answers(session):
