@@ -39,6 +39,14 @@ def trainer_of(config, **more):
     return pl.Trainer(strategy=NxdtStrategy(config), accelerator="cpu", **{"devices": 1, **defaults, **more})
 
 
+class Logging(callbacks.Callback):
+    """Logs a value of each of at most two ranks, whose mean is 1."""
+
+    def on_train_batch_end(self, trainer, module, *_):
+        ranks = trainer.strategy.engine.ranks
+        module.log("mean", 1.0 if ranks.world_size == 1 else 2.0 * ranks.rank, sync_dist=True)
+
+
 def everything(directory, overrides):
     """Figures of each entry point, called one after the other on one model, in one trainer and in a second one."""
     from nxdt_core.config import load
@@ -49,10 +57,11 @@ def everything(directory, overrides):
     config = load(
         "recipe:llama-tiny", [*SMALL, *SHORT, f"exp_manager.exp_dir={directory}", "name=run", *files, *overrides]
     )
-    module, data, trainer = NxdtModule(config), NxdtDataModule(config), trainer_of(config)
+    module, data, trainer = NxdtModule(config), NxdtDataModule(config), trainer_of(config, callbacks=[Logging()])
     found = {}
     trainer.fit(module, data)
     found["fit"] = float(trainer.callback_metrics["loss"])
+    found["mean"] = float(trainer.callback_metrics["mean"])
     (figures,) = trainer.validate(module, data)
     found["validate"] = figures["val_loss"]
     (figures,) = trainer.test(module, data)
@@ -76,6 +85,7 @@ def alone(tmp_path_factory):
 
 def test_every_entry_point_works_after_every_other(alone):
     assert alone["steps"] == 5
+    assert alone["mean"] == 1
     assert alone["validate"] == alone["test"] == pytest.approx(sum(alone["predict"]) / len(alone["predict"]), rel=1e-5)
     assert alone["more"] < alone["fit"]
     assert alone["other trainer"] < alone["validate"]

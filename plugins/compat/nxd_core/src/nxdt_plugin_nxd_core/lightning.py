@@ -230,7 +230,7 @@ class NeuronXLAStrategy(NxdtStrategy):
                     raise refused("NeuronXLAStrategy", argument, size, size=nxd_config[argument])
         self.nxd_config: NxDConfig = config_of(nxd_config, "NeuronXLAStrategy")
         super().__init__(self.nxd_config.session.config, engine=self.nxd_config.engine)
-        self._accelerator = EngineAccelerator(self.engine.device)
+        self._accelerator, self._samples = EngineAccelerator(self.engine.device), False
         rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
         place, run = self.engine.rank_info, self.nxd_config
         self.tensor_parallel_size, self.tensor_parallel_rank = run["tensor_parallel_size"], run.rank("tp")
@@ -260,6 +260,8 @@ class NeuronXLAStrategy(NxdtStrategy):
             found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
         if found:
             raise TrainerArgumentsIgnored(arguments=tuple(found))
+        if trainer._accelerator_connector.use_distributed_sampler:  # Lightning samples for its own strategies alone
+            self._samples, trainer._accelerator_connector.use_distributed_sampler = True, False
 
     def model_to_device(self) -> None:
         """Set the device of the module: ``initialize_parallel_model`` has already placed the model."""
@@ -270,9 +272,8 @@ class NeuronXLAStrategy(NxdtStrategy):
 
         As in NxD Core, ``Trainer(use_distributed_sampler=False)`` leaves every dataloader unchanged.
         """
-        trainer = cast(pl.LightningModule, self.lightning_module).trainer
         if (
-            not trainer._accelerator_connector.use_distributed_sampler
+            not self._samples
             or self.engine.rank_info.world_size == 1
             or not isinstance(dataloader, DataLoader)
             or isinstance(dataloader.sampler, DistributedSampler)

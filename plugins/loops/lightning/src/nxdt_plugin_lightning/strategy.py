@@ -247,6 +247,11 @@ class NxdtStrategy(Strategy):
         return self.global_rank == 0
 
     @property
+    def is_distributed(self) -> bool:
+        """Return whether there are other ranks, so that Lightning reduces what is logged with ``sync_dist=True``."""
+        return self.engine.ranks.world_size > 1
+
+    @property
     def global_rank(self) -> int:
         """Return the number of this process among all."""
         return self.engine.rank_info.rank if self._started else read_rank_environment().rank
@@ -291,6 +296,7 @@ class NxdtStrategy(Strategy):
         if trainer.max_steps == -1 and trainer.max_epochs in (None, 1000):  # neither is given
             trainer.fit_loop.epoch_loop.max_steps = self.config.run.trainer.max_steps
             trainer.fit_loop.max_epochs = -1  # else Lightning resets the data to count them (its issue 20550)
+        trainer._accelerator_connector.use_distributed_sampler = False  # it samples for its own strategies alone
 
     def setup_environment(self) -> None:
         """Start the engine before any hook runs."""
