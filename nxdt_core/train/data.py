@@ -222,4 +222,4 @@ def preview(
     def shown(dataset: MapDataset | IterableDataset) -> Preview:
         return look(dataset, tokenizer, count=count, seed=config.run.seed, shuffle=shuffle)
 
-    return shown(sets[UNNAMED]) if [*sets] == [UNNAMED] else {name: shown(each) for name, each in sets.items()}
+    return shown(sets[UNNAMED]) if [*sets] == [UNNAMED] else {name: shown(dataset) for name, dataset in sets.items()}

@@ -231,8 +231,8 @@ def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling, 
         if len(question.ids) >= model.window:
             raise QuestionTooLong(place=question.place, tokens=len(question.ids), window=model.window)
     answers = model.writer.texts([question.ids for question in asked], sampling, batch=batch)
-    for question, (given,) in zip(asked, answers, strict=True):
-        yield Answer(question=question, given=given.strip())
+    for question, (text,) in zip(asked, answers, strict=True):
+        yield Answer(question=question, given=text.strip())
 
 
 def metrics(kernel: Kernel) -> list[Metric]:
@@ -246,10 +246,10 @@ def metrics(kernel: Kernel) -> list[Metric]:
 
 def scores(answers: Sequence[Answer], metrics: Iterable[Metric] = ()) -> dict[str, float]:
     """Return the share of exact matches as ``exact_match``, and the figures of ``metrics``."""
-    wanted, given = [answer.question.wanted for answer in answers], [answer.given for answer in answers]
-    results = {"exact_match": sum(map(str.__eq__, wanted, given)) / len(answers)}
+    wanted, written = [answer.question.wanted for answer in answers], [answer.given for answer in answers]
+    results = {"exact_match": sum(map(str.__eq__, wanted, written)) / len(answers)}
     for metric in metrics:
-        results |= metric.compute(wanted, given)
+        results |= metric.compute(wanted, written)
     return results
 
 

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from nxdt_core.data.chat.conversation import REASONING, Message
-from nxdt_core.data.chat.templates import ChatKeys, ChatTemplate, find_template
+from nxdt_core.data.chat.templates import ChatKeys, ChatTemplate, named_template
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import (
     EndOfTurnUntrained,
@@ -197,12 +197,16 @@ def runner_of(keys: ChatKeys, tokenizer: Tokenizer) -> TemplateRunner | None:
         TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
         TemplateNeedsToken: it writes a token that the tokenizer does not name.
     """
-    template = find_template(keys, tokenizer)
+    template = named_template(keys, tokenizer)
+    if template is None and (text := tokenizer.chat_template()) is not None:
+        template = ChatTemplate(text, "of the tokenizer")
     if template is None:
         return None
-    named = tokenizer.special_tokens()
-    template.check_tokens(named)
-    return TemplateRunner(template, named, keys.template_options, date.fromisoformat(keys.template_date))
+    special_tokens = tokenizer.special_tokens()
+    for name in ("eos_token", "bos_token"):  # Jinja would write nothing
+        if re.search(rf"\b{name}\b", template.text) and name not in special_tokens:
+            raise TemplateNeedsToken(origin=template.origin, name=name)
+    return TemplateRunner(template, special_tokens, keys.template_options, date.fromisoformat(keys.template_date))
 
 
 def prompt_ids(

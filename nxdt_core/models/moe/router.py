@@ -137,10 +137,10 @@ class _PooledBalance(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sums: torch.Tensor, own: torch.Tensor, shares: dict[int, torch.Tensor], layers: int
+        ctx: Any, sums: torch.Tensor, of_layer: torch.Tensor, shares: dict[int, torch.Tensor], layers: int
     ) -> torch.Tensor:
         ctx.shares, ctx.layers = shares, layers
-        return (sums * own).sum()
+        return (sums * of_layer).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
