@@ -11,11 +11,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, TypeAlias
 
 import torch
 
-from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter, DigestingWriter
 from nxdt_core.checkpoint.format.file_names import shard_name
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
 from nxdt_core.distributed.buckets import buckets
@@ -132,12 +132,8 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class Writable(Protocol):
-    """A stream that bytes can be written to."""
-
-    def write(self, data: bytes | memoryview, /) -> object:
-        """Write all of ``data``."""
-        ...
+Writable: TypeAlias = BinaryIO | DigestingWriter
+"""A stream that bytes can be written to."""
 
 
 class SafetensorsLayout:
