@@ -258,8 +258,8 @@ def show_progress(text: str) -> None:
 
 def print_ranking(search: Search) -> None:
     """Print the fastest layouts, the configuration as it is, and the keys that select the fastest."""
-    best, as_configured = search.found[0], search.given
-    rows = [_row(str(place), layout.plan) for place, layout in enumerate(search.found[:_SHOWN], start=1)]
+    best, as_configured = search.ranked[0], search.as_configured
+    rows = [_row(str(place), layout.plan) for place, layout in enumerate(search.ranked[:_SHOWN], start=1)]
     rows.append(_row("given", as_configured))
     unused = {
         title

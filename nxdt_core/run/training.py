@@ -21,11 +21,10 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.kernel.discovery import exits_explained
 from nxdt_core.launch.agreement import check_world_size
-from nxdt_core.models.token_flops import token_flops
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.run.callbacks.console import Console
-from nxdt_core.run.callbacks.metrics import MetricFiles, MetricsWriter
+from nxdt_core.run.callbacks.metrics import MetricFiles, MetricsWriter, token_flops
 from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, TimeLimit
 from nxdt_core.run.log import printed, run_log
 from nxdt_core.run.report import RunSummary, banner, memory_errors_explained, resume_command, resume_notes

@@ -302,9 +302,9 @@ class RankedLayout:
 class Search:
     """Result of a search."""
 
-    given: RunPlan
+    as_configured: RunPlan
     """The configuration as it is."""
-    found: Sequence[RankedLayout]
+    ranked: Sequence[RankedLayout]
     """Layouts that fit, fastest first. ZeRO-3 is among them only where it is faster than ZeRO-1 or fits alone."""
     estimated: int
     refused: int
@@ -313,8 +313,8 @@ class Search:
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON-able tree."""
         return {
-            "given": self.given.to_dict(),
-            "found": [{"settings": dict(layout.settings), **layout.plan.to_dict()} for layout in self.found],
+            "given": self.as_configured.to_dict(),
+            "found": [{"settings": dict(layout.settings), **layout.plan.to_dict()} for layout in self.ranked],
             "estimated": self.estimated,
             "refused": self.refused,
         }
@@ -391,7 +391,7 @@ def search(
     if not fitting:
         raise NoLayoutFits(device=as_configured.product or product, tried=estimated)
     ranked = sorted(fitting, key=lambda layout: layout.seconds)
-    return Search(given=as_configured, found=ranked, estimated=estimated, refused=refused)
+    return Search(as_configured=as_configured, ranked=ranked, estimated=estimated, refused=refused)
 
 
 def candidates(config: ResolvedConfig) -> Iterator[Layout]:
