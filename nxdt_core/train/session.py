@@ -287,7 +287,7 @@ class TrainSession:
     def validation_loaders(self) -> list[TrainLoader]:
         """Return one loader per validation set, each a single pass over this rank's share."""
         self._add_references()
-        return self.data.validation_loaders(self.engine)
+        return self.data.single_passes(self.engine)
 
     def test_loaders(self) -> list[TrainLoader]:
         """Return one loader per test set, each a single pass over this rank's share.
@@ -297,7 +297,7 @@ class TrainSession:
         """
         self.data.prepare(test=True)
         self._add_references()
-        return self.data.test_loaders(self.engine)
+        return self.data.single_passes(self.engine, test=True)
 
     def batches(self) -> Iterator[StepInput]:
         """Yield this rank's share of each global batch until ``trainer.max_steps`` steps are done.

@@ -114,7 +114,7 @@ class TemplateRunner:
                 raise refusal
             return first
         except RecursionError as error:
-            raise self._refuses(place, str(error)) from error
+            raise TemplateRefuses(place=place, origin=self.template.origin, reason=str(error)) from error
 
     def check_end(self, message: Message, said: str, reason: str) -> None:
         """Check that ``said``, what is trained of the assistant's turn ``message``, ends with what closes the turn.
@@ -167,10 +167,8 @@ class TemplateRunner:
                 path=origin, package="transformers", extra="huggingface", reason=str(error)
             ) from error
         except Exception as error:  # a template is a program, which can fail in every way that Python can
-            raise self._refuses(place, str(error).rstrip(".") or type(error).__name__) from error
-
-    def _refuses(self, place: str, reason: str) -> TemplateRefuses:
-        return TemplateRefuses(place=place, origin=self.template.origin, reason=reason)
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise TemplateRefuses(place=place, origin=self.template.origin, reason=reason) from error
 
 
 def _plain(value: object) -> Any:
