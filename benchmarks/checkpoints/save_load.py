@@ -32,7 +32,7 @@ import torch
 from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, load_model_into, read_manifest
 from nxdt_core.checkpoint.format.shards import bytes_of
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.run.callbacks.checkpoints import STEPS, StepTimes
+from nxdt_core.run.callbacks.checkpoints import STEPS
 from tests.checkpoint.saving import save_checkpoint
 
 TENSOR_BYTES = 32 * 2**20
@@ -164,23 +164,22 @@ def step(weights: torch.Tensor) -> None:
 
 def background(state: State, root: Path, manager: CheckpointManager, number: int) -> dict[str, float]:
     """One save in the background between steps; seconds, and the slowdown of the steps after it."""
-    times, weights = StepTimes(), torch.ones(1024, 1024)
-    for _ in range(STEPS):
-        times.step(seconds(lambda: step(weights)))
+    weights = torch.ones(1024, 1024)
+    before_s = sum(seconds(lambda: step(weights)) for _ in range(STEPS))
+    after_s = 0.0
     model, optimizer = parts(state)
     with Resident() as memory:
         begun = time.perf_counter()
         manager.save(step=number, model=model, optimizer=optimizer, state={}, facts=CheckpointFacts())
         blocked_s = time.perf_counter() - begun
-        times.mark()
         for _ in range(STEPS):
-            times.step(seconds(lambda: step(weights)))
+            after_s += seconds(lambda: step(weights))
             manager.poll()
         manager.wait()
     return {
         "blocked": blocked_s,
         "in the background": time.perf_counter() - begun,
-        "slowdown": times.slowdown or 0.0,
+        "slowdown": after_s / before_s - 1,
         "memory": memory.peak_bytes / sum(tensor.nbytes for tensor in state.values()),
     }
 

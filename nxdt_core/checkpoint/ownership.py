@@ -22,7 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Literal, Protocol, final
+from typing import Literal, TypeAlias, final
 
 from nxdt_core.checkpoint.commit import greatest_fencing, read_object
 from nxdt_core.checkpoint.storage import explained_os_errors, reason_of
@@ -36,41 +36,28 @@ EXPIRY_S = 60.0
 """Silence after which an owner counts as dead."""
 
 
-class Ownership(Protocol):
-    """A store that this process owns."""
-
-    fencing: int
-    """Greater than that of every owner before, and of every checkpoint in the store."""
-
-    def check(self) -> None:
-        """Make sure of it, directly before something is committed or deleted.
-
-        Raises:
-            OwnershipLost: another run has taken the store, or may have.
-        """
-        ...
-
-    def release(self) -> None:
-        """Give the store back; may be called twice."""
-        ...
-
-
 _KEY = "owner"
 _POLL_S = 0.2
 
 
 @final
 class LockedStore:
-    """A store that this process has locked; see :class:`nxdt_core.checkpoint.ownership.Ownership`."""
+    """A store that this process has locked."""
 
     def __init__(self, storage: CheckpointStore, lock: StorageLock, me: Owner, fencing: int) -> None:
         self.fencing = fencing
+        """Greater than that of every owner before, and of every checkpoint in the store."""
         self._storage = storage
         self._lock: StorageLock | None = lock
         self._me = me
 
     def check(self) -> None:
-        """Raise unless the lock still keeps others out; one whose file was only deleted is taken again."""
+        """Make sure, directly before something is committed or deleted, that the lock still keeps others out; one whose
+        file was only deleted is taken again.
+
+        Raises:
+            OwnershipLost: another run has taken the store, or may have.
+        """
         if self._lock is None:
             raise OwnershipLost(where=self._storage.uri, reason="this run has given it back")
         if self._lock.held():
@@ -84,7 +71,7 @@ class LockedStore:
         self._lock = lock
 
     def release(self) -> None:
-        """Unlock the store, so that another run can take it."""
+        """Unlock the store, so that another run can take it; may be called twice."""
         lock, self._lock = self._lock, None
         if lock is not None:
             lock.release()
@@ -120,7 +107,7 @@ _RELEASED = json.dumps({"released": True}).encode()
 
 @final
 class Lease:
-    """A store that this process has taken; see :class:`nxdt_core.checkpoint.ownership.Ownership`."""
+    """A store that this process has taken; used as :class:`LockedStore` is."""
 
     def __init__(self, storage: CheckpointStore, number: int, me: Owner, *, expiry_s: float) -> None:
         self.fencing = number
@@ -147,7 +134,7 @@ class Lease:
             raise OwnershipLost(where=self._storage.uri, reason=f"{other}; {why}")
 
     def release(self) -> None:
-        """Release it at once. Never raises for the store: the next process would only wait."""
+        """Release it at once; may be called twice. Never raises for the store: the next process would only wait."""
         thread, self._thread = self._thread, None
         if thread is None or os.getpid() != self._pid:  # a fork inherits no thread
             return
@@ -178,6 +165,10 @@ class Lease:
                 failing = True
             else:
                 failing = False
+
+
+Ownership: TypeAlias = LockedStore | Lease
+"""A store that this process owns."""
 
 
 def take_lease(storage: CheckpointStore, me: Owner, *, say: Callable[[str], None], expiry_s: float) -> Lease:
@@ -274,7 +265,7 @@ def own(
     expiry_s: float = EXPIRY_S,
     me: Owner | None = None,
 ) -> Ownership:
-    """Own ``storage`` until :meth:`Ownership.release` or the death of this process.
+    """Own ``storage`` until it is released or this process dies.
 
     Args:
         storage: the store in which checkpoints will be saved.

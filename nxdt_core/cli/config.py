@@ -97,8 +97,8 @@ def _paths(value: Any) -> Iterator[Path]:
     if is_model(cls):
         value = {key.name: getattr(value, key.attribute) for key in keys_of(cls).values()}
     parts = value.values() if isinstance(value, Mapping) else value
-    for each in parts if not isinstance(parts, str) and isinstance(parts, Iterable) else ():
-        yield from _paths(each)
+    for part in parts if not isinstance(parts, str) and isinstance(parts, Iterable) else ():
+        yield from _paths(part)
 
 
 def vocabulary_notes(config: ResolvedConfig) -> list[str]:

@@ -214,8 +214,8 @@ def _facts(preview: Preview, title: str) -> Iterator[tuple[str, str]]:
     from nxdt_core.data.files.records import count_records, describe_unused
 
     report = preview.report
-    known = preview.samples is not None and report.of_records is None
-    yield "data", f"{title}, {preview.samples:,} in all" if known else title
+    whole = preview.samples is not None and report.of_records is None
+    yield "data", f"{title}, {preview.samples:,} in all" if whole else title
     if preview.counted is not None:
         yield "counted", f"the first {preview.counted:,} samples"
     of = f", made of the first records of {report.of_records:,}; --all reads all" if report.of_records else ""

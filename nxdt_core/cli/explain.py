@@ -135,7 +135,7 @@ def _explained(row: ErrorCode[NxdtError], uses: Sequence[Mapping[str, str]]) -> 
 def _filled(template: str) -> str:
     """Return a template with each value that is filled in written ``‹name›``."""
     text = template.replace("{{", "\0").replace("}}", "\1")
-    text = _PLACEHOLDER.sub(lambda found: f"‹{found[1].replace('_', ' ')}›", text)
+    text = _PLACEHOLDER.sub(lambda match: f"‹{match[1].replace('_', ' ')}›", text)
     return text.replace("\0", "{").replace("\1", "}").strip()
 
 

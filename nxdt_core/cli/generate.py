@@ -299,12 +299,14 @@ def evaluate(
     if files:
         unused = UnusedFields(loaded.chat_keys.unused_fields)
         asked = list(questions(files, loaded.tokenizer, loaded.chat_keys, limit=limit, unused=unused))
-        answers = []
+        answers: list[str] = []
         for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens), batch=batch_size):
+            question = asked[len(answers)]
             answers.append(answer)
             if len(answers) <= show and not as_json:
-                say(f"{answer.question.place}\n  wanted: {answer.question.wanted}\n  given:  {answer.given}")
-        results |= {"records": len(answers), "unused": unused.counts, **scores(answers, measures)}
+                say(f"{question.place}\n  wanted: {question.wanted}\n  given:  {answer}")
+        wanted = [question.wanted for question in asked]
+        results |= {"records": len(answers), "unused": unused.counts, **scores(wanted, answers, measures)}
     if chosen is not None:
         results["tasks"] = chosen.run(loaded, limit=limit)
     if as_json:

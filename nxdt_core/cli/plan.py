@@ -207,25 +207,27 @@ def print_report(plan: RunPlan) -> None:
 def _facts(plan: RunPlan) -> Iterator[tuple[str, str]]:
     from nxdt_core.train.build import objective
 
-    found, data, sizes = plan.estimate, plan.config.run.data, plan.sizes
+    estimate, data, sizes = plan.estimate, plan.config.run.data, plan.sizes
     batch = objective(plan.config).traits.batch(data.global_batch_size, data.seq_length)
     yield "run", plan.config.source
-    yield "layout", " · ".join(plan.estimate.layout)
-    trained = "" if found.trained == found.parameters else f", {_billions(found.trained)} of them trained"
-    yield "model", f"{_billions(found.parameters)} parameters{trained}; {_count(found.flops_per_token)}FLOP per token"
+    yield "layout", " · ".join(estimate.layout)
+    trained = "" if estimate.trained == estimate.parameters else f", {_billions(estimate.trained)} of them trained"
+    flops = _count(estimate.flops_per_token)
+    yield "model", f"{_billions(estimate.parameters)} parameters{trained}; {flops}FLOP per token"
+    micro_batches = f"{estimate.micro_batches:,} micro-batch{'es' * (estimate.micro_batches != 1)}"
     yield (
         "step",
-        f"{batch} = {_billions(found.tokens_per_step)} tokens, {_count(found.flops_per_step)}FLOP;"
-        f" {found.micro_batches:,} micro-batch{'es' * (found.micro_batches != 1)} of {data.micro_batch_size} per rank",
+        f"{batch} = {_billions(estimate.tokens_per_step)} tokens, {_count(estimate.flops_per_step)}FLOP;"
+        f" {micro_batches} of {data.micro_batch_size} per rank",
     )
     if sizes.pp > 1:
-        yield "pipeline", f"{sizes.schedule}; ranks wait {percent(found.bubble)} of a step for one another"
-    if found.stage_layers:
+        yield "pipeline", f"{sizes.schedule}; ranks wait {percent(estimate.bubble)} of a step for one another"
+    if estimate.stage_layers:
         cuts = "from model.pipeline_cuts" if plan.config.run.model.pipeline_cuts else "chosen by computation"
-        runs = [(number, len(list(same))) for number, same in groupby(found.stage_layers)]  # 5, 14 x 6, 4
+        runs = [(number, len(list(same))) for number, same in groupby(estimate.stage_layers)]  # 5, 14 x 6, 4
         shares = f"{', '.join(f'{n}' if count == 1 else f'{count} x {n}' for n, count in runs)} layers"
-        yield "stages", f"{shares}, {cuts}; the longest rank computes {found.longest_rank:.3f} times the mean"
-    yield "checkpoint", f"{human_size(found.checkpoint_bytes)}, weights and optimizer state"
+        yield "stages", f"{shares}, {cuts}; the longest rank computes {estimate.longest_rank:.3f} times the mean"
+    yield "checkpoint", f"{human_size(estimate.checkpoint_bytes)}, weights and optimizer state"
 
 
 def _unit(largest_bytes: int) -> tuple[str, Callable[[int], str]]:
@@ -256,27 +258,27 @@ def show_progress(text: str) -> None:
 
 def print_ranking(search: Search) -> None:
     """Print the fastest layouts, the configuration as it is, and the keys that select the fastest."""
-    best, given = search.found[0], search.given
-    rows = [_row(str(place), each.plan) for place, each in enumerate(search.found[:_SHOWN], start=1)]
-    rows.append(_row("given", given))
+    best, as_configured = search.ranked[0], search.as_configured
+    rows = [_row(str(place), layout.plan) for place, layout in enumerate(search.ranked[:_SHOWN], start=1)]
+    rows.append(_row("given", as_configured))
     unused = {
         title
         for column, title in enumerate(_TITLES)
         if title in ("CP", "EP") and all(row[column] == "1" for row in rows)
     }
-    kept = [column for column, title in enumerate(_TITLES) if title not in unused]
-    titles = [_TITLES[column] for column in kept]
+    columns = [column for column, title in enumerate(_TITLES) if title not in unused]
+    titles = [_TITLES[column] for column in columns]
     print_table(
         titles,
-        [[row[column] for column in kept] for row in rows],
+        [[row[column] for column in columns] for row in rows],
         right=[title for title in titles if title not in ("", "RECOMPUTES")],
         optional=("TOKENS/S", "DP"),
     )
     click.echo()
-    device = f"{given.product}, {human_size(given.memory_bytes or 0)} each"
+    device = f"{as_configured.product}, {human_size(as_configured.memory_bytes or 0)} each"
     click.echo(
-        f"{search.estimated} layouts estimated for {given.sizes.world_size:,} devices ({device}), {search.refused} not "
-        f"possible; TOKENS/S per device, from data sheets, not measured"
+        f"{search.estimated} layouts estimated for {as_configured.sizes.world_size:,} devices ({device}), "
+        f"{search.refused} not possible; TOKENS/S per device, from data sheets, not measured"
     )
     click.echo()
     click.echo(click.style("the fastest:", bold=True))

@@ -78,8 +78,8 @@ def read_run(run_dir: Path, metric: str = "loss") -> PlottedRun:
     if not training:
         raise NothingToPlot(run=str(run_dir), reason="it has no metrics.jsonl with rows")
     if not any(metric in row for row in training):
-        reason, known = f"its metrics.jsonl has no column {metric!r}", ", ".join(training[-1])
-        raise NothingToPlot(run=str(run_dir), reason=reason, advice=f"Name one of: {known}.")
+        reason, columns = f"its metrics.jsonl has no column {metric!r}", ", ".join(training[-1])
+        raise NothingToPlot(run=str(run_dir), reason=reason, advice=f"Name one of: {columns}.")
     return PlottedRun(
         name=visible(run_dir.resolve().name),
         training=training,
@@ -143,8 +143,8 @@ def draw(runs: Sequence[PlottedRun], target: Path, metric: str = "loss") -> None
 def _points(rows: Sequence[Row], key: str) -> tuple[list[int], list[float]]:
     """Steps and values; a value that axes cannot hold, such as one that was not finite, is a gap."""
     values = (finite(row.get(key)) for row in rows)
-    kept = [math.nan if value is None or not fits_axes(value) else value for value in values]
-    return [row["step"] for row in rows], kept
+    drawn = [math.nan if value is None or not fits_axes(value) else value for value in values]
+    return [row["step"] for row in rows], drawn
 
 
 def _rows(run_dir: Path, name: str) -> list[Row]:

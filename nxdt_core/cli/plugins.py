@@ -131,7 +131,7 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
         print_json({"import_s": seconds, "problems": problems})
     else:
         slowest = sorted(kernel.plugins, key=lambda plugin: -plugin.import_s)
-        rows = [(each.name, each.dist, shade(each.state), f"{1000 * each.import_s:.1f}") for each in slowest]
+        rows = [(info.name, info.dist, shade(info.state), f"{1000 * info.import_s:.1f}") for info in slowest]
         print_table(("NAME", "DIST", "STATE", "IMPORT MS"), rows)
         click.echo()
         for line in problems:

@@ -50,11 +50,11 @@ def list_(task: str | None, device_memory: int | None, json_output: bool) -> Non
     kernel = Kernel.start()
     matching = list_recipes(kernel)
     tasks = tasks_of(matching, kernel)
-    known = sorted(set().union(*tasks.values()))
+    all_tasks = sorted(set().union(*tasks.values()))
     if task is not None:  # "distillation" means "distill"
-        wanted = {each for each in known if task.lower().replace("-", "").startswith(each)}
+        wanted = {name for name in all_tasks if task.lower().replace("-", "").startswith(name)}
         if not wanted:
-            raise click.BadParameter(f"no installed recipe is for {task!r}; the tasks are {', '.join(known)}.")
+            raise click.BadParameter(f"no installed recipe is for {task!r}; the tasks are {', '.join(all_tasks)}.")
         matching = tuple(recipe for recipe in matching if wanted & tasks[recipe])
     if device_memory is not None:
         needs = {recipe: _ONE_DEVICE.search(recipe.summary) for recipe in matching}
@@ -66,11 +66,11 @@ def list_(task: str | None, device_memory: int | None, json_output: bool) -> Non
         first = sorted((recipe for recipe in matching if whole and recipe.rank), key=attrgetter("rank"))
         rest = sorted((recipe for recipe in matching if recipe not in first), key=attrgetter("plugin"))
         rows: list[tuple[str, str]] = []
-        for title, own in chain([("start here", first)] if first else [], groupby(rest, attrgetter("plugin"))):
-            rows += [(click.style(title, bold=True), ""), *((f"  {recipe.name}", recipe.summary) for recipe in own)]
+        for title, group in chain([("start here", first)] if first else [], groupby(rest, attrgetter("plugin"))):
+            rows += [(click.style(title, bold=True), ""), *((f"  {recipe.name}", recipe.summary) for recipe in group)]
         print_table(("PLUGIN, RECIPE", "SUMMARY"), rows)
         if whole:
-            print_wrapped("--task", ", ".join(known))
+            print_wrapped("--task", ", ".join(all_tasks))
     elif device_memory is not None:
         of = "" if task is None else f" for {task}"
         click.echo(f"No installed recipe{of} is for one accelerator of {device_memory} GiB or less.", err=True)

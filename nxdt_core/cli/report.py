@@ -344,11 +344,11 @@ def _legend(lines: Sequence[tuple[int, str]]) -> Markup:
 
 
 def _plots(runs: Sequence[Run]) -> Iterator[Markup]:
-    known = {column for _, columns, _ in _CHARTS for column in columns} | _LEFT_OUT
-    seen = dict.fromkeys(
-        column for run in runs for column in run.curves if column not in known and not column.startswith(_OF_SAVES)
+    named = {column for _, columns, _ in _CHARTS for column in columns} | _LEFT_OUT
+    others = dict.fromkeys(
+        column for run in runs for column in run.curves if column not in named and not column.startswith(_OF_SAVES)
     )
-    further = [(column.partition(":")[2].replace("_", " "), (column,), False) for column in seen]
+    further = [(column.partition(":")[2].replace("_", " "), (column,), False) for column in others]
     for chart, columns, log in (*_CHARTS, *further):
         values = [value for run in runs for column in columns for value in run.curves.get(column, {}).values()]
         title = chart.replace("GiB", "MiB") if max(values, default=_GIB) < _GIB / 10 else chart

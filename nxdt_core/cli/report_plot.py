@@ -102,12 +102,12 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
         label: what a screen reader says.
         log: whether the value axis is logarithmic.
     """
-    drawn = [(colour, name, points) for colour, name, given in lines if (points := _scaled(given, log))]
+    drawn = [(colour, name, points) for colour, name, curve in lines if (points := _scaled(curve, log))]
     steps = [step for _, _, points in drawn for step, _ in points]
     values = [value for _, _, points in drawn for _, value in points]
     if not steps or not any(values if not log else steps):  # a counter that stays at 0 has no picture
         return None
-    x_ticks = [each for each in _ticks(min(steps), max(steps), 4) if min(steps) <= each <= max(steps)]
+    x_ticks = [tick for tick in _ticks(min(steps), max(steps), 4) if min(steps) <= tick <= max(steps)]
     low, high = min(values), max(values)
     if log:  # logarithms of 1, 2, 5, 10, … that enclose the values; of many, powers of ten alone
         factors = (1, 2, 5) if high - low < 3 else (1,)
@@ -144,8 +144,8 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
 
 def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
     """Points that can be drawn, thinned to the smallest and largest of each stretch of steps."""
-    kept = [(step, value) for step, value in sorted(points.items()) if fits_axes(value) and (value > 0 or not log)]
-    scaled = [(step, math.log10(value) if log else value) for step, value in kept]
+    drawn = [(step, value) for step, value in sorted(points.items()) if fits_axes(value) and (value > 0 or not log)]
+    scaled = [(step, math.log10(value) if log else value) for step, value in drawn]
     if len(scaled) <= _MOST_POINTS:
         return scaled
     size = math.ceil(2 * len(scaled) / _MOST_POINTS)

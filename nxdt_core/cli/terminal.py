@@ -79,7 +79,7 @@ def print_table(
     widths = _fitted(columns)
     titles = [click.style(title, bold=True) for title in columns]
     for cells in (titles, *zip(*columns.values(), strict=True)):
-        parts = [wrap(cell, width) if _wraps() else cell.split("\n") for cell, width in zip(cells, widths, strict=True)]
+        parts = [wrap(cell, width) for cell, width in zip(cells, widths, strict=True)]
         for line in zip_longest(*parts, fillvalue=""):
             aligned = []
             for title, cell, width in zip(columns, line, widths, strict=True):
@@ -93,8 +93,7 @@ def print_facts(facts: Sequence[tuple[str, str]]) -> None:
     facts = [(visible(name), visible(value, colours=True)) for name, value in facts]
     width = max(len(name) for name, _ in facts)
     for name, value in facts:
-        room = max(_columns() - width - len(_GAP), _NARROWEST)
-        lines = wrap(value, room) if _wraps() else value.split("\n")
+        lines = wrap(value, max(_columns() - width - len(_GAP), _NARROWEST))
         text = f"\n{' ' * (width + len(_GAP))}".join(lines)
         click.echo(f"{click.style(name.ljust(width), bold=True)}{_GAP}{text}".rstrip())
 
@@ -175,7 +174,8 @@ def _width(text: str) -> int:
     if plain.isascii():
         return len(plain)
     return sum(
-        0 if unicodedata.combining(each) else 2 if unicodedata.east_asian_width(each) in "WF" else 1 for each in plain
+        0 if unicodedata.combining(character) else 2 if unicodedata.east_asian_width(character) in "WF" else 1
+        for character in plain
     )
 
 
@@ -191,11 +191,11 @@ def _longest_word(title: str, cells: Sequence[str]) -> int:
 
 def _fitted(columns: Mapping[str, Sequence[str]]) -> list[int]:
     """Return the widths that fit the terminal: the widest columns get narrower, first down to their longest words."""
-    natural = [_natural(*each) for each in columns.items()]
+    natural = [_natural(*column) for column in columns.items()]
     room = _columns() - len(_GAP) * (len(columns) - 1)
     if sum(natural) <= room:
         return natural
-    words = [_longest_word(*each) for each in columns.items()]
+    words = [_longest_word(*column) for column in columns.items()]
     floors = words if sum(words) <= room else [words[0], *(min(word, _NARROWEST) for word in words[1:])]
     if sum(floors) > room:
         floors[0] = min(words[0], _NARROWEST)
@@ -212,14 +212,9 @@ def _capped(natural: Sequence[int], floors: Sequence[int], cap: int) -> list[int
     return [min(width, max(floor, cap)) for width, floor in zip(natural, floors, strict=True)]
 
 
-def _wraps() -> bool:
-    """Return whether the output goes to a terminal."""
-    return sys.stdout.isatty()
-
-
 def _columns() -> int:
     """Columns of the terminal; no end to them where no terminal reads the table."""
-    return shutil.get_terminal_size().columns if _wraps() else sys.maxsize
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else sys.maxsize
 
 
 def error_text(error: NxdtError) -> str:
@@ -251,7 +246,7 @@ def _indented_lines(code: str, place: str, text: str, indent: str) -> Iterator[s
     lead = " ".join(filter(None, (code, f"{place}:" if place else "")))
     width = _columns_of(sys.stderr) - len(indent) - len(_GAP)
     plain = f"{lead} {text}".strip()
-    lines = [line for each in plain.split("\n") for line in wrap(each, max(width, len(_GAP)))]
+    lines = wrap(plain, max(width, len(_GAP)))
     for number, line in enumerate(lines):
         if number == 0 and line.startswith(lead):
             styled = click.style(code, fg="red", bold=True) if code else ""

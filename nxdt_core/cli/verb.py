@@ -56,7 +56,7 @@ class Verb(WithExamples):
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Parse the arguments; for an option that is a key of the configuration suggest ``KEY=VALUE``."""
-        given = [*args]  # the parser empties it
+        words = [*args]  # the parser empties it
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -68,13 +68,13 @@ class Verb(WithExamples):
 
             # Keys of the core's configuration with the name of the option, those with the shortest path alone.
             name = error.option_name.lstrip("-").replace("-", "_")
-            known = fill(Tree({}, {(): DEFAULT}), RunConfig).names.values()
-            keys = [key for key in known if f".{key}".endswith(f".{name}")]
+            core_keys = fill(Tree({}, {(): DEFAULT}), RunConfig).names.values()
+            keys = [key for key in core_keys if f".{key}".endswith(f".{name}")]
             keys = [key for key in keys if key.count(".") == min(other.count(".") for other in keys)]
             if not keys:
                 raise
-            at = next(i for i, word in enumerate(given) if word.partition("=")[0] == error.option_name)
-            value = given[at].partition("=")[2] or (given[at + 1 : at + 2] or ["VALUE"])[0]
+            at = next(i for i, word in enumerate(words) if word.partition("=")[0] == error.option_name)
+            value = words[at].partition("=")[2] or (words[at + 1 : at + 2] or ["VALUE"])[0]
             meant = " or ".join(repr(f"{key}={value}") for key in keys)
             raise click.UsageError(f"No such option {error.option_name!r}. Did you mean {meant}?", ctx) from None
 
@@ -86,9 +86,8 @@ def verb(
     return click.command(name, cls=Verb, examples=examples, short_help=short_help)
 
 
-def as_json(function: _F) -> _F:
-    """Add ``--json``."""
-    return click.option("--json", "json_output", is_flag=True, help="Print JSON to standard output.")(function)
+as_json = click.option("--json", "json_output", is_flag=True, help="Print JSON to standard output.")
+"""Adds ``--json``."""
 
 
 def print_json(value: object) -> None:
@@ -139,8 +138,8 @@ def _with_hidden(value: Any, message: bool = False) -> Any:
     if isinstance(value, str):
         return without_secrets(value) if message else value
     if isinstance(value, Mapping):
-        return {key: _with_hidden(each, message or key in _MESSAGES) for key, each in value.items()}
-    return [_with_hidden(each, message) for each in value] if isinstance(value, (list, tuple)) else value
+        return {key: _with_hidden(item, message or key in _MESSAGES) for key, item in value.items()}
+    return [_with_hidden(item, message) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def complete_source(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
@@ -201,11 +200,11 @@ def _classes(section: str) -> Iterator[type]:
         if slot.section == section:
             for component in Kernel.start().registry.all(slot.kind):
                 try:
-                    own = usable_class(component)
+                    section_class = usable_class(component)
                 except NxdtError:
                     continue  # `nxdt plugins show` says what is wrong with it
-                if own is not None:
-                    yield own
+                if section_class is not None:
+                    yield section_class
 
 
 def _values(path: str) -> list[str]:
@@ -224,11 +223,11 @@ def _values(path: str) -> list[str]:
 
 def _words(schema: Mapping[str, Any]) -> Iterator[str]:
     """The words of a value's JSON Schema."""
-    yield from (str(each) for each in schema.get("enum", ()) if each is not None)
+    yield from (str(word) for word in schema.get("enum", ()) if word is not None)
     if schema.get("type") == "boolean":
         yield from ("true", "false")
-    for each in schema.get("anyOf", ()):
-        yield from _words(each)
+    for choice in schema.get("anyOf", ()):
+        yield from _words(choice)
 
 
 def config_arguments(function: _F, *, required: bool = True) -> _F:
@@ -287,8 +286,8 @@ class SuggestingGroup(WithExamples, click.Group):
 
     def summaries(self) -> dict[str, str]:
         """Return the group's own commands in the order of the help text, each with its line there."""
-        own = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
-        return {name: entry.summary for name, entry in self.lazy.items()} | own
+        imported = {name: command.get_short_help_str(limit=100) for name, command in self.commands.items()}
+        return {name: entry.summary for name, entry in self.lazy.items()} | imported
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """Return the group's own names, then those of plugins."""
@@ -349,8 +348,9 @@ class SuggestingGroup(WithExamples, click.Group):
                 text = f"Commands of plugins: {', '.join(verbs)}."
                 examples = [f"nxdt {name} {verb} --help" for verb in verbs]
                 commands[name] = text, partial(SuggestingGroup, name=name, help=text, examples=examples)
-        own = _named(offers.get(self.place, ()), reserved, commands)
-        return dict(sorted([*((name, (one.summary, one.load)) for name, one in own.items()), *commands.items()]))
+        verbs_here = _named(offers.get(self.place, ()), reserved, commands)
+        commands |= {name: (command.summary, command.load) for name, command in verbs_here.items()}
+        return dict(sorted(commands.items()))
 
 
 Offer = tuple[str, str, LazyCommand]
@@ -375,6 +375,6 @@ def _named(offers: Sequence[Offer], *taken: Container[str]) -> dict[str, LazyCom
     times = Counter(verb for _, verb, _ in offers)
     names = {}
     for plugin, verb, command in offers:
-        clash = times[verb] > 1 or any(verb in own for own in taken)
+        clash = times[verb] > 1 or any(verb in names_taken for names_taken in taken)
         names[f"{plugin}:{verb}" if clash else verb] = command
     return names

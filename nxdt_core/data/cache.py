@@ -258,7 +258,8 @@ def _remove_unfinished(directory: Path) -> None:
 
 
 def _remove_oldest(current: Path, most_bytes: int | None) -> None:
-    """Remove arrays next to ``kept`` until the directory holds at most ``most_bytes``; who maps them still has them."""
+    """Remove arrays next to ``current`` until the directory holds at most ``most_bytes``; who maps them still has
+    them."""
     if most_bytes is None:
         return
     others = (entry for entry in current.parent.iterdir() if entry != current and not _PART.fullmatch(entry.name))

@@ -114,97 +114,6 @@ Job = Callable[[], Step | None]
 """Builds a step; None where the data of a single pass ended before it."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Slicing:
-    """Division of a global batch into the micro-batches of one rank."""
-
-    global_batch_size: int
-    micro_batch_size: int
-    mine: range
-    """This rank's places within a global batch."""
-    repeat: bool
-    drop_last: bool
-    constant: bool = False
-    """Every global batch has equally many micro-batches, also the last one of a single pass."""
-
-    def cut(self, samples: Sequence[Sample], template: Sample, found: int) -> list[Batch]:
-        """Return the micro-batches of this rank's ``samples``, filled up with blanks made of ``template``.
-
-        Args:
-            samples: those of the ``found`` samples of the global batch at the positions :attr:`mine`.
-            template: any sample of the global batch.
-            found: samples in the global batch; fewer than its size only at the end of a single pass.
-        """
-        size = self.micro_batch_size
-        micro_batches = -(-(len(self.mine) if self.constant else min(found, len(self.mine))) // size)
-        missing = micro_batches * size - len(samples)
-        rows = [*samples, *([blank_like(template)] * missing if missing else ())]
-        return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]
-
-    def keeps(self, found: int) -> bool:
-        """Return whether a global batch with ``found`` samples is used."""
-        return found == self.global_batch_size or (found > 0 and not self.drop_last)
-
-
-def _map_jobs(dataset: MapDataset, order: GlobalOrder, slicing: Slicing, position: Position) -> Iterator[Job]:
-    """Yield the jobs of the steps after ``position``, of samples that are found by index; endless, unless the data is
-    passed once. Jobs may run in any order and at once."""
-
-    def build(indices: list[int], start: int) -> Step:
-        mine = [place for place in slicing.mine if place < len(indices)]
-        samples = [dataset.at(indices[place], (start + place) // len(dataset)) for place in mine or (0,)]
-        batches = slicing.cut(samples if mine else (), samples[0], len(indices))
-        return batches, Position(samples=start + len(indices))
-
-    size, start = slicing.global_batch_size, position.samples
-    while True:
-        count = size if slicing.repeat else max(0, min(size, len(dataset) - start))
-        if not slicing.keeps(count):
-            return
-        yield partial(build, order.indices(start, start + count).tolist(), start)
-        start += count
-
-
-def _stream_jobs(
-    dataset: IterableDataset, beginning: dict[str, Any], slicing: Slicing, position: Position
-) -> Iterator[Job]:
-    """Yield endless jobs of the steps after ``position``, of samples in the dataset's own order; they build None after
-    the end of a single pass.
-
-    Each rank reads all samples and keeps its own. Jobs run one after the other (one worker), and each records the
-    position of the dataset after its samples.
-    """
-
-    def endless() -> Iterator[Sample]:
-        empty_passes = 0  # one may be: a checkpoint at the very end of the data
-        while empty_passes < 2:
-            empty_passes += 1
-            for sample in dataset:
-                empty_passes = 0
-                yield sample
-            dataset.load_state_dict(beginning)
-        raise EmptyDataset()
-
-    dataset.load_state_dict(beginning if position.stream is None else position.stream)
-    samples = endless() if slicing.repeat else iter(dataset)
-    reached = position.samples
-
-    def build() -> Step | None:
-        nonlocal reached
-        template, mine, count = None, [], 0
-        for count, sample in zip(range(1, slicing.global_batch_size + 1), samples, strict=False):
-            template = template or sample
-            if count - 1 in slicing.mine:
-                mine.append(sample)
-        if template is None or not slicing.keeps(count):
-            return None
-        reached += count
-        return slicing.cut(mine, template, count), Position(samples=reached, stream=dataset.state_dict())
-
-    while True:
-        yield build
-
-
 def prefetched(jobs: Iterator[Callable[[], T]], workers: int) -> Iterator[T]:
     """Yield the results of ``jobs``, in order, with up to two jobs a worker begun ahead.
 
@@ -286,24 +195,20 @@ class GlobalBatchLoader:
         if not 0 <= dp_rank < dp_size:
             raise ValueError(f"dp_rank {dp_rank} is not below dp_size {dp_size}")
         per_rank = global_batch_size // dp_size
-        slicing = Slicing(
-            global_batch_size=global_batch_size,
-            micro_batch_size=micro_batch_size,
-            mine=range(dp_rank * per_rank, (dp_rank + 1) * per_rank),
-            repeat=repeat,
-            drop_last=drop_last,
-            constant=constant_micro_batches,
-        )
+        self._mine = range(dp_rank * per_rank, (dp_rank + 1) * per_rank)
+        """This rank's places within a global batch."""
         self._dataset = dataset
+        self._global_batch_size = global_batch_size
+        self._micro_batch_size = micro_batch_size
+        self._constant = constant_micro_batches
         self._repeat = repeat
+        self._drop_last = drop_last
         self._workers = num_workers
-        self._jobs: Callable[[Position], Iterator[Job]]
         if isinstance(dataset, MapDataset):
-            order = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle)
-            self._jobs = partial(_map_jobs, dataset, order, slicing)
+            self._indices = GlobalOrder(len(dataset), seed=seed, shuffle=shuffle).indices
             self._order = f"shuffled with seed {seed}" if shuffle else "in sequence"
         else:
-            self._jobs = partial(_stream_jobs, dataset, dataset.state_dict(), slicing)
+            self._beginning = dataset.state_dict()
             self._order = "the dataset's own"
             self._workers = min(num_workers, 1)
         self._position = Position()
@@ -324,11 +229,82 @@ class GlobalBatchLoader:
         return iteration
 
     def _iterate(self) -> Generator[list[Batch], None, None]:
-        for step in prefetched(self._jobs(self._position), self._workers):
+        dataset = self._dataset
+        jobs = self._map_jobs(dataset) if isinstance(dataset, MapDataset) else self._stream_jobs(dataset)
+        for step in prefetched(jobs, self._workers):
             if step is None:
                 return
             batches, self._position = step
             yield batches
+
+    def _map_jobs(self, dataset: MapDataset) -> Iterator[Job]:
+        """Yield the jobs of the next steps, of samples that are found by index; endless, unless the data is passed
+        once. Jobs may run in any order and at once."""
+
+        def build(indices: list[int], start: int) -> Step:
+            mine = [place for place in self._mine if place < len(indices)]
+            samples = [dataset.at(indices[place], (start + place) // len(dataset)) for place in mine or (0,)]
+            batches = self._cut(samples if mine else (), samples[0], len(indices))
+            return batches, Position(samples=start + len(indices))
+
+        size, start = self._global_batch_size, self._position.samples
+        while True:
+            count = size if self._repeat else max(0, min(size, len(dataset) - start))
+            if count == 0 or (count < size and self._drop_last):
+                return
+            yield partial(build, self._indices(start, start + count).tolist(), start)
+            start += count
+
+    def _stream_jobs(self, dataset: IterableDataset) -> Iterator[Job]:
+        """Yield endless jobs of the next steps, of samples in the dataset's own order; they build None after the end of
+        a single pass.
+
+        Each rank reads all samples and keeps its own. Jobs run one after the other (one worker), and each records the
+        position of the dataset after its samples.
+        """
+
+        def endless() -> Iterator[Sample]:
+            empty_passes = 0  # one may be: a checkpoint at the very end of the data
+            while empty_passes < 2:
+                empty_passes += 1
+                for sample in dataset:
+                    empty_passes = 0
+                    yield sample
+                dataset.load_state_dict(self._beginning)
+            raise EmptyDataset()
+
+        dataset.load_state_dict(self._beginning if self._position.stream is None else self._position.stream)
+        samples = endless() if self._repeat else iter(dataset)
+        size, reached = self._global_batch_size, self._position.samples
+
+        def build() -> Step | None:
+            nonlocal reached
+            template, mine, count = None, [], 0
+            for count, sample in zip(range(1, size + 1), samples, strict=False):
+                template = template or sample
+                if count - 1 in self._mine:
+                    mine.append(sample)
+            if template is None or (count < size and self._drop_last):
+                return None
+            reached += count
+            return self._cut(mine, template, count), Position(samples=reached, stream=dataset.state_dict())
+
+        while True:
+            yield build
+
+    def _cut(self, samples: Sequence[Sample], template: Sample, count: int) -> list[Batch]:
+        """Return the micro-batches of this rank's ``samples``, filled up with blanks made of ``template``.
+
+        Args:
+            samples: those of the ``count`` samples of the global batch at this rank's places.
+            template: any sample of the global batch.
+            count: samples in the global batch; fewer than its size only at the end of a single pass.
+        """
+        size, most = self._micro_batch_size, len(self._mine)
+        micro_batches = -(-(most if self._constant else min(count, most)) // size)
+        missing = micro_batches * size - len(samples)
+        rows = [*samples, *([blank_like(template)] * missing if missing else ())]
+        return [collate(rows[i : i + size]) for i in range(0, len(rows), size)]
 
     def close(self) -> None:
         """End the running iteration and its threads. An iteration without references ends by itself."""

@@ -113,8 +113,8 @@ class QuantisedWeight(torch.Tensor):
         return list(_PARTS), (tuple(self.shape), self.dtype, self.places)
 
     @staticmethod
-    def __tensor_unflatten__(parts: dict[str, torch.Tensor], held: Any, size: Any, stride: Any) -> QuantisedWeight:
-        return QuantisedWeight([parts[name] for name in _PARTS], *held)
+    def __tensor_unflatten__(parts: dict[str, torch.Tensor], context: Any, size: Any, stride: Any) -> QuantisedWeight:
+        return QuantisedWeight([parts[name] for name in _PARTS], *context)
 
     def _stable_hash_for_caching(self) -> str:
         """Return what a compiled graph depends on."""

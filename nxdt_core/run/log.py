@@ -129,8 +129,16 @@ def printed(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
     _OURS.setLevel(logging.INFO)
     for handler in printing:
         root.addHandler(handler)
+
+    def log_warning(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
+    ) -> None:
+        logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
+
     try:
-        with _warnings_logged() if as_json else nullcontext():
+        with warnings.catch_warnings() if as_json else nullcontext():
+            if as_json:  # what Python would print as text
+                warnings.showwarning = log_warning
             yield
     except Exception as error:
         hide_secrets_in(error)
@@ -182,20 +190,6 @@ def run_log(config: ResolvedConfig, info: RankInfo) -> Iterator[None]:
         for file in files:
             root.removeHandler(file)
             file.close()
-
-
-@contextmanager
-def _warnings_logged() -> Iterator[None]:
-    """Log what Python's ``warnings`` would print as text."""
-
-    def log(
-        message: Warning | str, category: type[Warning], filename: str, lineno: int, *_: object, **__: object
-    ) -> None:
-        logging.getLogger("py.warnings").warning("%s:%d: %s: %s", filename, lineno, category.__name__, message)
-
-    with warnings.catch_warnings():
-        warnings.showwarning = log
-        yield
 
 
 def _failure(error: Exception) -> logging.LogRecord:

@@ -178,18 +178,18 @@ class MLflow(Callback):
 
     def __init__(self, config: MLFlowConfig, run_dir: Path) -> None:
         self._prefix = f"{config.prefix}-" if config.prefix else ""
-        shared, own = config.tracking_uri or os.environ.get(_TRACKING), run_dir.absolute()
+        shared, directory = config.tracking_uri or os.environ.get(_TRACKING), run_dir.absolute()
         with _starting(
             "mlflow", install="nxdt-core[mlflow]", advice="Check exp_manager.mlflow_logger_kwargs.tracking_uri"
         ):
             from mlflow.tracking import MlflowClient
             from mlflow.tracking.context.registry import resolve_tags
 
-            self._client: Any = MlflowClient(shared or f"sqlite:///{own}/mlflow.db")
+            self._client: Any = MlflowClient(shared or f"sqlite:///{directory}/mlflow.db")
             existing = self._client.get_experiment_by_name(config.experiment_name)
             self._id: str = config.run_id or ""
             if not self._id:
-                place = config.artifact_location or (None if shared else (own / "mlartifacts").as_uri())
+                place = config.artifact_location or (None if shared else (directory / "mlartifacts").as_uri())
                 usable = existing is not None and existing.lifecycle_stage != "deleted"
                 experiment = (
                     existing.experiment_id if usable else self._client.create_experiment(config.experiment_name, place)

@@ -84,9 +84,10 @@ def memory_errors_explained(session: TrainSession) -> Iterator[None]:
                 for state in session.built_optimizer.inner.state.values():
                     tensors += state.values()
             local = [local_of(tensor) for tensor in tensors]
-            held = sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
+            between_steps = sum(tensor.nbytes for tensor in local if isinstance(tensor, torch.Tensor))
             pp_rank = engine.rank_info.rank * engine.rank_info.mesh.get("pp", 1) // engine.rank_info.world_size
-            part = compare(MemoryUse(held=held, step=max(0, peak - held)), _estimated(session.config, pp_rank))
+            in_step = max(0, peak - between_steps)
+            part = compare(MemoryUse(held=between_steps, step=in_step), _estimated(session.config, pp_rank))
         raise OutOfMemory(
             rank=engine.ranks.rank, host=engine.ranks.host, device=str(engine.device), usage=usage, part=part
         ) from error
@@ -104,18 +105,18 @@ def _estimated(config: ResolvedConfig, pp_rank: int) -> MemoryUse | None:
     except (OSError, subprocess.SubprocessError, ValueError, KeyError):
         return None
     memory = next(rank["memory_bytes"] for rank in ranks if rank["pp_rank"] == pp_rank)
-    held = memory["weights"] + memory["gradients"] + memory["optimizer"]
-    return MemoryUse(held=held, step=memory["total"] - held)
+    between_steps = memory["weights"] + memory["gradients"] + memory["optimizer"]
+    return MemoryUse(held=between_steps, step=memory["total"] - between_steps)
 
 
-def compare(found: MemoryUse, estimated: MemoryUse | None) -> str:
+def compare(measured: MemoryUse, estimated: MemoryUse | None) -> str:
     """Return a sentence on what was taken for what, and which part is more than was expected; empty without an
     estimate."""
     if estimated is None:
         return ""
     parts = (
-        ("weights, gradients and optimizer state", found.held, estimated.held),
-        ("activations and buffers", found.step, estimated.step),
+        ("weights, gradients and optimizer state", measured.held, estimated.held),
+        ("activations and buffers", measured.step, estimated.step),
     )
     taken = " and ".join(f"{have / _GIB:.1f} GiB {name} (estimated: {want / _GIB:.1f})" for name, have, want in parts)
     name, have, want = max(parts, key=lambda part: part[1] - part[2])
@@ -235,10 +236,10 @@ def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
     facts, now = session.resumed.facts, session.horizon.max_steps
     if horizon != now:
         yield f"the learning-rate schedule now ends at step {now} instead of {horizon}"
-    for found in compare_trees("config", facts.config, config_to_save(session.config)):
-        counts = any(f"{found.path}.".startswith(f"{path}.") for path in _OF_THE_RESULT)
-        if counts and found.only_in is None and found.path not in _NOTED_ELSEWHERE:
-            yield f"{found.path} is now {found.values[1]}; the checkpoint was trained with {found.values[0]}"
+    for changed in compare_trees("config", facts.config, config_to_save(session.config)):
+        counts = any(f"{changed.path}.".startswith(f"{path}.") for path in _OF_THE_RESULT)
+        if counts and changed.only_in is None and changed.path not in _NOTED_ELSEWHERE:
+            yield f"{changed.path} is now {changed.values[1]}; the checkpoint was trained with {changed.values[0]}"
     before, after = facts.plugins, session.config.kernel.identities()
     differ = sorted(name for name in before.keys() | after.keys() if before and before.get(name) != after.get(name))
     if differ:  # none where the checkpoint names no plugin

@@ -205,7 +205,7 @@ class ForeignStart:
 
 
 def decide_start(
-    config: ResolvedConfig, own: CheckpointStore, say: Callable[[str], None], ranks: RankAgreement | None = None
+    config: ResolvedConfig, store: CheckpointStore, say: Callable[[str], None], ranks: RankAgreement | None = None
 ) -> Start | ForeignStart | None:
     """Decide what to load; None starts at step 0.
 
@@ -213,7 +213,7 @@ def decide_start(
 
     Args:
         config: its section ``checkpoint`` says what is wanted.
-        own: the run's store.
+        store: the run's store.
         say: prints a line about what is skipped.
         ranks: for collectives over all processes; None in a run of one process.
 
@@ -227,18 +227,18 @@ def decide_start(
 
     wanted = config.run.checkpoint
     if wanted.resume_if_exists:
-        newest = checkpoint.latest(own, warn=say, ranks=ranks, trusted=build.trusted_keys(config))
+        newest = checkpoint.latest(store, warn=say, ranks=ranks, trusted=build.trusted_keys(config))
         if newest is not None:
-            return Start(storage=own, manifest=newest, weights_only=False)
+            return Start(storage=store, manifest=newest, weights_only=False)
     elif wanted.enabled:
-        committed = (status.step for status in newest_first(own) if status.state == "committed")
-        newest_step = on_first_rank(ranks, lambda: next(committed, None), where=own.uri)
+        committed = (status.step for status in newest_first(store) if status.state == "committed")
+        newest_step = on_first_rank(ranks, lambda: next(committed, None), where=store.uri)
         if newest_step is not None:
-            raise RunAlreadyHasCheckpoints(uri=own.uri, step=newest_step)
+            raise RunAlreadyHasCheckpoints(uri=store.uri, step=newest_step)
     if wanted.resume_from is not None:
         return _named(config, wanted.resume_from, say, ranks)
     if wanted.resume_if_exists and not wanted.resume_ignore_no_checkpoint:
-        raise NoCheckpointToResume(uri=own.uri)
+        raise NoCheckpointToResume(uri=store.uri)
     return None
 
 
@@ -250,10 +250,10 @@ def check_adapter(config: ResolvedConfig, start: Start) -> None:
         NxdtError: they do not.
     """
     where = build.step_uri(start.storage, start.manifest.step)
-    saved, own = saved_adapter(start.manifest, config), config.run.adapter
+    saved, now = saved_adapter(start.manifest, config), config.run.adapter.base_dtype
     before = saved.get("base_dtype")
-    if not start.weights_only and saved.get("name") is not None and before != own.base_dtype:
-        raise BaseDtypeChanged(where=where, saved=before or "null", found=own.base_dtype or "null")
+    if not start.weights_only and saved.get("name") is not None and before != now:
+        raise BaseDtypeChanged(where=where, saved=before or "null", found=now or "null")
     for adapter in build.adapters(config):
         adapter.check_resume(saved, where)
 
@@ -298,8 +298,7 @@ def with_start_step(config: ResolvedConfig, began: Start | ForeignStart | None) 
         return config
     uri, key = f"{wanted.resume_from.rstrip('/')}/{step_name(began.manifest.step)}", "checkpoint.resume_from"
     shown, tree = config.tree.shown_at(key), config.tree.copy()
-    kept = f"{shown.rstrip('/')}/{step_name(began.manifest.step)}" if shown else None
-    tree.set(key, uri, tree.origin(key), kept)
+    tree.set(key, uri, tree.origin(key), f"{shown.rstrip('/')}/{step_name(began.manifest.step)}" if shown else None)
     return replace(config, run=config.run.changed(checkpoint=wanted.changed(resume_from=uri)), tree=tree)
 
 

@@ -21,12 +21,11 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.kernel.discovery import exits_explained
 from nxdt_core.launch.agreement import check_world_size
-from nxdt_core.models.token_flops import token_flops
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.run.callbacks.console import Console
-from nxdt_core.run.callbacks.metrics import MetricFiles, MetricsWriter
-from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, Supervisor, TimeLimit
+from nxdt_core.run.callbacks.metrics import MetricFiles, MetricsWriter, token_flops
+from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, TimeLimit
 from nxdt_core.run.log import printed, run_log
 from nxdt_core.run.report import RunSummary, banner, memory_errors_explained, resume_command, resume_notes
 from nxdt_core.run.start import (
@@ -58,17 +57,19 @@ from nxdt_core.train.weights.saved_config import continues_optimizer
 
 if TYPE_CHECKING:
     from nxdt_core.checkpoint import Manifest, Ownership
+    from nxdt_core.launch.supervision.client import Client
     from nxdt_core.run.callbacks.monitor import Monitor
 
 # What a run can leave out (checkpoints, the monitor, the profiler) is imported where the run asks for it.
 
 
-def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSummary:
+def train(config: ResolvedConfig, supervisor: Client | None = None) -> RunSummary:
     """Train, save, and report; on each rank of a run.
 
     Args:
         config: equal on all ranks.
-        supervisor: watches this rank and asks it to stop; None in a run of one process.
+        supervisor: this rank's client of the launcher, which watches it and asks it to stop; None in a run of one
+            process.
 
     Raises:
         NxdtError: something that the user can fix; what was committed before stays.
@@ -90,7 +91,7 @@ def train(config: ResolvedConfig, supervisor: Supervisor | None = None) -> RunSu
     return summary
 
 
-def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Supervisor | None) -> RunSummary:
+def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Client | None) -> RunSummary:
     """Train on a started engine: own the run's directory and its store, and report there."""
     PROGRESS.spent("devices")
     ranks = engine.ranks

@@ -63,9 +63,9 @@ class Trainable(Adapter):
         names = [name for name, _ in module.named_parameters()]
         empty = [pattern for pattern in self._patterns if not any(matches_within(pattern, name) for name in names)]
         if empty or not self._patterns:
-            known = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))  # equal layers are one
-            close = [name for pattern in empty for name in difflib.get_close_matches(pattern, known, n=3, cutoff=0.4)]
-            raise TrainableEmpty(patterns=empty, nearest=list(dict.fromkeys(close)) or known)
+            paths = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))  # equal layers are one
+            close = [path for pattern in empty for path in difflib.get_close_matches(pattern, paths, n=3, cutoff=0.4)]
+            raise TrainableEmpty(patterns=empty, nearest=list(dict.fromkeys(close)) or paths)
         for name, parameter in module.named_parameters():
             chosen = any(matches_within(pattern, name) for pattern in self._patterns)
             parameter.requires_grad_(parameter.requires_grad and chosen)

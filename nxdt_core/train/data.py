@@ -148,23 +148,17 @@ class RunData:
             loader.load_state_dict(dict(position))
         return TrainLoader(loader)
 
-    def validation_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
-        """Return one loader per validation set, each a single pass; none where the configuration names no such data."""
-        self.prepare()
-        sets = self._validation.values()
-        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
-
-    def test_loaders(self, engine: ParallelEngine) -> list[TrainLoader]:
-        """Return one loader per test set, each a single pass.
+    def single_passes(self, engine: ParallelEngine, *, test: bool = False) -> list[TrainLoader]:
+        """Return one loader per validation set, or per test set; none where the configuration names no validation data.
 
         Raises:
             SplitMissing: the configuration names no test data.
         """
-        self.prepare(test=True)
-        if not self._test:
+        self.prepare(test=test)
+        if test and not self._test:
             raise SplitMissing(split="test")
-        sets = self._test.values()
-        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets]
+        sets = (self._test or {}) if test else self._validation
+        return [TrainLoader(build.batches(self.config, engine, dataset, repeat=False)) for dataset in sets.values()]
 
     def _first(self, dataset: Dataset, limit: int | float, unknown: NxdtError) -> Dataset:
         """Return the first global batches of a set: a count, or a share, of which there is at least one above 0.
@@ -222,4 +216,4 @@ def preview(
     def shown(dataset: MapDataset | IterableDataset) -> Preview:
         return look(dataset, tokenizer, count=count, seed=config.run.seed, shuffle=shuffle)
 
-    return shown(sets[UNNAMED]) if [*sets] == [UNNAMED] else {name: shown(each) for name, each in sets.items()}
+    return shown(sets[UNNAMED]) if [*sets] == [UNNAMED] else {name: shown(dataset) for name, dataset in sets.items()}

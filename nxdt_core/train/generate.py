@@ -173,14 +173,6 @@ class Question:
     wanted: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Answer:
-    """The text that a model generated for one record."""
-
-    question: Question
-    given: str
-
-
 def questions(
     files: Sequence[Path | str],
     tokenizer: Tokenizer,
@@ -218,8 +210,8 @@ def questions(
         yield question
 
 
-def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling, *, batch: int = 1) -> Iterator[Answer]:
-    """Ask the questions in their order, ``batch`` at a time.
+def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling, *, batch: int = 1) -> Iterator[str]:
+    """Ask the questions in their order, ``batch`` at a time, and yield the answers.
 
     Raises:
         NothingToJudge: there are none.
@@ -230,9 +222,8 @@ def evaluate(model: LoadedModel, asked: Sequence[Question], sampling: Sampling, 
     for question in asked:
         if len(question.ids) >= model.window:
             raise QuestionTooLong(place=question.place, tokens=len(question.ids), window=model.window)
-    answers = model.writer.texts([question.ids for question in asked], sampling, batch=batch)
-    for question, (given,) in zip(asked, answers, strict=True):
-        yield Answer(question=question, given=given.strip())
+    for (text,) in model.writer.texts([question.ids for question in asked], sampling, batch=batch):
+        yield text.strip()
 
 
 def metrics(kernel: Kernel) -> list[Metric]:
@@ -244,12 +235,11 @@ def metrics(kernel: Kernel) -> list[Metric]:
     return [component.load_class(Metric)() for component in kernel.registry.all("metric")]
 
 
-def scores(answers: Sequence[Answer], metrics: Iterable[Metric] = ()) -> dict[str, float]:
+def scores(wanted: Sequence[str], answers: Sequence[str], metrics: Iterable[Metric] = ()) -> dict[str, float]:
     """Return the share of exact matches as ``exact_match``, and the figures of ``metrics``."""
-    wanted, given = [answer.question.wanted for answer in answers], [answer.given for answer in answers]
-    results = {"exact_match": sum(map(str.__eq__, wanted, given)) / len(answers)}
+    results = {"exact_match": sum(map(str.__eq__, wanted, answers)) / len(answers)}
     for metric in metrics:
-        results |= metric.compute(wanted, given)
+        results |= metric.compute(wanted, answers)
     return results
 
 

@@ -115,7 +115,7 @@ def _watch(
 def _values(owner: object, attributes: Mapping[str, Any], seen: set[int]) -> dict[str, Any]:
     """Return a comparable value of each number and tensor below ``attributes``, by its path."""
     seen.add(id(owner))
-    return {path: found for name, value in attributes.items() for path, found in _below(value, name, seen, _DEPTH)}
+    return dict(leaf for name, value in attributes.items() for leaf in _below(value, name, seen, _DEPTH))
 
 
 def _below(value: Any, path: str, seen: set[int], depth: int) -> Iterator[tuple[str, Any]]:

@@ -91,11 +91,11 @@ class ValidationMetrics:
         self._names: tuple[str, ...] = ()
         self._sums: dict[int, torch.Tensor] = {}
 
-    def add(self, number: int, found: StepLoss) -> None:
+    def add(self, number: int, loss: StepLoss) -> None:
         """Add a global batch of the ``number``-th set."""
-        self._names = tuple(found.metrics)
-        values = torch.stack([found.loss, *(found.metrics[name].to(found.loss) for name in self._names)]).double()
-        weight = found.weight.to(values)
+        self._names = tuple(loss.metrics)
+        values = torch.stack([loss.loss, *(loss.metrics[name].to(loss.loss) for name in self._names)]).double()
+        weight = loss.weight.to(values)
         sums = torch.cat([weight.reshape(1), torch.where(weight > 0, values * weight, 0)])
         self._sums[number] = self._sums[number] + sums if number in self._sums else sums
 

@@ -248,11 +248,11 @@ def product_of(config: ResolvedConfig, device: str) -> tuple[DeviceProfile, str]
         UnknownDevice: none does.
     """
     register_profile_of(config)
-    known = {name: profile for profile in PROFILES.values() for name in profile.memory_gib}
-    name = next((name for name in known if name.lower() == device.lower()), None)
+    profiles = {name: profile for profile in PROFILES.values() for name in profile.memory_gib}
+    name = next((name for name in profiles if name.lower() == device.lower()), None)
     if name is None:
-        raise UnknownDevice(device=device, known=tuple(known))
-    return known[name], name
+        raise UnknownDevice(device=device, known=tuple(profiles))
+    return profiles[name], name
 
 
 @dataclass(frozen=True, slots=True)
@@ -302,9 +302,9 @@ class RankedLayout:
 class Search:
     """Result of a search."""
 
-    given: RunPlan
+    as_configured: RunPlan
     """The configuration as it is."""
-    found: Sequence[RankedLayout]
+    ranked: Sequence[RankedLayout]
     """Layouts that fit, fastest first. ZeRO-3 is among them only where it is faster than ZeRO-1 or fits alone."""
     estimated: int
     refused: int
@@ -313,8 +313,8 @@ class Search:
     def to_dict(self) -> dict[str, Any]:
         """Return the plain JSON-able tree."""
         return {
-            "given": self.given.to_dict(),
-            "found": [{"settings": dict(each.settings), **each.plan.to_dict()} for each in self.found],
+            "given": self.as_configured.to_dict(),
+            "found": [{"settings": dict(layout.settings), **layout.plan.to_dict()} for layout in self.ranked],
             "estimated": self.estimated,
             "refused": self.refused,
         }
@@ -341,14 +341,14 @@ def search(
         UnknownDevice: no profile knows ``product``.
         NxdtError: the configuration as it is would not start.
     """
-    given = plan(load(()), product=product, efficiency=efficiency)
-    if given.step_time is None:
-        raise NoTimesOfDevice(device=given.product or product, dtype=given.estimate.compute_dtype)
+    as_configured = plan(load(()), product=product, efficiency=efficiency)
+    if as_configured.step_time is None:
+        raise NoTimesOfDevice(device=as_configured.product or product, dtype=as_configured.estimate.compute_dtype)
 
     # Settings of recomputation, the fastest first: nothing, inputs that are gathered again, what the configuration
     # selects, whole layers.
     granularity, names = "model.activations_checkpoint_granularity", "model.activations_checkpoint_recompute"
-    selected = given.config.run.model.activations_checkpoint_recompute
+    selected = as_configured.config.run.model.activations_checkpoint_recompute
     nothing = {granularity: "null", names: "null", _REGATHER: "false"}
     some = [{**nothing, granularity: "selective", names: f"[{','.join(selected)}]"}] if selected else []
     recomputations = [nothing, {**nothing, _REGATHER: "true"}, *some, {**nothing, granularity: "full"}]
@@ -376,7 +376,7 @@ def search(
                 return None  # recomputing saves activations only
         return None
 
-    layouts = list(candidates(given.config))
+    layouts = list(candidates(as_configured.config))
     for number, layout in enumerate(layouts, start=1):
         trying(number, len(layouts))
         first = least_recomputing(layout, 1)
@@ -384,14 +384,14 @@ def search(
             fitting.append(first)
         # Where ZeRO-1 has to recompute, ZeRO-3 is tried, too: it sends more, and leaves more memory.
         recomputes = first is None or not recomputations[0].items() <= first.settings.items()
-        if layout.ranks < given.sizes.world_size and recomputes:
+        if layout.ranks < as_configured.sizes.world_size and recomputes:
             other = least_recomputing(layout, 3)
             if other is not None and (first is None or other.seconds < first.seconds):
                 fitting.append(other)
     if not fitting:
-        raise NoLayoutFits(device=given.product or product, tried=estimated)
+        raise NoLayoutFits(device=as_configured.product or product, tried=estimated)
     ranked = sorted(fitting, key=lambda layout: layout.seconds)
-    return Search(given=given, found=ranked, estimated=estimated, refused=refused)
+    return Search(as_configured=as_configured, ranked=ranked, estimated=estimated, refused=refused)
 
 
 def candidates(config: ResolvedConfig) -> Iterator[Layout]:

@@ -264,7 +264,7 @@ class Writer:
         watched = [prompt for prompt in prompts for _ in range(sampling.samples)] if sampling.stop else []
         texts = [_Text(self.tokenizer, prompt, sampling.stop) for prompt in watched]
         ended, done = set[int](), set[int]()
-        digests = (hashlib.blake2b(repr(each).encode(), digest_size=7).digest() for each in drawn)
+        digests = (hashlib.blake2b(repr(parts).encode(), digest_size=7).digest() for parts in drawn)
         seeds = tuple(int.from_bytes(digest, "little") for digest in digests)
         for number, (row, token) in enumerate(self.tokens(prompts, replace(sampling, seed=seeds), ended)):
             if any_left and number % (_ASKED * len(answers)) == 0 and not any_left(len(done) < len(answers)):

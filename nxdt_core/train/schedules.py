@@ -142,20 +142,20 @@ def end_of(name: str, horizon: ScheduleHorizon) -> int:
 def linear_annealing(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Linear warm-up, then linear to ``min_lr`` at the horizon."""
     end = end_of("LinearAnnealingWithWarmUp", horizon)
-    return _between(config, horizon, config.warmup_steps, end, _SHAPES["linear"])
+    return _falling(config, horizon, config.warmup_steps, end, _SHAPES["linear"])
 
 
 def cosine_annealing(config: CosineAnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Linear warm-up, then ``min + (1 - min) (1 + cos(pi t)) / 2`` (Loshchilov & Hutter 2017, arXiv:1608.03983)."""
     end = end_of("CosineAnnealing", horizon) - config.constant_steps
-    return _between(config, horizon, config.warmup_steps, end, _SHAPES["cosine"])
+    return _falling(config, horizon, config.warmup_steps, end, _SHAPES["cosine"])
 
 
 def polynomial(config: PolynomialConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Linear warm-up, ``hold_steps`` at 1, then ``min + (1 - min) (share left) ** power``."""
     start = config.warmup_steps + config.hold_steps
     end = end_of("PolynomialDecayAnnealing", horizon)
-    return _between(config, horizon, start, end, lambda left: left**config.power)
+    return _falling(config, horizon, start, end, lambda left: left**config.power)
 
 
 def warmup_stable_decay(config: WSDConfig, horizon: ScheduleHorizon) -> LRSchedule:
@@ -163,43 +163,38 @@ def warmup_stable_decay(config: WSDConfig, horizon: ScheduleHorizon) -> LRSchedu
     end = end_of("WSD", horizon)
     decay_steps = max(1, end // 10) if config.decay_steps is None else config.decay_steps
     start = max(config.warmup_steps, end - decay_steps)
-    return _between(config, horizon, start, end, _SHAPES[config.decay_shape])
+    return _falling(config, horizon, start, end, _SHAPES[config.decay_shape])
 
 
 def square_annealing(config: SquareAnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Linear warm-up, then ``max(min, (share left) ** 2)``."""
-    return _clipped(config, horizon, config.warmup_steps, end_of("SquareAnnealing", horizon), 2.0)
+    end = end_of("SquareAnnealing", horizon)
+    return _falling(config, horizon, config.warmup_steps, end, lambda left: left**2.0, clipped=True)
 
 
 def square_root_annealing(config: AnnealingConfig, horizon: ScheduleHorizon) -> LRSchedule:
     """Linear warm-up, then ``max(min, (share of the whole run that is left) ** 0.5)``."""
-    return _clipped(config, horizon, 0, end_of("SquareRootAnnealing", horizon), 0.5)
+    return _falling(config, horizon, 0, end_of("SquareRootAnnealing", horizon), lambda left: left**0.5, clipped=True)
 
 
-def _between(
-    config: AnnealingConfig, horizon: ScheduleHorizon, start: int, end: int, shape: Callable[[float], float]
+def _falling(
+    config: AnnealingConfig,
+    horizon: ScheduleHorizon,
+    start: int,
+    end: int,
+    shape: Callable[[float], float],
+    *,
+    clipped: bool = False,
 ) -> LRSchedule:
-    """Warm-up to ``start``, then from 1 to the floor at ``end`` by ``shape``, which maps the share left to height."""
+    """Warm-up, 1 until ``start``, then down by ``shape``, which maps the share that is left until ``end`` to height.
+    Heights are scaled to end at the floor, or where ``clipped`` are never less."""
     floor = floor_of(config.min_lr, horizon)
 
     def factor(step: int) -> float:
-        if step < start:
+        if step < max(start, config.warmup_steps):
             return warmup(step, config.warmup_steps)
-        left = 0.0 if step >= end else (end - step) / (end - start)
-        return floor + (1.0 - floor) * shape(left)
-
-    return factor
-
-
-def _clipped(config: AnnealingConfig, horizon: ScheduleHorizon, start: int, end: int, power: float) -> LRSchedule:
-    """Warm-up, then a power of the share that is left of ``start`` to ``end``, and never less than the floor."""
-    floor = floor_of(config.min_lr, horizon)
-
-    def factor(step: int) -> float:
-        if step < config.warmup_steps:
-            return warmup(step, config.warmup_steps)
-        left = 0.0 if step >= end else (end - step) / (end - start)
-        return float(max(floor, left**power))
+        height = shape(0.0 if step >= end else (end - step) / (end - start))
+        return max(floor, height) if clipped else floor + (1.0 - floor) * height
 
     return factor
 

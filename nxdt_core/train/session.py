@@ -34,6 +34,7 @@ from nxdt_core.data.chat.rendering import stop_ids
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.base import listing
+from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.kernel.plugin import BUILTIN
@@ -56,7 +57,6 @@ from nxdt_core.train.state import (
     restore_rng,
     round_to_bfloat16,
     seed_all,
-    state_explained,
     versions_of,
 )
 from nxdt_core.train.step import (
@@ -145,8 +145,8 @@ class TrainSession:
         """
         keys = ("trainer.devices", "trainer.num_nodes")
         started = read_rank_environment().world_size
-        given = any(override.partition("=")[0] in keys for override in overrides)
-        world = () if started == 1 or given else (f"{keys[0]}={started}", f"{keys[1]}=1")
+        overridden = any(override.partition("=")[0] in keys for override in overrides)
+        world = () if started == 1 or overridden else (f"{keys[0]}={started}", f"{keys[1]}=1")
         return cls(load_config(source, (*overrides, *world)))
 
     @cached_property
@@ -287,7 +287,7 @@ class TrainSession:
     def validation_loaders(self) -> list[TrainLoader]:
         """Return one loader per validation set, each a single pass over this rank's share."""
         self._add_references()
-        return self.data.validation_loaders(self.engine)
+        return self.data.single_passes(self.engine)
 
     def test_loaders(self) -> list[TrainLoader]:
         """Return one loader per test set, each a single pass over this rank's share.
@@ -297,7 +297,7 @@ class TrainSession:
         """
         self.data.prepare(test=True)
         self._add_references()
-        return self.data.test_loaders(self.engine)
+        return self.data.single_passes(self.engine, test=True)
 
     def batches(self) -> Iterator[StepInput]:
         """Yield this rank's share of each global batch until ``trainer.max_steps`` steps are done.
@@ -593,14 +593,17 @@ class TrainSession:
             differing = [key for key in keys if before[key] not in (shown.get(key), values.get(key))]
             error.saved = [f"model.{key}={before[key]}" for key in differing]
             raise
-        with state_explained(where):
+        try:
             if optimizer is not None and same_layout:
                 restore_rng(saved["rng"], self.engine.device)
             if not weights_only:
                 self.state.update(saved["train"])
                 self.resumed = manifest
             extra: dict[str, Any] = saved["extra"]
-            return extra
+        except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:  # no run has written it
+            reason = f"its state is not that of a run ({type(error).__name__}: {error})"
+            raise CheckpointDamaged(where=where, reason=reason) from error
+        return extra
 
     @cached_property
     def hf_facts(self) -> Mapping[str, Any]:

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,6 @@ import torch
 from nxdt_core._version import __version__
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
 from nxdt_core.distributed.devices import HOST, max_memory_bytes, profile_of
-from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.tensor_shards import LocalShard
 
@@ -78,20 +76,6 @@ def seed_all(seed: int, device: torch.device = HOST) -> None:
     np.random.seed(seed % 2**32)  # the legacy global generator: third-party datasets draw from it
     torch.manual_seed(seed)
     profile_of(device).operations.seed(seed)
-
-
-@contextmanager
-def state_explained(where: str) -> Iterator[None]:
-    """Say of a state that a block takes over, and that no run has written, that the checkpoint at ``where`` is damaged.
-
-    Raises:
-        CheckpointDamaged: a value is missing, or has another type or shape.
-    """
-    try:
-        yield
-    except (LookupError, TypeError, ValueError, AttributeError, RuntimeError) as error:
-        reason = f"its state is not that of a run ({type(error).__name__}: {error})"
-        raise CheckpointDamaged(where=where, reason=reason) from error
 
 
 def capture_rng(device: torch.device) -> dict[str, Any]:

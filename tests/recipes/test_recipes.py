@@ -207,10 +207,10 @@ def test_a_large_recipe_fits_the_devices_that_it_names(planned):
 def test_a_recipe_has_one_of_the_fastest_layouts_that_leave_a_tenth_of_the_memory(searched):
     """Fastest as ``nxdt plan --search`` estimates it, which changes neither batch nor sequences."""
     found = search(lambda keys: load(f"recipe:{searched}", [*keys], kernel=KERNEL), product=_PRODUCT)
-    assert found.given.fits
-    assert not found.given.tight
-    assert found.given.step_time is not None
-    assert found.given.step_time.total <= _AS_FAST * found.found[0].seconds
+    assert found.as_configured.fits
+    assert not found.as_configured.tight
+    assert found.as_configured.step_time is not None
+    assert found.as_configured.step_time.total <= _AS_FAST * found.ranked[0].seconds
 
 
 @pytest.mark.parametrize("name", LARGE)

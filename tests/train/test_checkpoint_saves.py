@@ -20,7 +20,7 @@ from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
 from nxdt_core.run import train
 from nxdt_core.run.callbacks import checkpoints, console
-from nxdt_core.run.callbacks.checkpoints import STEPS, StepTimes
+from nxdt_core.run.callbacks.checkpoints import STEPS, SaveMetrics
 from nxdt_core.train import build
 from tests.train.small import SMALL
 
@@ -77,8 +77,10 @@ def test_a_checkpoint_holds_its_step_whatever_training_did_meanwhile(small_run):
     assert all(torch.equal(tensor, expected[name]) for name, tensor in model_of(long, 2).items())
 
 
-def test_every_save_is_reported(small_run, metric_rows, capsys):
-    config = small_run("trainer.max_steps=26", "checkpoint.every_n_train_steps=12", "data.global_batch_size=4")
+@pytest.mark.parametrize("in_background", ["true", "false"])
+def test_every_save_is_reported(small_run, metric_rows, capsys, in_background):
+    often = ("checkpoint.every_n_train_steps=12", f"checkpoint.async_save={in_background}")
+    config = small_run("trainer.max_steps=26", *often, "data.global_batch_size=4")
     train(config)
     said = capsys.readouterr().err
     for step in (12, 24, 26):
@@ -100,16 +102,27 @@ def test_every_save_is_reported(small_run, metric_rows, capsys):
     assert logged[26]["checkpoint_age_s"] > 0
 
 
-def test_slowdown_compares_ten_steps_with_the_ten_before():
-    times = StepTimes()
-    for seconds in (9.0, *[1.0] * STEPS):
-        times.step(seconds)
-    times.mark()
-    assert times.slowdown is None
-    for seconds in (*[1.5] * STEPS, 50.0):
-        times.step(seconds)
-    assert times.complete
-    assert times.slowdown == 0.5
+def test_slowdown_compares_ten_steps_with_the_ten_before(monkeypatch):
+    clock, written = SimpleNamespace(now=0.0), []
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    metrics = SaveMetrics(
+        SimpleNamespace(append=lambda name, row: written.append((name, row["step"], row["slowdown"])))
+    )
+
+    def take(*seconds):
+        for spent in seconds:
+            clock.now += spent
+            metrics.step_ended()
+
+    metrics.step_began()
+    take(9.0, *[1.0] * STEPS)
+    metrics.begun(11)
+    clock.now += 100.0  # of the save itself
+    metrics.step_began()
+    take(*[1.5] * STEPS, 50.0)
+    manifest = SimpleNamespace(step=11, size_bytes=1)
+    metrics.saved(SimpleNamespace(manifest=manifest, captured_at=0.0, blocked_s=1.0, seconds=1.0, gigabytes_per_s=1.0))
+    assert written == [("saves.jsonl", 11, 0.5)]
 
 
 def test_a_save_that_fails_stops_the_run_and_the_checkpoint_before_stays(small_run, monkeypatch):

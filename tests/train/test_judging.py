@@ -29,7 +29,7 @@ from nxdt_core.protocols.evaluation import Metric
 from nxdt_core.run.training import train
 from nxdt_core.system.paths import resolve_path
 from nxdt_core.system.visible_text import visible
-from nxdt_core.train.generate import Answer, Question, Sampling, load_model, questions, scores
+from nxdt_core.train.generate import Question, Sampling, load_model, questions, scores
 from tests import processes
 from tests.train.small import SMALL
 
@@ -172,10 +172,9 @@ def test_scores_are_the_share_of_exact_matches_and_what_metrics_find():
         def compute(self, wanted, given):
             return {"wanted": float(len(wanted[0])), "given": float(len("".join(given)))}
 
-    question = Question(place="", ids=[1], wanted="the cat")
-    answers = [Answer(question=question, given=given) for given in ("the cat", "a dog", "cat")]
-    assert scores(answers) == {"exact_match": 1 / 3}
-    assert scores(answers, [Lengths()]) == {"exact_match": 1 / 3, "wanted": 7.0, "given": 15.0}
+    wanted, answers = ["the cat"] * 3, ["the cat", "a dog", "cat"]
+    assert scores(wanted, answers) == {"exact_match": 1 / 3}
+    assert scores(wanted, answers, [Lengths()]) == {"exact_match": 1 / 3, "wanted": 7.0, "given": 15.0}
 
 
 def test_questions_are_rendered_as_the_chat_template_asks_them(tmp_path):

@@ -48,16 +48,16 @@ def every_layout_that_fits():
 @pytest.mark.slow
 def test_the_first_is_the_fastest_of_all_that_fit(found):
     everything = sorted(every_layout_that_fits())
-    times = [each.seconds for each in found.found]
-    assert found.given.fits is False
+    times = [each.seconds for each in found.ranked]
+    assert found.as_configured.fits is False
     assert times == sorted(times)
     assert times[0] == everything[0]
     assert set(times) <= set(everything)
-    assert any("full" in each.settings.values() for each in found.found)
+    assert any("full" in each.settings.values() for each in found.ranked)
 
 
 def test_the_settings_select_the_layout_that_was_estimated(found):
-    best = found.found[0]
+    best = found.ranked[0]
     settings = [f"{key}={value}" for key, value in best.settings.items()]
     again = plan(load("recipe:llama-tiny", (*LARGE, *settings)), product="H100")
     assert again.to_dict() == best.plan.to_dict()

@@ -11,7 +11,7 @@ from torch.nn import functional
 from accelerator.bench import GIB, Bench
 from accelerator.runs import SHAPES, Shape, length
 from nxdt_core.distributed.devices import max_memory_bytes, peak_flops, reset_max_memory
-from nxdt_core.models.token_flops import TokenFlops, token_flops
+from nxdt_core.run.callbacks.metrics import TokenFlops, token_flops
 
 __all__ = ["PEERS", "pretrain"]
 

@@ -22,7 +22,7 @@ from xxhash import xxh3_128
 
 from nxdt_core.checkpoint.format import file_names
 from nxdt_core.checkpoint.format.hf_source import HFSource
-from nxdt_core.checkpoint.format.state_tree import decode_state, decode_tree, encode_tree
+from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, check_places, decode_index, encode_index
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew
 
@@ -213,12 +213,18 @@ def state_tensors(manifest: Manifest, name: str) -> list[str]:
 
 
 def decode_rank_state(data: bytes, tensors: Mapping[str, Any], manifest: Manifest, *, where: str) -> dict[str, Any]:
-    """Return the state tree of a rank as :func:`decode_state` does, after comparing its progress with the manifest.
+    """Return the state tree of a rank from the bytes of its file at ``where``, after comparing its progress with the
+    manifest; ``tensors`` as of :func:`decode_tree`.
 
     Raises:
         CheckpointDamaged: it is not a state, or it is that of another step.
     """
-    state = decode_state(data, tensors, where=where)
+    try:
+        state = decode_tree(json.loads(data), tensors)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointDamaged(where=where, reason=f"it is not a state ({error})") from error
+    if not isinstance(state, dict):
+        raise CheckpointDamaged(where=where, reason="it is not a state")
     progress = state.get("train", {})
     if not isinstance(progress, Mapping):
         raise CheckpointDamaged(where=where, reason="its 'train' is not a mapping")

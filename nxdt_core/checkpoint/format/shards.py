@@ -11,11 +11,11 @@ import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import BinaryIO, TypeAlias
 
 import torch
 
-from nxdt_core.checkpoint.format.digested_files import AttemptWriter
+from nxdt_core.checkpoint.format.digested_files import AttemptWriter, DigestingWriter
 from nxdt_core.checkpoint.format.file_names import shard_name
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
 from nxdt_core.distributed.buckets import buckets
@@ -132,12 +132,8 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-class Writable(Protocol):
-    """A stream that bytes can be written to."""
-
-    def write(self, data: bytes | memoryview, /) -> object:
-        """Write all of ``data``."""
-        ...
+Writable: TypeAlias = BinaryIO | DigestingWriter
+"""A stream that bytes can be written to."""
 
 
 class SafetensorsLayout:
@@ -199,7 +195,7 @@ SHARD_BYTES = 4 * 2**30
 def write_listed(
     writer: AttemptWriter,
     section: str,
-    held: Mapping[str, ShardInfo],
+    infos: Mapping[str, ShardInfo],
     read: Callable[[Sequence[str]], Iterable[torch.Tensor]],
     *,
     rank: int,
@@ -210,7 +206,7 @@ def write_listed(
     Args:
         writer: of the attempt.
         section: of the checkpoint.
-        held: what is written of each tensor, by name.
+        infos: what is written of each tensor, by name.
         read: called with names; yields their tensors in that order, each when it is due.
         rank: this rank, by which the files are named.
         shard_bytes: size at which a shard is closed.
@@ -218,13 +214,13 @@ def write_listed(
     Returns:
         The location of each tensor, for the manifest.
     """
-    specs = {name: TensorSpec(shard.dtype, shard.region.shape) for name, shard in held.items()}
+    specs = {name: TensorSpec(shard.dtype, shard.region.shape) for name, shard in infos.items()}
     parts: dict[str, TensorPart] = {}
     for number, group in enumerate(grouped(specs, shard_bytes)):
         file, layout = shard_name(section, rank, number), SafetensorsLayout(group)
         with writer.file(file) as stream:
             layout.write(stream, read(layout.names))
         for name, start in layout.starts.items():
-            region = held[name].region
+            region = infos[name].region
             parts[name] = TensorPart(file=file, start=start, offsets=region.offsets, shape=region.shape)
     return parts

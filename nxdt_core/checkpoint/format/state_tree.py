@@ -8,15 +8,14 @@ that would have to be constructed is a class that a file could make construct it
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nxdt_core.errors.checkpoints import CheckpointDamaged, UnsavableState
+from nxdt_core.errors.checkpoints import UnsavableState
 
-__all__ = ["ValueDifference", "compare_trees", "decode_state", "decode_tree", "encode_tree"]
+__all__ = ["ValueDifference", "compare_trees", "decode_tree", "encode_tree"]
 
 _TAG = "$"
 _DEEPEST = 200
@@ -93,21 +92,6 @@ def decode_tree(form: Any, tensors: Mapping[str, Any] | None = None) -> Any:
         return _decode(form, tensors or {})
     except (KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"malformed state tree: {error!r}") from error
-
-
-def decode_state(data: bytes, tensors: Mapping[str, Any], *, where: str) -> dict[str, Any]:
-    """Return the state tree of a rank from the bytes of its file at ``where``; ``tensors`` as of :func:`decode_tree`.
-
-    Raises:
-        CheckpointDamaged: it is not a state.
-    """
-    try:
-        state = decode_tree(json.loads(data), tensors)
-    except (ValueError, RecursionError) as error:
-        raise CheckpointDamaged(where=where, reason=f"it is not a state ({error})") from error
-    if not isinstance(state, dict):
-        raise CheckpointDamaged(where=where, reason="it is not a state")
-    return state
 
 
 def compare_trees(where: str, first: Any, second: Any) -> Iterator[ValueDifference]:

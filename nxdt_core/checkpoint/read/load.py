@@ -403,8 +403,8 @@ def check_model(
         WeightsDoNotFit: shapes differ; or, if ``strict``, a rank lacks something in the checkpoint, or the checkpoint
             has what no rank asks for; the same on every rank.
     """
-    own = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
-    gathered = [own] if ranks is None else ranks.all_gather_object(own)
+    local_shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    gathered = [local_shapes] if ranks is None else ranks.all_gather_object(local_shapes)
     all_shapes = dict(chain.from_iterable(rank_shapes.items() for rank_shapes in gathered))
     missing = [name for name in all_shapes if name not in index]
     extra = [name for name in index if name not in all_shapes]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -50,7 +50,6 @@ __all__ = [
     "newest_first",
     "nothing_at",
     "verify",
-    "with_archive_states",
 ]
 
 State = Literal["committed", "unfinished", "damaged"]
@@ -82,8 +81,6 @@ class CheckpointStatus:
     """Facts that the run recorded about itself, where a manifest can be read."""
     signed_by: str = ""
     """Fingerprint of the key that its signature names, unchecked; empty where there is none that can be read."""
-    archive: str = ""
-    """Progress of the store's copy of it elsewhere, as text; filled in by :func:`with_archive_states`."""
 
 
 def list_checkpoints(storage: CheckpointStore, step: int | None = None) -> list[CheckpointStatus]:
@@ -108,11 +105,6 @@ def newest_first(
                 sizes[number][info.key] = info.size_bytes
         for number in sorted(sizes, reverse=True):
             yield _status(storage, number, sizes.pop(number), names_only=names_only)
-
-
-def with_archive_states(storage: CheckpointStore, found: list[CheckpointStatus]) -> list[CheckpointStatus]:
-    """Return ``found`` with the states of the store's copies elsewhere, if it makes any; that may take long."""
-    return [replace(status, archive=storage.archive_state(step_prefix(status.step))) for status in found]
 
 
 Depth = Literal["sizes", "digests", "bytes"]
@@ -270,12 +262,13 @@ def find_checkpoint(
     return manifest
 
 
-def nothing_at(storage: CheckpointStore, found: Sequence[CheckpointStatus]) -> str:
-    """Return why ``storage`` has nothing that can be used, where the steps ``found`` are all unfinished or damaged."""
-    if any(status.state != "unfinished" for status in found):
+def nothing_at(storage: CheckpointStore, statuses: Sequence[CheckpointStatus]) -> str:
+    """Return why ``storage`` has nothing that can be used, where the steps of ``statuses`` are all unfinished or
+    damaged."""
+    if any(status.state != "unfinished" for status in statuses):
         return "no step there is committed and sound"
-    if found:
-        return f"the save of {', '.join(f'step {status.step}' for status in found[-3:])} was not finished"
+    if statuses:
+        return f"the save of {', '.join(f'step {status.step}' for status in statuses[-3:])} was not finished"
     others = [str(status.step) for status in list_checkpoints(storage) if status.state == "committed"]
     if others:
         return f"the committed steps there are {', '.join(others)}"

@@ -9,9 +9,10 @@ digests, which is written after it, is the one that the manifest names.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from itertools import compress
 
 import click
 
@@ -69,8 +70,8 @@ def copy(
             raise click.BadParameter(f"{steps!r} is neither 'all', 'newest' nor numbers like 20,40.") from None
         missing = sorted(wanted - {status.step for status in statuses})
         if missing:
-            there = ", ".join(str(status.step) for status in statuses)
-            reason = f"step {missing[0]} is not committed; the committed steps there are {there}"
+            committed = ", ".join(str(status.step) for status in statuses)
+            reason = f"step {missing[0]} is not committed; the committed steps there are {committed}"
             raise CheckpointNotFound(where=source, reason=reason)
         chosen = [status for status in chosen if status.step in wanted]
     target, step = locate(destination)
@@ -92,9 +93,9 @@ def copy(
             if report.was_committed and not report.files_copied:
                 say(f"Step {report.step} is already there.")
                 continue
-            kept = f", {human_size(report.bytes_kept)} were there already" if report.bytes_kept else ""
+            there = f", {human_size(report.bytes_kept)} were there already" if report.bytes_kept else ""
             verb_done = "Repaired" if report.was_committed else "Copied"
-            say(f"{verb_done} step {report.step} at {target.uri}: {human_size(report.bytes_copied)} copied{kept}.")
+            say(f"{verb_done} step {report.step} at {target.uri}: {human_size(report.bytes_copied)} copied{there}.")
     if json_output:
         print_json(
             [
@@ -168,14 +169,49 @@ def copy_checkpoint(
                     raise CopyHasOtherCheckpoint(where=address, reason=reason)
                 was_committed = True
         sizes = {info.key: info.size_bytes for info in destination.list(manifest.prefix)}
-        copy = _Copy(source, destination, manifest, sizes, deep, progress)
+        stop = threading.Event()  # set when another file has failed
+
+        def blocks_of(file: VerifiedFile, key: str) -> Iterator[memoryview]:
+            with explained_os_errors(f"{source.uri}/{key}"):
+                for block in file.blocks():
+                    if stop.is_set():
+                        raise _Stopped(key)
+                    yield block
+
+        def copy_file(name: str) -> bool:
+            """Copy a file unless the destination has it, and return whether it was copied."""
+            entry, key = manifest.files[name], manifest.prefix + name
+            whole = (sizes.get(key), sizes.get(digests_name(key))) == (entry.size_bytes, entry.digests_bytes)
+            if whole and deep:
+                try:
+                    VerifiedFile(destination, manifest, name).verify()
+                except CheckpointDamaged:
+                    whole = False
+            elif whole:
+                digests = read_object(destination, digests_name(key)) or b""
+                whole = digest(digests, manifest.digests) == entry.digests_digest
+            if whole:
+                progress(entry.size_bytes)
+                return False
+            with explained_os_errors(f"{source.uri}/{key}"):
+                file = VerifiedFile(source, manifest, name)
+            with explained_os_errors(f"{destination.uri}/{key}"):
+                with destination.open_write(key) as stream:
+                    for block in blocks_of(file, key):
+                        stream.write(block)
+                        progress(len(block))
+                with destination.open_write(digests_name(key)) as stream:
+                    stream.write(file.digests_file)
+            return True
+
         largest_first = sorted(manifest.files, key=lambda name: -manifest.files[name].size_bytes)
         try:
-            copied = [name for name in in_threads(copy.file, largest_first, threads=threads, stop=copy.stop) if name]
+            copied = [*compress(largest_first, in_threads(copy_file, largest_first, threads=threads, stop=stop))]
         except CheckpointDamaged:
             if _read_source(source, step)[0] == data:
                 raise
-            raise _not_found(source, step, "it was replaced while it was copied") from None
+            reason = "it was replaced while it was copied"
+            raise CheckpointNotFound(where=f"{source.uri}/{step_name(step)}", reason=reason) from None
         if signature is not None:
             with suppress(CheckpointDamaged):  # a damaged one may be replaced
                 signature = None if read_signature(destination, manifest) is not None else signature
@@ -198,62 +234,13 @@ def copy_checkpoint(
 
 def _read_source(source: CheckpointStore, step: int) -> tuple[bytes, Manifest]:
     """The manifest, as bytes too: what is written at the destination are these."""
-    with explained_os_errors(f"{source.uri}/{step_name(step)}"):
+    where = f"{source.uri}/{step_name(step)}"
+    with explained_os_errors(where):
         data = read_object(source, manifest_key(step))
     if data is None:
-        raise _not_found(source, step, "it does not exist, its save was not finished, or it was deleted")
+        reason = "it does not exist, its save was not finished, or it was deleted"
+        raise CheckpointNotFound(where=where, reason=reason)
     return data, decode_manifest(data, step=step, where=f"{source.uri}/{manifest_key(step)}")
-
-
-def _not_found(source: CheckpointStore, step: int, reason: str) -> CheckpointNotFound:
-    return CheckpointNotFound(where=f"{source.uri}/{step_name(step)}", reason=reason)
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    """Copies the files of one checkpoint."""
-
-    source: CheckpointStore
-    destination: CheckpointStore
-    manifest: Manifest
-    sizes: Mapping[str, int]
-    deep: bool
-    progress: Callable[[int], None]
-    stop: threading.Event = field(default_factory=threading.Event)
-    """Event that is set when another file has failed."""
-
-    def file(self, name: str) -> str | None:
-        """Copy the file ``name`` unless the destination has it; return its name if it was copied."""
-        entry, key = self.manifest.files[name], self.manifest.prefix + name
-        whole = (self.sizes.get(key), self.sizes.get(digests_name(key))) == (entry.size_bytes, entry.digests_bytes)
-        if whole and self.deep:
-            try:
-                VerifiedFile(self.destination, self.manifest, name).verify()
-            except CheckpointDamaged:
-                whole = False
-        elif whole:
-            digests = read_object(self.destination, digests_name(key)) or b""
-            whole = digest(digests, self.manifest.digests) == entry.digests_digest
-        if whole:
-            self.progress(entry.size_bytes)
-            return None
-        with explained_os_errors(f"{self.source.uri}/{key}"):
-            file = VerifiedFile(self.source, self.manifest, name)
-        with explained_os_errors(f"{self.destination.uri}/{key}"):
-            with self.destination.open_write(key) as stream:
-                for block in self._blocks(file, key):
-                    stream.write(block)
-                    self.progress(len(block))
-            with self.destination.open_write(digests_name(key)) as stream:
-                stream.write(file.digests_file)
-        return name
-
-    def _blocks(self, file: VerifiedFile, key: str) -> Iterator[memoryview]:
-        with explained_os_errors(f"{self.source.uri}/{key}"):
-            for block in file.blocks():
-                if self.stop.is_set():
-                    raise _Stopped(key)
-                yield block
 
 
 class _Stopped(Exception):

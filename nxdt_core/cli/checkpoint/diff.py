@@ -317,7 +317,7 @@ def diff(ctx: click.Context, first: str, second: str, subjects: tuple[str, ...],
         click.echo(f"They are equal, bit by bit: {difference.tensors_compared:,} tensors.")
         ctx.exit(0)
     for name, names in zip("AB", difference.only_in, strict=True):
-        _print_some(f"Only in {name}", ("NAME",), [(each,) for each in names])
+        _print_some(f"Only in {name}", ("NAME",), [(tensor_name,) for tensor_name in names])
     _print_some(
         f"Tensors that differ, of {difference.tensors_compared:,} in both",
         ("ELEMENTS", "LARGEST", "RELATIVE", "SHAPES AND DTYPES", "NAME"),

@@ -24,8 +24,8 @@ from nxdt_core.checkpoint import (
     read_manifest,
 )
 from nxdt_core.checkpoint.commit import verify_signature
-from nxdt_core.checkpoint.format.file_names import step_name
-from nxdt_core.checkpoint.read.status import find_problems, newest_first, nothing_at, with_archive_states
+from nxdt_core.checkpoint.format.file_names import step_name, step_prefix
+from nxdt_core.checkpoint.read.status import find_problems, newest_first, nothing_at
 from nxdt_core.checkpoint.signing import claimed_signer
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.checkpoint.write.retention import plan_prune, with_best
@@ -163,10 +163,11 @@ def list_(uri: str, json_output: bool) -> None:
     Missing files and wrong sizes are seen here; changed bytes are found by `verify --deep`, which reads them all.
     """
     storage, step = located(uri)
-    statuses = with_archive_states(storage, list_checkpoints(storage, step))
+    statuses = list_checkpoints(storage, step)
     objects, rows = [], []
     for status in statuses:
         facts = status.facts
+        archive = storage.archive_state(step_prefix(status.step))  # of the store's copy elsewhere; may take long
         mesh, metrics = (facts.mesh, facts.metrics) if facts else ({}, {})
         objects.append(
             {
@@ -177,7 +178,7 @@ def list_(uri: str, json_output: bool) -> None:
                 "consumed_samples": facts.consumed_samples if facts else None,
                 "consumed_tokens": facts.consumed_tokens if facts else None,
                 "problem": status.problem or None,
-                "archive": status.archive or None,
+                "archive": archive or None,
                 "signed_by": status.signed_by or None,
             }
         )
@@ -188,7 +189,7 @@ def list_(uri: str, json_output: bool) -> None:
                 str(status.step),
                 status.created[:19].replace("T", " "),
                 shade(status.state),
-                status.archive,
+                archive,
                 human_size(status.size_bytes),
                 " ".join(f"{name}{size}" for name, size in mesh.items() if size > 1),
                 " ".join(f"{name}={metrics[name]:.4g}" for name in names[:_METRICS_SHOWN]),
@@ -402,8 +403,8 @@ def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool)
         raise CheckpointNotFound(where=uri, reason=nothing_at(storage, []))
     plan = plan_prune(storage, keep_last)
     if plan.keep and not plan.sound:
-        kept = ", ".join(map(str, plan.keep))
-        raise NoSoundCheckpoint(where=uri, reason=f"no checkpoint there is sound among the steps {kept}")
+        steps_to_keep = ", ".join(map(str, plan.keep))
+        raise NoSoundCheckpoint(where=uri, reason=f"no checkpoint there is sound among the steps {steps_to_keep}")
     if not json_output:
         for what, steps in (("Keeps", plan.keep), ("Would delete" if dry_run else "Deletes", plan.delete)):
             noun = "nothing" if not steps else "step " if len(steps) == 1 else "steps "

@@ -173,7 +173,7 @@ def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message
 
 
 def _check_ids(calls: Sequence[Any], ids: Sequence[Any], place: Place, number: int) -> None:
-    """Check that the results whose ids are ``given`` answer each of the ``calls`` of message ``number`` once."""
+    """Check that the results with these ``ids`` answer each of the ``calls`` of message ``number`` once."""
     for index, id_ in enumerate(ids):
         if not has_value(id_) or id_ not in calls or id_ in ids[:index]:
             reason = f"its tool_call_id {id_!r} is not that of a call before it that has no result yet"
@@ -208,7 +208,9 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
         if name not in _LINKS:
             yield f"messages.{name}", replace(conversation, messages=[_without(item, name) for item in messages])
     if any(message.thought for message in messages):
-        yield "reasoning in content", replace(conversation, messages=[_without_thought(item) for item in messages])
+        answers = [item.content.rpartition("</think>")[2] if item.thought else item.content for item in messages]
+        silent = [replace(item, content=answer) for item, answer in zip(messages, answers, strict=True)]
+        yield "reasoning in content", replace(conversation, messages=silent)
     if conversation.tools:
         yield "tools", replace(conversation, tools=None)
     for number, message in enumerate(messages):
@@ -222,10 +224,6 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
 
 def _without(message: Message, name: str) -> Message:
     return replace(message, fields={key: value for key, value in message.fields.items() if key != name})
-
-
-def _without_thought(message: Message) -> Message:
-    return replace(message, content=message.content.rpartition("</think>")[2]) if message.thought else message
 
 
 def _with(conversation: Conversation, number: int, message: Message) -> Conversation:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -82,13 +82,6 @@ def read_calls(value: Any, place: Place, number: int) -> list[dict[str, Any]]:
         named = {} if call.get("id") is None else {"id": call["id"]}
         calls.append({**named, "type": "function", "function": {"name": name, "arguments": arguments}})
     return calls
-
-
-def unread_of_calls(value: Any) -> Iterator[str]:
-    """Yield the keys of calls that :func:`read_calls` accepts and does not read."""
-    for call in [value] if isinstance(value, dict) else value:
-        for source in (call, call.get("function", call)):
-            yield from (key for key, item in source.items() if key not in _OF_CALL and has_value(item))
 
 
 def parsed(value: Any, place: Place, number: int, what: str) -> Any:
@@ -288,7 +281,9 @@ def _made(role: str, content: Any, place: Place, number: int, entry: Mapping[str
         left.append("function_call")
     if calls := calls or older:
         fields["tool_calls"] = read_calls(calls, place, number)
-        left += [f"tool_calls.{key}" for key in unread_of_calls(calls)]
+        for call in [calls] if isinstance(calls, dict) else calls:
+            for source in (call, call.get("function", call)):
+                left += [f"tool_calls.{key}" for key in unread(source, _OF_CALL)]
     train, weight = entry.get("train"), entry.get("weight", 1.0)
     if train is not None and not isinstance(train, bool):
         raise BadMessage(place=str(place), number=number, reason=f"'train' is {train!r}; it must be true or false")

@@ -11,7 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from nxdt_core.data.chat.conversation import REASONING, Message
-from nxdt_core.data.chat.templates import ChatKeys, ChatTemplate, find_template
+from nxdt_core.data.chat.templates import ChatKeys, ChatTemplate, named_template
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.chats import (
     EndOfTurnUntrained,
@@ -114,7 +114,7 @@ class TemplateRunner:
                 raise refusal
             return first
         except RecursionError as error:
-            raise self._refuses(place, str(error)) from error
+            raise TemplateRefuses(place=place, origin=self.template.origin, reason=str(error)) from error
 
     def check_end(self, message: Message, said: str, reason: str) -> None:
         """Check that ``said``, what is trained of the assistant's turn ``message``, ends with what closes the turn.
@@ -167,10 +167,8 @@ class TemplateRunner:
                 path=origin, package="transformers", extra="huggingface", reason=str(error)
             ) from error
         except Exception as error:  # a template is a program, which can fail in every way that Python can
-            raise self._refuses(place, str(error).rstrip(".") or type(error).__name__) from error
-
-    def _refuses(self, place: str, reason: str) -> TemplateRefuses:
-        return TemplateRefuses(place=place, origin=self.template.origin, reason=reason)
+            reason = str(error).rstrip(".") or type(error).__name__
+            raise TemplateRefuses(place=place, origin=self.template.origin, reason=reason) from error
 
 
 def _plain(value: object) -> Any:
@@ -197,12 +195,16 @@ def runner_of(keys: ChatKeys, tokenizer: Tokenizer) -> TemplateRunner | None:
         TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
         TemplateNeedsToken: it writes a token that the tokenizer does not name.
     """
-    template = find_template(keys, tokenizer)
+    template = named_template(keys, tokenizer)
+    if template is None and (text := tokenizer.chat_template()) is not None:
+        template = ChatTemplate(text, "of the tokenizer")
     if template is None:
         return None
-    named = tokenizer.special_tokens()
-    template.check_tokens(named)
-    return TemplateRunner(template, named, keys.template_options, date.fromisoformat(keys.template_date))
+    special_tokens = tokenizer.special_tokens()
+    for name in ("eos_token", "bos_token"):  # Jinja would write nothing
+        if re.search(rf"\b{name}\b", template.text) and name not in special_tokens:
+            raise TemplateNeedsToken(origin=template.origin, name=name)
+    return TemplateRunner(template, special_tokens, keys.template_options, date.fromisoformat(keys.template_date))
 
 
 def prompt_ids(

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from nxdt_core.data.files.paths import RecordFiles, decode, read_bytes
-from nxdt_core.errors.chats import TemplateNeedsToken, TemplateUnknown
+from nxdt_core.errors.chats import TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.system.paths import resolve_path
@@ -79,34 +79,11 @@ class ChatTemplate:
             return self.text
         return f"{{%- macro strftime_now(form) -%}}{{{{ {forms!r}[form] }}}}{{%- endmacro -%}}{self.text}"
 
-    def check_tokens(self, special_tokens: Mapping[str, str]) -> None:
-        """Let a template pass whose begin and end tokens the tokenizer has.
-
-        Raises:
-            TemplateNeedsToken: it writes one that the tokenizer does not name. (Jinja would write nothing.)
-        """
-        for name in ("eos_token", "bos_token"):
-            if re.search(rf"\b{name}\b", self.text) and name not in special_tokens:
-                raise TemplateNeedsToken(origin=self.origin, name=name)
-
 
 def template_names() -> tuple[str, ...]:
     """Return the names of the chat templates that nxdt ships."""
     names = (entry.name for entry in _SHIPPED.iterdir())
     return tuple(sorted(name.removesuffix(_SUFFIX) for name in names if name.endswith(_SUFFIX)))
-
-
-def find_template(keys: ChatKeys, tokenizer: Tokenizer) -> ChatTemplate | None:
-    """Return the template that the configuration names, else the tokenizer's; None where it has none, either.
-
-    Raises:
-        NxdtError: as of :func:`named_template`.
-    """
-    named = named_template(keys, tokenizer)
-    if named is not None:
-        return named
-    text = tokenizer.chat_template()
-    return None if text is None else ChatTemplate(text, "of the tokenizer")
 
 
 def named_template(keys: ChatKeys, tokenizer: Tokenizer | None = None) -> ChatTemplate | None:

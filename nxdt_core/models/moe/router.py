@@ -137,22 +137,16 @@ class _PooledBalance(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, sums: torch.Tensor, own: torch.Tensor, shares: dict[int, torch.Tensor], layers: int
+        ctx: Any, sums: torch.Tensor, of_layer: torch.Tensor, shares: dict[int, torch.Tensor], layers: int
     ) -> torch.Tensor:
         ctx.shares, ctx.layers = shares, layers
-        return (sums * own).sum()
+        return (sums * of_layer).sum()
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
         total = ctx.shares.get(ALL_LAYERS)
         total = torch.stack([*ctx.shares.values()]).sum(0) if total is None else total
         return grad * total / ctx.layers, None, None, None
-
-
-def z_loss_sum(logits: torch.Tensor, padding: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5). ``logits`` is [...,
-    experts], ``padding`` bool [...]."""
-    return _without(padding, logits.logsumexp(-1).square()).sum()
 
 
 def _without(padding: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor:
@@ -237,7 +231,7 @@ class TopKRouter(nn.Module):
                 nothing; nor does a pass in evaluation mode that has no labels: a text's logits do not depend on the
                 others of a batch, and a cache of keys gives the logits of the whole text.
             balance_coefficient: of :func:`~nxdt_core.models.moe.router.balance_loss_sum`.
-            z_coefficient: of :func:`~nxdt_core.models.moe.router.z_loss_sum`.
+            z_coefficient: of ``Σ_tokens logsumexp(logits)²`` (Zoph et al. 2022, arXiv:2202.08906, equation 5).
             pooled: (n, layers): of the router with number n of so many, the balance loss multiplies mean probabilities
                 with the shares of the assignments in the mean over all of them; None: with its own shares. Summed over
                 the layers, that is the loss of all their tokens as if they were of one layer
@@ -320,7 +314,7 @@ class TopKRouter(nn.Module):
                 balance = self.experts * balance
             losses.append(self.balance_coefficient * balance)
         if self.z_coefficient > 0 and torch.is_grad_enabled():
-            losses.append(self.z_coefficient * z_loss_sum(logits, padding))
+            losses.append(self.z_coefficient * _without(padding, logits.logsumexp(-1).square()).sum())
         with torch.no_grad():
             entropy = logits.logsumexp(-1) - (probabilities * logits).sum(-1)  # [batch, seq]
             assigned, assignments = counts.sum((0, 1)), counts.sum()

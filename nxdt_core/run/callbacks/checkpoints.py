@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import final
 
@@ -38,57 +38,25 @@ _BREAKING_S = 60.0
 """Longest wait of a failing run for a save in flight."""
 
 
-class StepTimes:
-    """Takes the time of each step, without what saves and validations took between them.
+@dataclass(slots=True)
+class _Save:
+    """A save, and the times of the steps around it."""
 
-    Example::
-
-        times = StepTimes()
-        for …: times.step(seconds)
-        times.mark()
-        for …: times.step(seconds)
-        times.slowdown      # 0.02: two per cent slower than before the mark
-    """
-
-    def __init__(self) -> None:
-        self._before: deque[float] = deque(maxlen=STEPS)
-        self._after: list[float] | None = None
-        self._baseline_s: float | None = None
-
-    def mark(self) -> None:
-        """Note the start of a save. What was measured after an earlier one becomes part of what is before."""
-        self._baseline_s = sum(self._before) / len(self._before) if self._before else None
-        self._after = []
-
-    def step(self, seconds: float) -> None:
-        """Record the duration of a step."""
-        if self._after is not None and len(self._after) < STEPS:
-            self._after.append(seconds)
-        self._before.append(seconds)
-
-    @property
-    def complete(self) -> bool:
-        """True if all steps after the mark that count are measured."""
-        return self._after is not None and len(self._after) == STEPS
+    step: int
+    before_s: float | None = None
+    """Mean duration of the steps before; None where there were none."""
+    after: list[float] = field(default_factory=list)
+    """Durations of the steps after it, without what saves and validations took between them."""
+    over: bool = False
+    """True once no further step is compared."""
+    report: SaveReport | None = None
 
     @property
     def slowdown(self) -> float | None:
-        """Mean time of a step after the mark over that before it, less 1; None where there are none to compare."""
-        if not self._after or not self._baseline_s:
+        """Mean time of a step after the save over that before it, less 1; None before all are compared."""
+        if not self.over or not self.after or not self.before_s:
             return None
-        return sum(self._after) / len(self._after) / self._baseline_s - 1
-
-
-@dataclass(slots=True)
-class _Save:
-    """A save, and the steps after it."""
-
-    step: int
-    report: SaveReport | None = None
-    slowdown: float | None = None
-    """Mean duration of the steps after the save, compared with those before."""
-    over: bool = False
-    """True once the steps that ``slowdown`` compares are over."""
+        return sum(self.after) / len(self.after) / self.before_s - 1
 
     def columns(self) -> dict[str, float | int | None]:
         assert self.report is not None, "only what is committed is shown"
@@ -110,9 +78,10 @@ class SaveMetrics:
 
     def __init__(self, files: MetricFiles) -> None:
         self._files = files
-        self._times = StepTimes()
+        self._before: deque[float] = deque(maxlen=STEPS)
+        """Durations of the newest steps."""
         self._step_began_at: float | None = None
-        self._marked: _Save | None = None
+        self._timed: _Save | None = None
         """The save whose next steps are being timed."""
         self._pending: dict[int, _Save] = {}
         self._newest: _Save | None = None
@@ -135,9 +104,12 @@ class SaveMetrics:
         """Count the time since the last call of this or of :meth:`step_began` as a step's."""
         now = time.perf_counter()
         if self._step_began_at is not None:
-            self._times.step(now - self._step_began_at)
-            if self._times.complete:
-                self.close()
+            seconds = now - self._step_began_at
+            self._before.append(seconds)
+            if self._timed is not None:
+                self._timed.after.append(seconds)
+                if len(self._timed.after) == STEPS:
+                    self.close()
         self._step_began_at = now
 
     def step_began(self) -> None:
@@ -147,8 +119,8 @@ class SaveMetrics:
     def begun(self, step: int) -> None:
         """Note that the save of ``step`` has begun: the steps from here on are compared with those before."""
         self.close()
-        self._marked = self._pending[step] = _Save(step)
-        self._times.mark()
+        self._timed = self._pending.setdefault(step, _Save(step))  # one that is not in the background is over
+        self._timed.before_s = sum(self._before) / len(self._before) if self._before else None
 
     def saved(self, report: SaveReport) -> None:
         """Record how long a committed save took and how large it is."""
@@ -159,9 +131,9 @@ class SaveMetrics:
 
     def close(self) -> None:
         """Note the end of the steps that are compared: all are there, another save begins, or the run ends."""
-        if self._marked is not None:
-            self._marked.slowdown, self._marked.over = self._times.slowdown, True
-            self._marked = None
+        if self._timed is not None:
+            self._timed.over = True
+            self._timed = None
             self._write_complete()
 
     def _write_complete(self) -> None:

@@ -100,12 +100,13 @@ class Console:
             bar_format=_BAR if self.max_steps > 0 else _NO_END,
             colour="green" if self._coloured else None,
         )
-        self._ticker = threading.Thread(target=self._tick, name="progress bar", daemon=True)
-        self._ticker.start()
 
-    def _tick(self) -> None:
-        while not self._closed.wait(_TICK_S):
-            self._bar.refresh()
+        def tick() -> None:
+            while not self._closed.wait(_TICK_S):
+                self._bar.refresh()
+
+        self._ticker = threading.Thread(target=tick, name="progress bar", daemon=True)
+        self._ticker.start()
 
     def advance(self, step: int) -> None:
         """Move the bar to ``step``."""

@@ -12,7 +12,6 @@ from nxdt_core.callback import Callback, Run
 from nxdt_core.data.chat.rendering import prompt_ids
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.training import GenerationsNeedTokenizer
-from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.run.callbacks.config import GenerationsConfig
 from nxdt_core.system.regular_files import regular_opener
 from nxdt_core.system.visible_text import visible
@@ -58,7 +57,8 @@ class Generations(TextLog):
         Raises:
             GenerationsNeedTokenizer: the run has no tokenizer.
         """
-        _tokenizer_of(run)
+        if run.session.data.tokenizer is None:
+            raise GenerationsNeedTokenizer()
 
     def on_validation_end(self, run: Run) -> None:
         """Write behind each prompt; on all ranks, which share the work of each token.
@@ -66,7 +66,8 @@ class Generations(TextLog):
         Raises:
             ChatTemplateMissing, TemplateUnreadable, TemplateRefuses: of prompts that are to be a user's turn.
         """
-        tokenizer, config = _tokenizer_of(run), self._config
+        tokenizer, config = run.session.data.tokenizer, self._config
+        assert tokenizer is not None  # else the run would not have started
         sampling = Sampling(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, top_k=config.top_k, seed=config.seed
         )
@@ -83,10 +84,3 @@ class Generations(TextLog):
         for number, (prompt, (text,)) in enumerate(zip(config.prompts, writer.texts(prompts, sampling), strict=True)):
             if run.rank == 0:
                 self._log(run, f"generations/{number}", [{"prompt": prompt, "text": text}], prompt + text)
-
-
-def _tokenizer_of(run: Run) -> Tokenizer:
-    tokenizer: Tokenizer | None = run.session.data.tokenizer
-    if tokenizer is None:
-        raise GenerationsNeedTokenizer()
-    return tokenizer

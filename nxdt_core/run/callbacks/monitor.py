@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, final, get_args
 from urllib.parse import parse_qs
@@ -92,6 +92,7 @@ _LEFT_OUT = frozenset({"checkpoint_age_s", "checkpoint_gb_per_s", "checkpoint_sl
 """Columns that follow from others, or that are ``null`` at most steps."""
 _VALIDATION = "val_"
 _LIVING = ("starting", "running")
+_DATE = "%Y-%m-%dT%H:%M:%SZ"
 _ESCAPES = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 State = Literal["starting", "running", "finished", "stopped", "interrupted", "failed"]
 STATES: tuple[State, ...] = get_args(State)
@@ -258,8 +259,8 @@ class Monitor:
             "loss": self._row.get("loss"),
             "tokens_per_s": self._row.get("tokens_per_s"),
             "checkpoint_step": None if self._checkpoint is None else self._checkpoint[0],
-            "started": _date(self._started),
-            "updated": _date(now),
+            "started": time.strftime(_DATE, time.gmtime(self._started)),
+            "updated": time.strftime(_DATE, time.gmtime(now)),
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "world_size": self._world_size,
@@ -307,10 +308,6 @@ def monitored(config: ResolvedConfig, ranks: RankAgreement) -> Iterator[Monitor]
         raise
     finally:
         monitor.close()
-
-
-def _date(seconds: float) -> str:
-    return f"{datetime.fromtimestamp(seconds, UTC):%Y-%m-%dT%H:%M:%SZ}"
 
 
 @final

@@ -5,10 +5,8 @@ from __future__ import annotations
 import math
 import signal
 import time
-from collections.abc import Callable
-from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any, Protocol, final
+from typing import TYPE_CHECKING, Any, final
 
 from nxdt_core.callback import Callback, Run
 from nxdt_core.config.schema import EarlyStoppingParams, mode_of
@@ -18,6 +16,7 @@ from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
 from nxdt_core.run.callbacks.console import Console
 
 if TYPE_CHECKING:
+    from nxdt_core.launch.supervision.client import Client
     from nxdt_core.protocols.ranks import RankAgreement
 
 
@@ -27,19 +26,6 @@ _BY_CALLBACK = 1
 _SAME_REQUEST_S = 1.0
 """Two signals within this are one request among many ranks: a scheduler signals all processes of a job, and an agent
 that is one of them passes its own on. A person's second Ctrl-C comes later."""
-
-
-class Supervisor(Protocol):
-    """Observer of this rank that can ask it to stop: the launcher of a run of many ranks."""
-
-    on_stop: Callable[[int], None] | None
-    """Takes the number of the signal that the launcher got; None while nothing can be saved."""
-
-    def watch(self, limit_s: float) -> None:
-        """Report this rank's progress from now on; a run without any for ``limit_s`` is ended."""
-
-    def keep_stacks_in(self, run_dir: Path) -> None:
-        """Write the stacks of a run that hangs below its directory."""
 
 
 @final
@@ -54,7 +40,7 @@ class StopSignals(Callback):
 
     _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self, console: Console, ranks: RankAgreement, supervisor: Supervisor | None = None) -> None:
+    def __init__(self, console: Console, ranks: RankAgreement, supervisor: Client | None = None) -> None:
         self._console = console
         self._ranks = ranks
         self._supervisor = supervisor

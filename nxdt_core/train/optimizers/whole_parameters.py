@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -221,8 +221,8 @@ class ShardExchange:
         self._places: list[_Place] = list(product(*map(range, self._sizes)))
         dims = max(len(shard.shape) for shard in shards)
         padding = [0] * dims
-        own = [[[*s.region.offsets, *padding][:dims], [*s.region.shape, *padding][:dims]] for s in shards]
-        table = torch.tensor(own, dtype=torch.int64, device=self._nothing.device)
+        regions_here = [[[*s.region.offsets, *padding][:dims], [*s.region.shape, *padding][:dims]] for s in shards]
+        table = torch.tensor(regions_here, dtype=torch.int64, device=self._nothing.device)
         for group in reversed(self._groups):
             table = gather_along(table[None], 0, group)
         by_place = table.reshape(len(self._places), *table.shape[-3:]).tolist()
@@ -242,12 +242,12 @@ class ShardExchange:
 
     def gather(self, local_shards: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
         """Return the whole parameters that this rank owns of those of a round, from all ranks' pieces. Collective."""
-        held = {(index, self._here): local.reshape(-1) for index, local in local_shards.items()}
+        shards = {(index, self._here): local.reshape(-1) for index, local in local_shards.items()}
         for axis in reversed(range(len(self._groups))):
             sent, received = self._traffic(list(local_shards), axis)
-            held = self._move(held, sent, received, axis)
+            shards = self._move(shards, sent, received, axis)
         wholes: dict[int, torch.Tensor] = {}
-        for (index, place), local in held.items():
+        for (index, place), local in shards.items():
             if index not in wholes:
                 wholes[index] = local.new_empty(self._shapes[index])
             region = self._regions[place][index]
@@ -256,17 +256,15 @@ class ShardExchange:
 
     def scatter(self, wholes: Mapping[int, torch.Tensor], indexes: Sequence[int]) -> dict[int, torch.Tensor]:
         """This rank's pieces of the parameters of a round, from their owners. Collective."""
-        held = {
-            (index, place): whole[self._regions[place][index].within(TensorSlice.whole(self._shapes[index]))].reshape(
-                -1
-            )
-            for index, whole in wholes.items()
-            for place in self._places
-        }
+        shards: dict[_Key, torch.Tensor] = {}
+        for index, whole in wholes.items():
+            for place in self._places:
+                region = self._regions[place][index].within(TensorSlice.whole(self._shapes[index]))
+                shards[index, place] = whole[region].reshape(-1)
         for axis in range(len(self._groups)):
             received, sent = self._traffic(indexes, axis)
-            held = self._move(held, sent, received, axis)
-        return {index: local.view(self._regions[self._here][index].shape) for (index, _), local in held.items()}
+            shards = self._move(shards, sent, received, axis)
+        return {index: local.view(self._regions[self._here][index].shape) for (index, _), local in shards.items()}
 
     def _traffic(self, indexes: Sequence[int], axis: int) -> tuple[list[list[_Key]], list[list[_Key]]]:
         """Return what this rank sends to each along ``axis`` on the way to the owners, and what it has from each."""
@@ -285,24 +283,17 @@ class ShardExchange:
         return sent, received
 
     def _move(
-        self, held: Mapping[_Key, torch.Tensor], sent: list[list[_Key]], received: list[list[_Key]], axis: int
+        self, shards: Mapping[_Key, torch.Tensor], sent: list[list[_Key]], received: list[list[_Key]], axis: int
     ) -> dict[_Key, torch.Tensor]:
-        outgoing = [held[key] for keys in sent for key in keys]
+        outgoing = [shards[key] for keys in sent for key in keys]
         flat = torch.cat(outgoing) if outgoing else self._nothing
-        counts = [[self._elements(key) for key in keys] for keys in received]
-        arrived = all_to_all(
-            flat,
-            [sum(count) for count in counts],
-            [sum(map(self._elements, keys)) for keys in sent],
-            self._groups[axis],
+        counts_in, counts_out = (
+            [[self._regions[place][index].elements for index, place in keys] for keys in traffic]
+            for traffic in (received, sent)
         )
-        keys = [key for each in received for key in each]
-        parts = torch.split(arrived, [count for each in counts for count in each])
-        return dict(zip(keys, parts, strict=True))
-
-    def _elements(self, key: _Key) -> int:
-        index, place = key
-        return self._regions[place][index].elements
+        arrived = all_to_all(flat, [*map(sum, counts_in)], [*map(sum, counts_out)], self._groups[axis])
+        keys = [*chain.from_iterable(received)]
+        return dict(zip(keys, torch.split(arrived, [*chain.from_iterable(counts_in)]), strict=True))
 
 
 class Muon(EagerOptimizer, torch.optim.AdamW):

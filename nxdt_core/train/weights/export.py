@@ -167,8 +167,8 @@ def _find_export(
     dtype: ExportDtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> _Export:
-    own, keys = named_config(config, trusted)
-    storage, step = locate(source, own)
+    named, keys = named_config(config, trusted)
+    storage, step = locate(source, named)
 
     def read() -> Manifest | None:
         """Read the manifest of the step, or of the newest committed one. Damage in its files shows later."""
@@ -189,7 +189,7 @@ def _find_export(
     planned: list[tuple[HFPlan, tuple[str, ...]]] = []
 
     def plan_all() -> None:
-        saved = saved_run(manifest, where=address, config=own)
+        saved = saved_run(manifest, where=address, config=named)
         planned.append(plan_export(saved, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
 
     on_all_ranks(ranks, plan_all, where=source)
@@ -201,7 +201,7 @@ def _find_export(
         index=index,
         plan=plan,
         notes=notes,
-        kernel=None if own is None else own.kernel,
+        kernel=None if named is None else named.kernel,
     )
 
 

@@ -158,14 +158,14 @@ def write_counters(writer: AttemptWriter, train: TrainState) -> None:
         stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
 
 
-def described_run(source: str, format: str, found: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
+def described_run(source: str, format: str, reader: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
     """Return a run without data, of the model that a checkpoint of another program describes.
 
     Raises:
         ForeignConfigMissing: it does not.
         ArchitectureUnread, ConfigError: no plugin builds its model.
     """
-    keys = found.model_config()
+    keys = reader.model_config()
     if keys is None:
         raise ForeignConfigMissing(path=source, format=format)
     values: dict[str, Any] = {

@@ -81,9 +81,9 @@ def base_digest(model: ParallelModel, ranks: RankAgreement) -> str:
     its base has its weights."""
     digest = _digests.get(model)
     if digest is None:
-        trained, held = trained_parameters(model), model.state_dict()
+        trained, weights = trained_parameters(model), model.state_dict()
         names = [name for name, _ in model.named_parameters() if name not in trained]
-        samples = list(samples_of((name, held[name]) for name in names))
+        samples = list(samples_of((name, weights[name]) for name in names))
         digest = _digests[model] = digest_of(chain.from_iterable(ranks.all_gather_object(samples)))
     return digest
 
@@ -100,10 +100,13 @@ def samples_of(weights: Iterable[tuple[str, torch.Tensor | LocalShard]]) -> Iter
     values: list[torch.Tensor] = []
     for name, weight in weights:
         shard = local_shard_of(weight, name)
+        tensor = shard.tensor
         for index, (number, local) in enumerate(shard.region.samples(shard.shape)):
-            held = shard.tensor
             places.append((name, number))
-            values.append(held.samples[index] if isinstance(held, QuantisedWeight) else held[local].detach().bfloat16())
+            if isinstance(tensor, QuantisedWeight):
+                values.append(tensor.samples[index])
+            else:
+                values.append(tensor[local].detach().bfloat16())
     bits = torch.stack(values).view(torch.int16).tolist() if values else []
     return [(name, number, value) for (name, number), value in zip(places, bits, strict=True)]
 
@@ -187,11 +190,11 @@ def _unquantised(
         listed = reader.listing(build.model_builder(config)).items()
         return BaseWeights(
             origin=f"'{named}'",
-            specs={name: TensorSpec(held.dtype, held.shape) for (section, name), held in listed if section == "model"},
+            specs={name: TensorSpec(info.dtype, info.shape) for (section, name), info in listed if section == "model"},
             read=lambda names: iter(reader.read([("model", name) for name in names])),
         )
-    found, step = checkpoint.locate(named, config.kernel)
-    return _of_checkpoint(found, checkpoint.find_checkpoint(found, step, warn=_log.warning, trusted=trusted))
+    store, step = checkpoint.locate(named, config.kernel)
+    return _of_checkpoint(store, checkpoint.find_checkpoint(store, step, warn=_log.warning, trusted=trusted))
 
 
 def _of_checkpoint(storage: CheckpointStore, manifest: Manifest) -> BaseWeights:
@@ -302,9 +305,9 @@ def find_weights(
     from nxdt_core.checkpoint.foreign import recognise
     from nxdt_core.checkpoint.signing import refuse_foreign
 
-    own, keys = named_config(config, trusted)
+    named, keys = named_config(config, trusted)
     uri, base = local_path(uri), local_path(base) if base else None
-    kernel = Kernel.start() if own is None else own.kernel
+    kernel = Kernel.start() if named is None else named.kernel
     adapter = _adapter_at(Path(uri), kernel)
     if adapter is not None:
         refuse_foreign(keys, uri)
@@ -315,8 +318,8 @@ def find_weights(
         return _adapted(find_weights(base_uri, config=config, trusted=trusted), adapter)
     if recognise(Path(uri), kernel) is not None:
         refuse_foreign(keys, uri)
-        return _foreign_weights(uri, own, kernel)
-    return _committed(uri, own, keys, base)
+        return _foreign_weights(uri, named, kernel)
+    return _committed(uri, named, keys, base)
 
 
 def teacher_of(objective: Objective, config: ResolvedConfig, engine: ParallelEngine) -> ParallelModel:
@@ -368,7 +371,7 @@ def same_tokens(one: Tokenizer | None, other: Tokenizer | None) -> bool:
         return True
     size = min(one.vocab_size, other.vocab_size)
     ids = range(0, size, -(-size // _COMPARED))
-    return sum(one.decode([each]) != other.decode([each]) for each in ids) <= _SPECIAL * len(ids)
+    return sum(one.decode([id_]) != other.decode([id_]) for id_ in ids) <= _SPECIAL * len(ids)
 
 
 def teacher_run(objective: Objective, config: ResolvedConfig) -> ResolvedConfig:
@@ -399,11 +402,11 @@ def _teacher(objective: Objective, config: ResolvedConfig) -> WeightSource:
         raise CheckpointNotFound(where=error.where, reason=f"{error.reason}. {train}") from None
 
 
-def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> WeightSource:
-    store, step = locate(uri, own)
+def _committed(uri: str, named: ResolvedConfig | None, keys: TrustedKeys | None, base: str | None) -> WeightSource:
+    store, step = locate(uri, named)
     manifest = checkpoint.find_checkpoint(store, step, warn=_log.warning, trusted=keys)
     where = build.step_uri(store, manifest.step)
-    saved = saved_run(manifest, where=where, config=own, base=base is None)
+    saved = saved_run(manifest, where=where, config=named, base=base is None)
     if saved.config.components["adapter"] is not None:
         # What adapters add is checked before it takes memory: their sections name the sizes.
         whole = build_whole(build.model_builder(saved.config), build.adapters(saved.config))
@@ -417,10 +420,10 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         if manifest.facts.without_base:
             below = base_weights(saved.config, store, manifest, base=base, trusted=keys)
-            held = model.state_dict()
+            targets = model.state_dict()
             for name, weight in zip(below.specs, below.read([*below.specs]), strict=True):
-                if name in held:
-                    shard = local_shard_of(held[name], name)
+                if name in targets:
+                    shard = local_shard_of(targets[name], name)
                     shard.tensor.copy_(weight[shard.region.within(TensorSlice.whole(shard.shape))])
             if base_digest(model, engine.ranks) != manifest.facts.base:
                 raise AdapterOfAnotherBase(where=where, base=below.origin)
@@ -430,23 +433,21 @@ def _committed(uri: str, own: ResolvedConfig | None, keys: TrustedKeys | None, b
     return WeightSource(run=saved.config, chat_keys=saved.chat_keys, step=manifest.step, source=source, load=fill)
 
 
-def _foreign_weights(path: str, own: ResolvedConfig | None, kernel: Kernel) -> WeightSource:
+def _foreign_weights(path: str, named: ResolvedConfig | None, kernel: Kernel) -> WeightSource:
     from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint
     from nxdt_core.train.weights.importing import described_run
 
     name, reader = open_checkpoint(Path(path), kernel)
     run, keys = described_run(path, name, reader), ChatKeys()
-    if own is not None:
-        saved = one_process_run(own)
+    if named is not None:
+        saved = one_process_run(named)
         run, keys = saved.config, saved.chat_keys
 
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         weights = model.state_dict()
-        given = {name: weight for name, weight in weights.items() if name not in model.added}
-        fill_rows = bool(build.added_tokens(run))
-        load_format_into(
-            Path(path), build.model_builder(run), run.kernel, given, ranks=engine.ranks, fill_rows=fill_rows
-        )
+        base = {name: weight for name, weight in weights.items() if name not in model.added}
+        builder, fill_rows = build.model_builder(run), bool(build.added_tokens(run))
+        load_format_into(Path(path), builder, run.kernel, base, ranks=engine.ranks, fill_rows=fill_rows)
         model.load_state_dict(weights, strict=False)
 
     source = read_hf_source(Path(path)) if name == "hf" else None
@@ -460,8 +461,8 @@ def _adapted(below: WeightSource, adapter: SavedAdapter) -> WeightSource:
 
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
         below.load(engine, model)
-        for each in build.adapters(run):
-            each.begin(model, run, engine.ranks)
+        for built in build.adapters(run):
+            built.begin(model, run, engine.ranks)
 
     return replace(below, run=run, load=fill)
 

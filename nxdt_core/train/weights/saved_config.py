@@ -144,10 +144,10 @@ def saved_run(manifest: Manifest, *, where: str, config: ResolvedConfig | None =
     try:
         if config is not None:
             return one_process_run(config, without, base_step(manifest))
-        tree = _saved_tree(manifest, where)
-        kept = _kept(tree, (*_KEPT, *without))
-        keys = _checked_keys(manifest, tree, kept, where)
-        return SavedRun(config=_alone(kept), chat_keys=keys)
+        saved = _saved_tree(manifest, where)
+        tree = _with_keys(saved, (*_KEPT, *without))
+        keys = _checked_keys(manifest, saved, tree, where)
+        return SavedRun(config=_alone(tree), chat_keys=keys)
     except ConfigError as error:
         files = None if config is not None else _saved_tree(manifest, where).get("plugins.local")
         raise _unusable(error.problems, where, files) from error
@@ -164,28 +164,29 @@ def one_process_run(config: ResolvedConfig, more: Sequence[str] = (), step: int 
     Raises:
         ConfigError: it cannot be used so.
     """
-    tree = Tree.of(config.to_values(), Origin(kind="file", where="the configuration"))
-    kept = _kept(tree, (*_KEPT, *_HERE, *more))
+    whole = Tree.of(config.to_values(), Origin(kind="file", where="the configuration"))
+    tree = _with_keys(whole, (*_KEPT, *_HERE, *more))
     key = "checkpoint.resume_from"
-    began = kept.get(key)
+    began = tree.get(key)
     if began is not None and step is not None and locate(began, config)[1] is None:
-        kept.set(key, f"{began.rstrip('/')}/{step_name(step)}", kept.origin(key))
-    return SavedRun(config=_alone(kept, config.kernel), chat_keys=build.chat_keys(config))
+        tree.set(key, f"{began.rstrip('/')}/{step_name(step)}", tree.origin(key))
+    return SavedRun(config=_alone(tree, config.kernel), chat_keys=build.chat_keys(config))
 
 
-def _kept(tree: Tree, paths: Sequence[str]) -> Tree:
-    kept, origin = Tree({}, {(): tree.origins[()]}), tree.origins[()]
+def _with_keys(whole: Tree, paths: Sequence[str]) -> Tree:
+    """Return the tree of the keys that ``paths`` name in ``whole``, without those that nothing here reads."""
+    tree, origin = Tree({}, {(): whole.origins[()]}), whole.origins[()]
     for path in paths:
-        if path in tree:
-            kept.set(path, tree.get(path), origin)
+        if path in whole:
+            tree.set(path, whole.get(path), origin)
     for path in (*_OF_TRAINING, *_OF_BEFORE):
-        kept.remove(path)
-    return kept
+        tree.remove(path)
+    return tree
 
 
-def _alone(kept: Tree, kernel: Kernel | None = None) -> ResolvedConfig:
-    kept.merge(Tree.of(_ONE_PROCESS, kept.origins[()]))
-    return load(kept.data, kernel=kernel)
+def _alone(tree: Tree, kernel: Kernel | None = None) -> ResolvedConfig:
+    tree.merge(Tree.of(_ONE_PROCESS, tree.origins[()]))
+    return load(tree.data, kernel=kernel)
 
 
 def own_run(config: ResolvedConfig) -> SavedRun:
@@ -225,52 +226,47 @@ def saved_adapter(manifest: Manifest, config: ResolvedConfig) -> Mapping[str, An
     return saved.get("adapter") or {}
 
 
-def saved_base(manifest: Manifest) -> str | None:
-    """Return ``checkpoint.resume_from`` as the checkpoint keeps it; None where it names nothing."""
-    began = _saved_tree(manifest).get("checkpoint.resume_from")
-    return began if isinstance(began, str) else None
-
-
 def base_step(manifest: Manifest) -> int | None:
-    """Return the step of :func:`saved_base`; None where that is not the address of a step."""
-    return step_of((saved_base(manifest) or "").rstrip("/").rpartition("/")[2])
+    """Return the step that ``checkpoint.resume_from`` names as the checkpoint keeps it; None where it names none."""
+    began = _saved_tree(manifest).get("checkpoint.resume_from")
+    return step_of(began.rstrip("/").rpartition("/")[2]) if isinstance(began, str) else None
 
 
 def _saved_tree(manifest: Manifest, where: str = "the checkpoint") -> Tree:
     return Tree.of(manifest.facts.config, Origin(kind="file", where=where))
 
 
-def _checked_keys(manifest: Manifest, tree: Tree, kept: Tree, where: str) -> ChatKeys:
-    """Return the keys of messages that a checkpoint keeps, where neither they nor ``kept`` hold what it may not decide.
+def _checked_keys(manifest: Manifest, saved: Tree, tree: Tree, where: str) -> ChatKeys:
+    """Return the keys of messages that a checkpoint keeps, where neither they nor ``tree`` hold what it may not decide.
 
     Raises:
         SavedConfigUnusable: they do, or have wrong values, or the model is larger than its weights.
     """
-    held = {name: value for name in _CHAT if (value := tree.get(f"data.{name}")) is not None}
+    chat_values = {name: value for name in _CHAT if (value := saved.get(f"data.{name}")) is not None}
     refused = []  # values that using the checkpoint needs and that a checkpoint may not decide
-    of_chats = ((("data", *path), text) for path, text in interpolations(held))
-    for path, text in (*interpolations(kept.data), *of_chats):
+    of_chats = ((("data", *path), text) for path, text in interpolations(chat_values))
+    for path, text in (*interpolations(tree.data), *of_chats):
         if not (path == ("data", "chat_template") and is_template(text)):
             refused.append(f"{dotted(path)}: it is the reference {text!r}.")
-    if "chat_template_file" in held:
-        refused.append(f"data.chat_template_file: it is the file {held['chat_template_file']!r}.")
-    began = kept.get("checkpoint.resume_from")
+    if "chat_template_file" in chat_values:
+        refused.append(f"data.chat_template_file: it is the file {chat_values['chat_template_file']!r}.")
+    began = tree.get("checkpoint.resume_from")
     if isinstance(began, str) and "://" in began and _store(began) not in ("file", _store(where)):
         refused.append(f"checkpoint.resume_from: it is {began!r}, in another store. Name the weights: --base {began}.")
     if refused:
         raise SavedConfigUnusable(where=where, problems=[*refused, _OTHERWISE])
     keys: ChatKeys
-    keys, problems = read_part(ChatKeys, held, "data")
+    keys, problems = read_part(ChatKeys, chat_values, "data")
     if problems:
         raise _unusable(problems, where)
     wrong = [f"data.{key}: {message}." for key, message in keys.check() if key in _CHAT]
     tensors = sum(map(len, manifest.tensors.values()))
     limits = {"model": (tensors, manifest.size_bytes), "adapter": None}  # whose sizes are compared when it is built
     for section, weights in limits.items():
-        if reason := unusable(kept.get(section, {}), weights=weights):
+        if reason := unusable(tree.get(section, {}), weights=weights):
             wrong.append(f"{section}.{reason}")
     rows = max((entry.shape[0] for entry in manifest.tensors.get("model", {}).values() if entry.shape), default=0)
-    for path, value in walk(kept.data):
+    for path, value in walk(tree.data):
         if isinstance(value, (dict, list)) and len(value) > max(rows, _LONGEST):
             wrong.append(f"{dotted(path)}: it has more entries than a tensor has rows ({rows}).")
     if wrong:
@@ -345,7 +341,7 @@ def check_shared_state(
     Raises:
         OptimizerStateOfShards: some differs; the same on all ranks.
     """
-    own = {}
+    digests = {}
     for key, value in state.items():
         weight = weights.get(key.rpartition("/")[0])
         if isinstance(weight, LocalShard):
@@ -354,9 +350,9 @@ def check_shared_state(
             is_shard = weight is not None and bool(sharded_over(weight))
         if is_shard and type(value) is torch.Tensor:
             value_digest = digest(value.detach().to(HOST).reshape(-1).view(torch.uint8).numpy().tobytes())
-            own[key] = (str(value.dtype), tuple(value.shape), value_digest)
+            digests[key] = (str(value.dtype), tuple(value.shape), value_digest)
     contents: dict[str, set[object]] = {}
-    for of_rank in ranks.all_gather_object(own):
+    for of_rank in ranks.all_gather_object(digests):
         for key, content in of_rank.items():
             contents.setdefault(key, set()).add(content)
     differ = sorted(key for key, values in contents.items() if len(values) > 1)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from nxdt_core.models.token_flops import token_flops
+from nxdt_core.run.callbacks.metrics import token_flops
 from nxdt_core.train import build
 
 LAYER = 32 * 32 + 2 * 32 * 16 + 32 * 32 + 3 * 32 * 40

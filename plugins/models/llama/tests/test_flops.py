@@ -6,7 +6,7 @@ from nxdt_plugin_llama.builder import LlamaBuilder, MistralBuilder
 from nxdt_plugin_llama.config import LlamaConfig, MistralConfig
 from torch.utils.flop_counter import FlopCounterMode
 
-from nxdt_core.models.token_flops import token_flops
+from nxdt_core.run.callbacks.metrics import token_flops
 
 SIZES = {
     "num_layers": 2,
