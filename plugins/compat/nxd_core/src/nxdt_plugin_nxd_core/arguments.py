@@ -94,7 +94,7 @@ _KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], str
         "activation_checkpoint_config",
     ),
     ("a torch.nn.Module", nn.Module, "module"),
-    ("a LoraConfig", lambda value: hasattr(value, "section"), "lora_config"),
+    ("a LoraConfig", lambda value: hasattr(value, "section"), "lora_config config"),
     ("model.parameters()", Iterable, "params parameters"),
     (
         "a scheduler with state_dict and load_state_dict",
@@ -124,7 +124,7 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     for argument in fixed.values():
         if argument.name not in own.parameters:
             at = skipped + (argument.place or 0)
-            named = at > 0 and parameters[at - 1].kind == inspect.Parameter.VAR_POSITIONAL
+            named = any(each.kind > inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters[:at])
             kind = inspect.Parameter.KEYWORD_ONLY if named else inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.insert(at, inspect.Parameter(argument.name, kind, default=argument.default))
     signature = own.replace(parameters=parameters)
@@ -176,10 +176,8 @@ def _bind(
 def check(call: str, argument: str, value: Any, name: str = "") -> None:
     """Raise ``ArgumentMeansNothing`` unless a value is what an argument of this ``name``, which is ``argument`` by
     default, takes."""
-    if (name or argument) in _TAKEN:
-        what, test = _TAKEN[name or argument]
-        right = isinstance(value, test) if isinstance(test, type | tuple) else test(value)
-        expect(call, argument, value, what, when=right)
+    what, test = _TAKEN.get(name or argument, ("anything", object))
+    expect(call, argument, value, what, when=isinstance(value, test) if isinstance(test, type | tuple) else test(value))
 
 
 def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> None:

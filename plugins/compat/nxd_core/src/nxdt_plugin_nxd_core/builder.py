@@ -8,7 +8,7 @@ So the code around the layers, such as that of positions and masks, needs no cha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from types import MethodType
@@ -22,7 +22,7 @@ from nxdt_core.models.step_boundary import called_with_step, step_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.plan import InitRule, ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd_core.errors import (
     BatchDoesNotDivide,
@@ -66,12 +66,11 @@ def split(call: CallBatch, micro_batches: int) -> list[CallBatch]:
     rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     if rows == 0 or rows % micro_batches:
         raise BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
-    size = rows // micro_batches
 
-    def part(tensor: torch.Tensor, begin: int) -> torch.Tensor:
-        return tensor if tensor.ndim == 0 or len(tensor) != rows else tensor[begin : begin + size]
+    def part(tensor: torch.Tensor, number: int) -> torch.Tensor:
+        return tensor.chunk(micro_batches)[number] if tensor.ndim and len(tensor) == rows else tensor
 
-    return [call.map(partial(part, begin=begin)) for begin in range(0, rows, size)]
+    return [call.map(partial(part, number=number)) for number in range(micro_batches)]
 
 
 class ModelLoss(Objective):
@@ -101,15 +100,13 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
         named = isinstance(output, Mapping) or getattr(output, "loss", None) is not None
         where = {"loss": True} if named else (True,)
     found, place = output, where
-    while place is not None and place is not True:  # into the next list or mapping
-        if isinstance(place, Mapping):
-            chosen = next((key for key, here in place.items() if here), None)
-            found = found.get(chosen) if isinstance(found, Mapping) else getattr(found, str(chosen), None)
-            place = None
-        else:
-            at = next((number for number, here in enumerate(place) if here), len(place))
-            inside = isinstance(found, tuple | list) and at < min(len(found), len(place))
-            found, place = (found[at], place[at]) if inside else (None, None)
+    while isinstance(place, Mapping | tuple | list):
+        places = place.items() if isinstance(place, Mapping) else enumerate(place)
+        key, place = next(((key, here) for key, here in places if here), (None, None))
+        try:
+            found = found[key] if isinstance(found, Mapping | tuple | list) else getattr(found, str(key))
+        except (LookupError, TypeError, AttributeError):
+            found = None
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise LossNotFound(found=shape)
@@ -142,7 +139,6 @@ class ModuleBuilder(ModelBuilder):
     """The builder of a module that exists: the module and its plan come from ``initialize_parallel_model``."""
 
     vocab_size = 0
-    max_sequence_length: int | None = None
 
     def __init__(
         self, config: Any, module: nn.Module | None = None, plan: ParallelPlan | None = None, where: Any = None
@@ -156,12 +152,10 @@ class ModuleBuilder(ModelBuilder):
 
         On the last stage of a pipeline it gives the loss.
         """
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in self.module.buffers()}
         for parameter in self.module.parameters():
             empty = torch.empty_like(parameter, device="meta")
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in self.module.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         made = copy.deepcopy(self.module, memo)
         original: Any = type(made).forward
         pipeline, where, buffers = self._plan.pipeline, self._where, dict(self.module.named_buffers())
@@ -169,8 +163,8 @@ class ModuleBuilder(ModelBuilder):
             layers = made.get_submodule(pipeline.layers)
             numbered = {str(number): child for number, child in enumerate(layers.children())}
             made.set_submodule(pipeline.layers, nn.ModuleDict(numbered))
-            tables = {name: made.get_submodule(name) for name in pipeline.first}
-            widths = {name: part.embedding_dim for name, part in tables.items() if isinstance(part, nn.Embedding)}
+            before = ((name, made.get_submodule(name)) for name in pipeline.first)
+            widths = {name: part.embedding_dim for name, part in before if isinstance(part, nn.Embedding)}
             kind, total = type(layers), len(numbered)
 
         def forward(module: Any, received: torch.Tensor, *, call: CallBatch, step: StepContext | None = None) -> Any:
@@ -197,14 +191,6 @@ class ModuleBuilder(ModelBuilder):
     def plan(self) -> ParallelPlan:
         """Return the plan that the module's layers make."""
         return self._plan
-
-    def init_rules(self) -> Sequence[InitRule]:
-        """Return nothing: first values are those that the caller's module has."""
-        return ()
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Return an estimate from the number of parameters."""
-        return 6.0 * sum(parameter.numel() for parameter in self.module.parameters())
 
 
 class _StageDone(BaseException):

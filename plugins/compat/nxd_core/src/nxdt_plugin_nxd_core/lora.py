@@ -11,7 +11,7 @@ from torch import nn
 
 from nxdt_core.kernel import Kernel
 from nxdt_core.models.random.init import initialize
-from nxdt_plugin_nxd_core.arguments import FIXED, binds, expect, refused
+from nxdt_plugin_nxd_core.arguments import binds, refused
 from nxdt_plugin_nxd_core.config import NxDConfig
 from nxdt_plugin_nxd_core.module_plan import plan_of
 
@@ -38,20 +38,15 @@ class LoraConfig:
     modules_to_save: Sequence[str] | None = None
     lora_verbose: bool = False
     save_lora_base: bool = False
-    merge_lora: bool = False
-    save_lora_config_adapter: bool = True
     load_lora_from_ckpt: bool = False
     lora_save_dir: str | None = None
     lora_load_tag: str | None = None
-    merge_sharded_lora: bool = False
 
     def section(self) -> dict[str, Any]:
         """Return the section ``adapter`` that means the same."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
-        for name in FIXED["LoraConfig"]:
-            del values[name]
         for name in values.keys() & {"target_modules", "modules_to_save"}:
-            values[name] = [values[name]] if isinstance(values[name], str) else list(values[name])
+            values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
         return {"name": "lora", **values}
 
 
@@ -74,17 +69,15 @@ class LoRAModel(nn.Module):
     @binds
     def __init__(self, module: nn.Module, config: LoraConfig) -> None:
         super().__init__()
-        expect("LoRAModel", "config", config, "a LoraConfig", when=isinstance(config, LoraConfig))
         if not config.enable_lora:
             raise refused("LoRAModel", "enable_lora", False)
-        component = Kernel.start().registry.get("adapter", "lora")
+        component, options = Kernel.start().registry.get("adapter", "lora"), config.section()
         section: Any = component.load_config()
-        values = {key: tuple(v) if isinstance(v, list) else v for key, v in config.section().items() if key != "name"}
-        adapter: Any = component.load_target()(section(**values))
+        adapter: Any = component.load_target()(section(**{key: options[key] for key in options.keys() - {"name"}}))
         known = {name: parameter.dtype for name, parameter in module.named_parameters()}
-        alone: dict[str, Any] = {"tensor_parallel_size": 1, "pipeline_parallel_size": 1, "sequence_parallel": False}
-        alone |= {"pipeline_config": None, "activation_checkpoint_config": None}
-        adapter.apply(module, plan_of(module, NxDConfig(alone)))
+        alone = NxDConfig(tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_config=None)
+        alone |= {"sequence_parallel": False, "activation_checkpoint_config": None}
+        adapter.apply(module, plan_of(module, alone))
         added = {name: parameter for name, parameter in module.named_parameters() if name not in known}
         for parameter in added.values():
             parameter.data = parameter.data.to(next(iter(known.values())))

@@ -21,10 +21,7 @@ _TAG = "optim"
 
 @binds
 def initialize_parallel_optimizer(
-    nxd_config: NxDConfig,
-    optimizer_class: type[torch.optim.Optimizer],
-    parameters: Iterable[Any],
-    **defaults: Any,
+    nxd_config: NxDConfig, optimizer_class: type[torch.optim.Optimizer], parameters: Iterable[Any], **defaults: Any
 ) -> NxDOptimizer:
     """Return ``optimizer_class(groups, **defaults)`` over this rank's shards of the parameters. Collective.
 

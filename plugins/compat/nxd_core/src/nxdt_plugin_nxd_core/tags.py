@@ -14,14 +14,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint import (
-    CheckpointManager,
-    Manifest,
-    delete_step,
-    latest,
-    list_checkpoints,
-    open_storage,
-)
+from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, latest, list_checkpoints, open_storage
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import TrainSession
