@@ -13,7 +13,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.models.random.init import initialize
 from nxdt_plugin_nxd_core.arguments import binds, refused
 from nxdt_plugin_nxd_core.config import NxDConfig
-from nxdt_plugin_nxd_core.module_plan import plan_of
+from nxdt_plugin_nxd_core.layers import plan_of
 
 _SEED = 1234
 

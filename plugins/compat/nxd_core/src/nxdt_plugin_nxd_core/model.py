@@ -24,7 +24,7 @@ from nxdt_plugin_nxd_core.arguments import binds, call_check, refused
 from nxdt_plugin_nxd_core.builder import CallBatch, ModelLoss, ModuleBuilder, scaled_gradients, split
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, ModulesDifferBetweenRanks, PipelineNeedsRunTrain
-from nxdt_plugin_nxd_core.module_plan import plan_of
+from nxdt_plugin_nxd_core.layers import plan_of
 
 _CALL = "initialize_parallel_model"
 

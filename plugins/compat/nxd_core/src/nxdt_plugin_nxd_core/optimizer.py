@@ -170,6 +170,27 @@ class NeuronZero1Optimizer(NxDOptimizer):
         load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
 
 
+@binds
+def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Finish the gradients' sums over the ranks, clip their global norm to ``max_norm``, and return the norm before.
+
+    Collective. The optimizer's next step neither repeats the sums nor clips again.
+
+    Raises:
+        NotOfThisModel: some parameters only, or others.
+    """
+    given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+    config = current_config()
+    for optimizer in () if config is None else config.optimizers:
+        trained = {id(parameter) for parameter in optimizer.trained}
+        if given and given <= trained:
+            if given != trained:
+                raise NotOfThisModel(call="clip_grad_norm", problem="these are only some of the parameters")
+            norm: torch.Tensor = optimizer.finish(max_norm)
+            return norm
+    raise NotOfThisModel(call="clip_grad_norm", problem="these are not the parameters of one optimizer")
+
+
 def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:
     """The caller's groups with the names of their parameters; what is frozen is left out."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
