@@ -20,7 +20,6 @@ from nxdt_plugin_nxd_core.errors import ConfigNotMade, WorldDoesNotDivide
 
 _log = logging.getLogger(__name__)
 
-_SEED = 1234
 _CALL = "neuronx_distributed_config"
 
 RECOMPUTED = "selected"
@@ -146,9 +145,8 @@ def neuronx_distributed_config(
             if key in FIXED.get(section, {}):
                 _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
             elif key not in known:
-                raise error_of(
-                    _CALL, argument, repr(value), "is unknown", f"Known keys are {', '.join(sorted(known))}."
-                )
+                advice = f"Known keys are {', '.join(sorted(known))}."
+                raise error_of(_CALL, argument, repr(value), "is unknown", advice)
             elif value is not known[key]:
                 check(_CALL, argument, value, key)
     micro_batches, stages = made.pipeline["num_microbatches"], made.stages
@@ -167,26 +165,14 @@ def neuronx_distributed_config(
         raise WorldDoesNotDivide(world=place.world_size, tp=tensor_parallel_size, pp=pipeline_parallel_size)
 
     # The run as the configuration schema says it.
-    model: dict[str, Any] = {
-        "name": "nxd-core-module",
-        "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
-    }
-    if activation_checkpoint_config == "full":
-        model["activations_checkpoint_granularity"] = "full"
-    elif activation_checkpoint_config is not None:
-        model["activations_checkpoint_granularity"] = "selective"
-        model["activations_checkpoint_recompute"] = [RECOMPUTED]
-    if made.pipeline["pipeline_cuts"]:
-        model["pipeline_cuts"] = list(made.pipeline["pipeline_cuts"])
+    selected = activation_checkpoint_config not in (None, "full")
     run: dict[str, Any] = {
         "name": "nxd-core",
-        "seed": _SEED,
         "parallel_engine": {"name": "torch"},
         "trainer": {"devices": place.world_size, "num_nodes": 1, "max_steps": 1 << 40, "gradient_clip_val": None},
         "data": {
             "name": "none",
             "seq_length": tensor_parallel_size,
-            "micro_batch_size": 1,
             "global_batch_size": micro_batches * (place.world_size // group),
         },
         "distributed_strategy": {
@@ -196,7 +182,13 @@ def neuronx_distributed_config(
             "sequence_parallel": sequence_parallel,
             "zero1": optimizer["zero_one_enabled"],
         },
-        "model": model,
+        "model": {
+            "name": "nxd-core-module",
+            "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
+            "pipeline_cuts": made.pipeline["pipeline_cuts"] or None,
+            "activations_checkpoint_granularity": "selective" if selected else activation_checkpoint_config,
+            "activations_checkpoint_recompute": [RECOMPUTED] if selected else None,
+        },
         "precision": {"type": "fp32"},
     }
     if lora_config is not None and lora_config.enable_lora:

@@ -27,9 +27,6 @@ from nxdt_plugin_nxd_core.errors import LayersNotFound, StageModuleMisplaced
 
 InitMethod = Callable[[torch.Tensor], Any]
 
-_HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model", "dim")
-"""Attributes of a ``config`` that say how wide hidden states are, as Hugging Face's models call them."""
-
 
 class ColumnParallelLinear(nn.Linear):
     """A linear layer whose output features are sharded; ``gather_output`` gives each rank those of all ranks."""
@@ -178,15 +175,13 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
     """Return the plan of ``module``."""
     tp, stages, sequence_parallel = config["tensor_parallel_size"], config.stages, config["sequence_parallel"]
     recompute, layer_class = config["activation_checkpoint_config"], config.pipeline["transformer_layer_cls"]
+    whole = {"gather_output": True, "input_is_parallel": False}
     for path, part in module.named_modules():
         if max(tp, stages) > 1 and isinstance(part, UpdatedLinear | UpdatedEmbedding):
             raise refused("LoRAModel", "module", repr(path))
-        if tp == 1:
-            continue
-        wrong: dict[str, bool] = {} if sequence_parallel else {"sequence_parallel_enabled": True}
-        if sequence_parallel and isinstance(part, nn.Linear | GQAQKVColumnParallelLinear):
-            wrong = {"gather_output": True, "input_is_parallel": False}
-        for argument, value in wrong.items():
+        is_layer = not sequence_parallel or isinstance(part, nn.Linear | GQAQKVColumnParallelLinear)
+        wrong = whole if sequence_parallel else {"sequence_parallel_enabled": True}
+        for argument, value in wrong.items() if tp > 1 and is_layer else ():
             if getattr(part, argument, None) is value:
                 raise refused(f"the layer '{path}'", argument, value)
 
@@ -203,6 +198,33 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         wanted = "A pipeline" if stages > 1 else "activation_checkpoint_config='full'"
         name = "modules of one class" if layer_class is None else layer_class.__name__
         raise LayersNotFound(wanted=wanted, found=f"{type(module).__name__} has no ModuleList of {name}")
+
+    # Modules with parameters that were registered before the layers run before them, and those behind after them.
+    pipeline = None
+    if stages > 1 and layers is not None:
+        first: list[str] = []
+        last: list[str] = []
+        parts = layers.split(".")
+        for depth, own in enumerate(parts):
+            outer = ".".join(parts[:depth])
+            parent, prefix = module.get_submodule(outer), f"{outer}." if outer else ""
+            for name, _ in parent.named_parameters(recurse=False):
+                raise StageModuleMisplaced(path=prefix + name, reason="is a parameter of the module around the layers")
+            behind = False
+            for name, child in parent.named_children():
+                if name == own:
+                    behind = True
+                elif next(child.parameters(), None) is not None:
+                    (last if behind else first).append(prefix + name)
+        names = ("hidden_size", "n_embd", "d_model", "dim")  # as Hugging Face's models call it
+        of_config = (getattr(getattr(module, "config", None), name, None) for name in names)
+        before = [part for name in first for part in module.get_submodule(name).modules()]
+        tables = (part.embedding_dim for part in before if isinstance(part, nn.Embedding))
+        sizes = (config.pipeline["hidden_size"], *of_config, *tables)
+        width = next((size for size in sizes if type(size) is int), None)
+        if width is None:
+            raise refused("neuronx_distributed_config", "pipeline_config['hidden_size']", None)
+        pipeline = PipelinePlan(hidden_size=width, first=tuple(first), layers=layers, last=tuple(last))
 
     styles: dict[str, TensorStyle] = {}
     for path, part in module.named_modules(remove_duplicate=False):
@@ -244,32 +266,8 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         tensor=styles,
         tensor_blocks=(*blocks, *fused),
         heads=heads,
-        pipeline=None if stages == 1 or layers is None else _pipeline(module, layers, config.pipeline["hidden_size"]),
+        pipeline=pipeline,
         recompute=chosen,
         recompute_layer="layers.*" if layers is None else f"{layers}.*",
         tied=tuple((owner, user) for owner, user in named if owner != user),
     )
-
-
-def _pipeline(module: nn.Module, layers: str, hidden_size: int | None) -> PipelinePlan:
-    # Modules with parameters that were registered before the layers run before them, and those behind after them.
-    first: list[str] = []
-    last: list[str] = []
-    parts = layers.split(".")
-    for depth, own in enumerate(parts):
-        outer = ".".join(parts[:depth])
-        parent, prefix = module.get_submodule(outer), f"{outer}." if outer else ""
-        for name, _ in parent.named_parameters(recurse=False):
-            raise StageModuleMisplaced(path=prefix + name, reason="is a parameter of the module around the layers")
-        behind = False
-        for name, child in parent.named_children():
-            if name == own:
-                behind = True
-            elif next(child.parameters(), None) is not None:
-                (last if behind else first).append(prefix + name)
-    tables = [part for name in first for part in module.get_submodule(name).modules() if isinstance(part, nn.Embedding)]
-    known = [getattr(getattr(module, "config", None), name, None) for name in _HIDDEN_SIZES]
-    sizes = [size for size in (hidden_size, *known, *(table.embedding_dim for table in tables)) if type(size) is int]
-    if not sizes:
-        raise refused("neuronx_distributed_config", "pipeline_config['hidden_size']", None)
-    return PipelinePlan(hidden_size=sizes[0], first=tuple(first), layers=layers, last=tuple(last))
