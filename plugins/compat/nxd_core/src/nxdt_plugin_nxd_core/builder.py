@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import nn
@@ -102,7 +102,7 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
     found, place = output, where
     while isinstance(place, Mapping | tuple | list):
         places = place.items() if isinstance(place, Mapping) else enumerate(place)
-        key, place = next(((key, here) for key, here in places if here), (None, None))
+        key, place = next(((key, here) for key, here in places if here), cast(Any, (None, None)))
         try:
             found = found[key] if isinstance(found, Mapping | tuple | list) else getattr(found, str(key))
         except (LookupError, TypeError, AttributeError):

@@ -219,8 +219,8 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         names = ("hidden_size", "n_embd", "d_model", "dim")  # as Hugging Face's models call it
         of_config = (getattr(getattr(module, "config", None), name, None) for name in names)
         before = [part for name in first for part in module.get_submodule(name).modules()]
-        tables = (part.embedding_dim for part in before if isinstance(part, nn.Embedding))
-        sizes = (config.pipeline["hidden_size"], *of_config, *tables)
+        of_tables = (part.embedding_dim for part in before if isinstance(part, nn.Embedding))
+        sizes = (config.pipeline["hidden_size"], *of_config, *of_tables)
         width = next((size for size in sizes if type(size) is int), None)
         if width is None:
             raise refused("neuronx_distributed_config", "pipeline_config['hidden_size']", None)

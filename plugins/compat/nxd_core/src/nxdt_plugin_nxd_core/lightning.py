@@ -19,7 +19,6 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.data import _update_dataloader, has_iterable_dataset  # type: ignore[attr-defined]
 from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
@@ -42,8 +41,6 @@ __all__ = [
     "NeuronXLAStrategy",
 ]
 
-_NO_DECAY = ("bias", "norm")
-"""Parts of the names of parameters that do not decay."""
 _EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
@@ -138,7 +135,7 @@ class NeuronLTModule(pl.LightningModule):
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
         """Return this rank's parameters in two groups: with a weight decay of 0.01, and biases and norms without."""
-        named = [(any(part in name for part in _NO_DECAY), each) for name, each in self.named_parameters()]
+        named = [("bias" in name or "norm" in name, each) for name, each in self.named_parameters()]
         return [
             {"params": [each for exempt, each in named if not exempt], "weight_decay": 0.01},
             {"params": [each for exempt, each in named if exempt], "weight_decay": 0.0},
@@ -249,6 +246,7 @@ class NeuronXLAStrategy(NxdtStrategy):
             raise refused("NeuronXLAStrategy", "model", type(model).__name__)
         if model.nxd_config is not self.nxd_config:
             raise refused("NeuronLTModule", "nxd_config", "another one")
+        model._device = self.root_device  # where initialize_parallel_model places the model
         trainer, world, found = model.trainer, self.engine.rank_info.world_size, list[tuple[str, str]]()
         if trainer.precision != "32-true":
             found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
@@ -260,10 +258,6 @@ class NeuronXLAStrategy(NxdtStrategy):
             found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
         if found:
             raise TrainerArgumentsIgnored(arguments=tuple(found))
-
-    def model_to_device(self) -> None:
-        """Set the device of the module: ``initialize_parallel_model`` has already placed the model."""
-        cast(pl.LightningModule, self.lightning_module)._device = self.root_device
 
     def process_dataloader(self, dataloader: object) -> object:
         """Return the dataloader with this rank's share of the samples; one with a ``DistributedSampler`` unchanged.
@@ -279,23 +273,9 @@ class NeuronXLAStrategy(NxdtStrategy):
             or has_iterable_dataset(dataloader)
         ):
             return dataloader
-        sampler: Any = DistributedSampler(
-            dataloader.dataset,
-            num_replicas=self.data_parallel_size,
-            rank=self.data_parallel_rank,
-            shuffle=isinstance(dataloader.sampler, RandomSampler),
-        )
+        shuffle = isinstance(dataloader.sampler, RandomSampler)
+        sampler: Any = DistributedSampler(dataloader.dataset, self.data_parallel_size, self.data_parallel_rank, shuffle)
         return _update_dataloader(dataloader, sampler)
-
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Call the hooks ``on_before_optimizer_step``, then let the optimizer step; called by Lightning, which counts
-        the step."""
-        trainer = cast(pl.LightningModule, self.lightning_module).trainer
-        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        return optimizer.step()
 
 
 class NeuronXLAPrecisionPlugin(Precision):

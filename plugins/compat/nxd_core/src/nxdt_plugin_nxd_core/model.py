@@ -175,10 +175,6 @@ class NxDModel(nn.Module):
         for name, parameter in self.parallel.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
 
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's buffers."""
-        return chain(*(module.named_buffers(*args, **kwargs) for module in self.parallel.local_modules()))
-
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the children of this rank's modules."""
         return chain(*(module.named_children() for module in self.parallel.local_modules()))
