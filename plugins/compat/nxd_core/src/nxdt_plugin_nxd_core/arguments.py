@@ -9,6 +9,7 @@ import logging
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.resources import files
+from inspect import BoundArguments
 from itertools import groupby
 from os import PathLike
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
@@ -132,12 +133,13 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
 
     @functools.wraps(function)
     def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        bound = _bind(name, signature, skipped, args, kwargs)
+        bound = _bind(name, signature, args, kwargs)
         for argument, value in [*bound.arguments.items()]:
             row, empty = fixed.get(argument), isinstance(value, Mapping) and not value
             if row is not None and value != row.default and not (empty and row.default is None):
                 if row.state == "refused":
-                    raise error_of(name, argument, _shown(value), row.reason, row.advice)
+                    texts = {"reason": row.reason, "advice": row.advice}
+                    raise ArgumentMeansNothing(call=name, argument=argument, value=_shown(value), **texts)
                 if row.state == "ignored" and argument not in noted:
                     noted.add(argument)
                     _log.warning("%s: %s has no effect: %s", name, argument, row.reason)
@@ -158,19 +160,17 @@ def call_check(function: Callable[..., Any]) -> Callable[..., object]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some built-in classes
         return lambda *args, **kwargs: None
-    return lambda *args, **kwargs: _bind(name, signature, 0, args, kwargs)
+    return lambda *args, **kwargs: _bind(name, signature, args, kwargs)
 
 
-def _bind(
-    name: str, signature: inspect.Signature, skipped: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> inspect.BoundArguments:
+def _bind(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        problem, known = str(error), [*signature.parameters][skipped:]
-        if unknown := [each for each in kwargs if each not in known]:  # Python looks for missing arguments first
+        problem, names = str(error), [each for each in signature.parameters if each != "self"]
+        if unknown := [each for each in kwargs if each not in names]:  # Python looks for missing arguments first
             problem = f"it has no argument '{unknown[0]}'"
-        raise CallDoesNotBind(call=name, problem=problem, arguments=known) from None
+        raise CallDoesNotBind(call=name, problem=problem, arguments=names) from None
 
 
 def check(call: str, argument: str, value: Any, name: str = "") -> None:
@@ -183,24 +183,21 @@ def check(call: str, argument: str, value: Any, name: str = "") -> None:
 def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> None:
     """Raise ``ArgumentMeansNothing``, which names ``what`` the argument takes, unless ``when``."""
     if not when:
-        raise error_of(call, argument, _shown(value), f"is not {what}", f"Pass {what}.")
+        texts = {"reason": f"is not {what}", "advice": f"Pass {what}."}
+        raise ArgumentMeansNothing(call=call, argument=argument, value=_shown(value), **texts)
 
 
-def refused(call: str, argument: str, value: object, **details: object) -> NxdtError:
-    """Return the error of a value that has no meaning here, for the reason in ``refusals.csv``, whose placeholders are
-    ``details``."""
-    return error_of(call, argument, str(value), *reason_and_advice(call, argument, **details))
+def refused(call: str, argument: str, value: object, row: str = "", **details: object) -> NxdtError:
+    """Return the error of a value that has no meaning here, for the reason in the ``row`` of ``refusals.csv``, which is
+    that of ``argument`` by default, and whose placeholders are ``details``."""
+    reason, advice = reason_and_advice(call, row or argument, **details)
+    return ArgumentMeansNothing(call=call, argument=argument, value=str(value), reason=reason, advice=advice)
 
 
 def reason_and_advice(call: str, argument: str, **details: object) -> tuple[str, str]:
     """Return the texts of a row of ``refusals.csv``, with ``details`` in place of its placeholders."""
     reason, advice = _REFUSALS.get((call, argument)) or _REFUSALS["*", argument]
     return reason.format(**details), advice.format(**details)
-
-
-def error_of(call: str, argument: str, value: str, reason: str, advice: str) -> NxdtError:
-    """Return the error of an argument that has no meaning here; ``reason`` follows its value in the message."""
-    return ArgumentMeansNothing(call=call, argument=argument, value=value, reason=reason, advice=advice)
 
 
 def _shown(value: Any) -> str:

@@ -15,7 +15,7 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import TrainSession, start_engine
-from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, error_of, expect, refused
+from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, expect, refused
 from nxdt_plugin_nxd_core.errors import ConfigNotMade, WorldDoesNotDivide
 
 _log = logging.getLogger(__name__)
@@ -145,8 +145,7 @@ def neuronx_distributed_config(
             if key in FIXED.get(section, {}):
                 _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
             elif key not in known:
-                advice = f"Known keys are {', '.join(sorted(known))}."
-                raise error_of(_CALL, argument, repr(value), "is unknown", advice)
+                raise refused(_CALL, argument, repr(value), "unknown key", known=", ".join(sorted(known)))
             elif value is not known[key]:
                 check(_CALL, argument, value, key)
     micro_batches, stages = made.pipeline["num_microbatches"], made.stages

@@ -49,9 +49,7 @@ def initialize_parallel_model(
     call_check(model_fn)(*model_args, **model_kwargs)
     # The module is built with the random numbers of rank 0.
     ranks, init = config.engine.ranks, config["model_init_config"]
-    if ranks.world_size > 1:
-        state = ranks.broadcast_object(torch.get_rng_state().numpy().tobytes())
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    torch.set_rng_state(ranks.broadcast_object(torch.get_rng_state()))
     with torch.device("meta") if init["meta_device_init"] else nullcontext():
         module: Any = model_fn(*model_args, **model_kwargs)
     if not isinstance(module, nn.Module):

@@ -33,7 +33,7 @@ from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.system.regular_files import replacing
-from nxdt_plugin_nxd_core.arguments import binds, error_of, reason_and_advice, refused
+from nxdt_plugin_nxd_core.arguments import binds, reason_and_advice, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, required_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
 from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear
@@ -68,8 +68,8 @@ def save(
     def check() -> None:
         for where, value in tree_flatten_with_path(state_dict)[0]:
             if not isinstance(value, _SAVED):
-                texts = reason_and_advice("parallel_layers.save", "state_dict")
-                raise error_of("parallel_layers.save", f"state_dict{keystr(where)}", type(value).__name__, *texts)
+                name = f"state_dict{keystr(where)}"
+                raise refused("parallel_layers.save", name, type(value).__name__, "state_dict")
 
     on_all_ranks(config.engine.ranks, check, where=str(save_dir))
     writes = not (config.rank("dp") and master_dp_only)
