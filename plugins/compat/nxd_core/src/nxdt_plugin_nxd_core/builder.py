@@ -194,11 +194,7 @@ class ModuleBuilder(ModelBuilder):
 
 
 class _StageDone(BaseException):
-    """Ends a forward behind the last layer of a stage; no caller's ``except Exception`` sees it."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+    """Ends a forward behind the last layer of a stage, with its output; no caller's ``except Exception`` sees it."""
 
 
 @final
@@ -233,7 +229,7 @@ class _Stage:
         try:
             return loss_in(forward(), where)
         except _StageDone as done:
-            return done.hidden
+            return done.args[0]
         finally:
             self.running, self.received = False, None
 

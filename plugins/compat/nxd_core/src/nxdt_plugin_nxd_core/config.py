@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -69,11 +70,40 @@ class NxDConfig(dict[str, Any]):
         """Return this rank's number along a dimension of the mesh."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(dimension)
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Limit of the gradients' norm; None where gradients are not clipped."""
-        optimizer = self["optimizer_config"]
-        return float(optimizer["max_grad_norm"]) if optimizer["grad_clipping"] else None
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Options of low-rank updates under NxD Core's names, with its defaults.
+
+    Pass it to ``neuronx_distributed_config(lora_config=...)``. The fields are the keys of
+    ``nxdt-plugin-lora``, which has to be installed.
+    """
+
+    enable_lora: bool = False
+    lora_rank: int = 16
+    lora_alpha: float = 8.0
+    lora_dropout: float = 0.0
+    bias: str = "none"
+    target_modules: Sequence[str] | str | None = None
+    """Parts of the paths of layers; None means every linear layer but the head."""
+    use_rslora: bool = False
+    init_lora_weights: str = "default"
+    modules_to_save: Sequence[str] | None = None
+    lora_verbose: bool = False
+    save_lora_base: bool = False
+    load_lora_from_ckpt: bool = False
+    lora_save_dir: str | None = None
+    lora_load_tag: str | None = None
+
+    def section(self) -> dict[str, Any]:
+        """Return the section ``adapter`` that means the same."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        for name in values.keys() & {"target_modules", "modules_to_save"}:
+            values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+        return {"name": "lora", **values}
+
+
+LoraConfig.__init__ = binds(LoraConfig.__init__)  # type: ignore[method-assign]
 
 
 _RUNS: dict[dist.ProcessGroup | None, NxDConfig] = {}
@@ -107,7 +137,7 @@ def neuronx_distributed_config(
     activation_checkpoint_config: str | type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
     sequence_parallel: bool = False,
     model_init_config: Mapping[str, Any] | None = None,
-    lora_config: Any = None,
+    lora_config: LoraConfig | None = None,
 ) -> NxDConfig:
     """Join the process group, build the mesh, and return what the other functions take. Collective.
 

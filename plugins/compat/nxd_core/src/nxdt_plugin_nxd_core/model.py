@@ -14,6 +14,8 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.shape_errors import name_shape_errors
+from nxdt_core.kernel import Kernel
+from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
@@ -22,7 +24,7 @@ from nxdt_core.protocols.tensor_shards import LocalShard
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, call_check, refused
 from nxdt_plugin_nxd_core.builder import CallBatch, ModelLoss, ModuleBuilder, scaled_gradients, split
-from nxdt_plugin_nxd_core.config import NxDConfig, config_of
+from nxdt_plugin_nxd_core.config import LoraConfig, NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, ModulesDifferBetweenRanks, PipelineNeedsRunTrain
 from nxdt_plugin_nxd_core.layers import plan_of
 
@@ -212,6 +214,44 @@ class NxDModel(nn.Module):
 
     def _apply(self, fn: Any, recurse: bool = True) -> NxDModel:
         raise refused("NxDModel", "conversion", "a new dtype or device")
+
+
+class LoRAModel(nn.Module):
+    """A module of one process with updates of its layers; what it trains are these.
+
+    Under tensor or pipeline parallelism, pass the configuration to ``neuronx_distributed_config(lora_config=...)``
+    instead: the engine shards the updates with their layers.
+
+    The module is changed in place.
+
+    Raises:
+        ArgumentMeansNothing: ``enable_lora`` is False.
+        NxdtError: the plugin ``lora`` is missing, or refuses an option.
+    """
+
+    @binds
+    def __init__(self, module: nn.Module, config: LoraConfig) -> None:
+        super().__init__()
+        if not config.enable_lora:
+            raise refused("LoRAModel", "enable_lora", False)
+        component, options = Kernel.start().registry.get("adapter", "lora"), config.section()
+        section: Any = component.load_config()
+        adapter: Any = component.load_target()(section(**{key: options[key] for key in options.keys() - {"name"}}))
+        known = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        alone = NxDConfig(tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_config=None)
+        alone |= {"sequence_parallel": False, "activation_checkpoint_config": None}
+        adapter.apply(module, plan_of(module, alone))
+        added = {name: parameter for name, parameter in module.named_parameters() if name not in known}
+        for parameter in added.values():
+            parameter.data = parameter.data.to(next(iter(known.values())))
+        with torch.no_grad():
+            initialize(added.items(), adapter.init_rules(), seed=1234)
+        self.module = module
+        self.lora_config = config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        return self.module(*args, **kwargs)
 
 
 def _values(module: nn.Module) -> dict[str, torch.Tensor]:

@@ -94,7 +94,9 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.core = nxd_config.session.built_optimizer = core
         self.optimizer = core.inner
         """The optimizer of the caller's class."""
-        self.nxd_config, self.max_norm, self.trained = nxd_config, nxd_config.max_grad_norm, trained
+        clipping = nxd_config["optimizer_config"]
+        self.max_norm = float(clipping["max_grad_norm"]) if clipping["grad_clipping"] else None
+        self.nxd_config, self.trained = nxd_config, trained
         self.grad_norm: torch.Tensor | None = None
         self._finished: torch.Tensor | None = None
         """Norm of gradients that :meth:`finish` has finished since the last step."""
@@ -166,7 +168,7 @@ class NeuronZero1Optimizer(NxDOptimizer):
         if not config["optimizer_config"]["zero_one_enabled"]:
             raise refused(type(self).__name__, "optimizer_config['zero_one_enabled']", False)
         super().__init__(config, optimizer_class, params, defaults)
-        norm = config.max_grad_norm if max_norm is None else max_norm
+        norm = self.max_norm if max_norm is None else max_norm
         self.max_norm = norm if grad_clipping else None
 
     @binds
