@@ -7,10 +7,9 @@ import functools
 import inspect
 import logging
 from ast import literal_eval
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
 from inspect import BoundArguments
-from itertools import groupby
 from os import PathLike
 from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
@@ -27,9 +26,8 @@ Result = TypeVar("Result")
 
 
 class Argument(NamedTuple):
-    """A row of ``fixed_arguments.csv``: an argument of NxD Core, or a key, that has one value here."""
+    """An argument of a call of NxD Core, or a key, that has one value here: a row of ``fixed_arguments.csv``."""
 
-    call: str
     name: str
     place: int | None
     """Position in NxD Core's signature, without ``self``; None for a key."""
@@ -40,18 +38,15 @@ class Argument(NamedTuple):
     advice: str
 
 
-def _table(name: str) -> Iterator[list[Any]]:
-    return iter([*csv.reader(files(__package__).joinpath(name).read_text("utf-8").splitlines())][1:])
+def _table(name: str) -> list[list[Any]]:
+    return [*csv.reader(files(__package__).joinpath(name).read_text("utf-8").splitlines())][1:]
 
 
-_ROWS = (
-    Argument(call, name, literal_eval(place or "None"), literal_eval(default or "None"), *others)
-    for call, name, place, default, *others in _table("fixed_arguments.csv")
-)
-FIXED: dict[str, dict[str, Argument]] = {
-    call: {row.name: row for row in rows} for call, rows in groupby(_ROWS, lambda row: row.call)
-}
+FIXED: dict[str, dict[str, Argument]] = {}
 """Arguments that have one value here, by call and name, in NxD Core's order."""
+for call, name, place, default, *others in _table("fixed_arguments.csv"):
+    row = Argument(name, literal_eval(place or "None"), literal_eval(default or "None"), *others)
+    FIXED.setdefault(call, {})[name] = row
 
 _REFUSALS = {(call, argument): (reason, advice) for call, argument, reason, advice in _table("refusals.csv")}
 """Reason and advice for a value that has no meaning here, by call and argument; ``*`` stands for several calls."""

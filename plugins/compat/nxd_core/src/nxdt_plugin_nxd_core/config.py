@@ -1,4 +1,4 @@
-"""``neuronx_distributed_config``: from NxD Core's arguments to a resolved configuration and a started engine."""
+"""``neuronx_distributed_config`` and its ``LoraConfig``: from NxD Core's arguments to a started engine."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ class LoraConfig:
     lora_load_tag: str | None = None
 
     def section(self) -> dict[str, Any]:
-        """Return the section ``adapter`` that means the same."""
+        """Return the keys of the section ``adapter`` that mean the same."""
         values = {key: value for key, value in asdict(self).items() if value is not None}
         for name in values.keys() & {"target_modules", "modules_to_save"}:
             values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
-        return {"name": "lora", **values}
+        return values
 
 
 LoraConfig.__init__ = binds(LoraConfig.__init__)  # type: ignore[method-assign]
@@ -219,9 +219,8 @@ def neuronx_distributed_config(
             "activations_checkpoint_recompute": [RECOMPUTED] if selected else None,
         },
         "precision": {"type": "fp32"},
+        "adapter": {"name": "lora", **lora_config.section()} if lora_config and lora_config.enable_lora else {},
     }
-    if lora_config is not None and lora_config.enable_lora:
-        run["adapter"] = lora_config.section()
     made.session = TrainSession(load_config(run, label=_CALL))
     made.engine = made.session.engine
     ranks = made.engine.ranks

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -40,8 +39,6 @@ __all__ = [
     "NeuronXLAPrecisionPlugin",
     "NeuronXLAStrategy",
 ]
-
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class NeuronLTModule(pl.LightningModule):
@@ -78,11 +75,11 @@ class NeuronLTModule(pl.LightningModule):
         opt_cls: Callable[..., Any] | None = None,
         scheduler_cls: Callable[..., Any] | None = None,
         model_args: Sequence[Any] = (),
-        model_kwargs: Mapping[str, Any] = _EMPTY,
+        model_kwargs: Mapping[str, Any] = {},
         opt_args: Sequence[Any] = (),
-        opt_kwargs: Mapping[str, Any] = _EMPTY,
+        opt_kwargs: Mapping[str, Any] = {},
         scheduler_args: Sequence[Any] = (),
-        scheduler_kwargs: Mapping[str, Any] = _EMPTY,
+        scheduler_kwargs: Mapping[str, Any] = {},
         grad_accum_steps: int = 1,
         log_rank0: bool = False,
         train_batch_size: int = 16,

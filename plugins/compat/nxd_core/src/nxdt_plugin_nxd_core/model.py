@@ -1,4 +1,5 @@
-"""``initialize_parallel_model``: a caller's module in its layout, which is used as a ``torch.nn.Module``."""
+"""``initialize_parallel_model``: a caller's module in its layout, which is used as a ``torch.nn.Module``; and the
+``LoRAModel`` of one process."""
 
 from __future__ import annotations
 
@@ -62,8 +63,10 @@ def initialize_parallel_model(
             if next(part.parameters(recurse=False), None) is not None:
                 init["param_init_fn"](part)
     plan, run = plan_of(module, config), config.session.config
+    saved = module.state_dict(keep_vars=True)
+    values = dict(module.named_parameters()) | {name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}
     if ranks.world_size > 1:  # names, shapes and sums of values are the same everywhere
-        sums = {name: (tuple(v.shape), float(v.detach().double().sum())) for name, v in _values(module).items()}
+        sums = {name: (tuple(v.shape), float(v.detach().double().sum())) for name, v in values.items()}
         first, *others = ranks.all_gather_object(sums)
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -82,7 +85,7 @@ def initialize_parallel_model(
         materialise=False,
     )
     model = NxDModel(parallel, config, module, plan)
-    model.load_state_dict(_values(module), strict=False)
+    model.load_state_dict(values, strict=False)
     for adapter in adapters:
         adapter.begin(parallel, run, ranks)
     config.session.built_model = parallel
@@ -234,26 +237,20 @@ class LoRAModel(nn.Module):
         super().__init__()
         if not config.enable_lora:
             raise refused("LoRAModel", "enable_lora", False)
-        component, options = Kernel.start().registry.get("adapter", "lora"), config.section()
+        component = Kernel.start().registry.get("adapter", "lora")
         section: Any = component.load_config()
-        adapter: Any = component.load_target()(section(**{key: options[key] for key in options.keys() - {"name"}}))
-        known = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        adapter: Any = component.load_target()(section(**config.section()))
+        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
         alone = NxDConfig(tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_config=None)
         alone |= {"sequence_parallel": False, "activation_checkpoint_config": None}
         adapter.apply(module, plan_of(module, alone))
-        added = {name: parameter for name, parameter in module.named_parameters() if name not in known}
+        added = {name: parameter for name, parameter in module.named_parameters() if name not in dtypes}
         for parameter in added.values():
-            parameter.data = parameter.data.to(next(iter(known.values())))
-        with torch.no_grad():
-            initialize(added.items(), adapter.init_rules(), seed=1234)
+            parameter.data = parameter.data.to(next(iter(dtypes.values())))
+        initialize(added.items(), adapter.init_rules(), seed=1234)
         self.module = module
         self.lora_config = config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""
         return self.module(*args, **kwargs)
-
-
-def _values(module: nn.Module) -> dict[str, torch.Tensor]:
-    saved = module.state_dict(keep_vars=True)
-    return {**dict(module.named_parameters()), **{name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}}

@@ -291,9 +291,8 @@ def _in_nxd_names(state: Any, config: NxDConfig) -> Any:
     if config.model is None or not isinstance(state, Mapping):
         return state
     made = {key: _in_nxd_names(value, config) for key, value in state.items()}
-    for path, part in _fused(config.model):
-        for kind in ("weight", "bias"):
-            names = [f"{path}.{letter}.{kind}" for letter in "qkv"]
-            if part.kv_size_multiplier == 1 and all(name in made for name in names):
-                made[f"{path}.{kind}_qkv"] = torch.cat([made.pop(name) for name in names])
+    for (path, part), kind in product(_fused(config.model), ("weight", "bias")):
+        names = [f"{path}.{letter}.{kind}" for letter in "qkv"]
+        if part.kv_size_multiplier == 1 and all(name in made for name in names):
+            made[f"{path}.{kind}_qkv"] = torch.cat([made.pop(name) for name in names])
     return made
