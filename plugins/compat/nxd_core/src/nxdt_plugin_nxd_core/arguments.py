@@ -9,9 +9,8 @@ import logging
 from ast import literal_eval
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
-from inspect import BoundArguments
 from os import PathLike
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,8 +20,7 @@ from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CallDoesNotBind
 
 _log = logging.getLogger(__name__)
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Argument(NamedTuple):
@@ -102,7 +100,7 @@ _TAKEN = {name: (what, test) for what, test, names in _KINDS for name in names.s
 """Values that an argument or a key takes besides its default, by its name in any call: words, and a class or a test."""
 
 
-def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def binds(function: Function) -> Function:
     """Decorate a function of NxD Core's API so that it checks its arguments, and has those of :data:`FIXED`, too.
 
     The function itself has no parameters for the latter. The first call with another value of one that has no effect
@@ -127,8 +125,8 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     noted: set[str] = set()
 
     @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        bound = _bind(name, signature, args, kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = _bind(name, signature, *args, **kwargs)
         for argument, value in [*bound.arguments.items()]:
             row, empty = fixed.get(argument), isinstance(value, Mapping) and not value
             if row is not None and value != row.default and not (empty and row.default is None):
@@ -145,7 +143,7 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         return function(*bound.args, **bound.kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    return call
+    return cast(Function, call)
 
 
 def call_check(function: Callable[..., Any]) -> Callable[..., object]:
@@ -155,10 +153,10 @@ def call_check(function: Callable[..., Any]) -> Callable[..., object]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some built-in classes
         return lambda *args, **kwargs: None
-    return lambda *args, **kwargs: _bind(name, signature, args, kwargs)
+    return functools.partial(_bind, name, signature)
 
 
-def _bind(name: str, signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> BoundArguments:
+def _bind(name: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:

@@ -230,8 +230,7 @@ def neuronx_distributed_config(
     if dist.is_initialized():
         sizes = (pipeline_parallel_size, place.world_size // group, tensor_parallel_size)
         made.mesh = init_device_mesh(made.engine.device.type, sizes, mesh_dim_names=DIMENSIONS)
-    before = current_config()
-    made.saves = None if before is None else before.saves
+    made.saves = getattr(current_config(), "saves", None)
     _RUNS.clear()  # those of groups that have ended, too
     _RUNS[_world()] = made
     return made

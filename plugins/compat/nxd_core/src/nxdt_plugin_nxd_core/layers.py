@@ -235,11 +235,8 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         elif isinstance(part, ParallelEmbedding):
             styles[path] = "vocab_embedding"
     fused = {path: part for path, part in module.named_modules() if isinstance(part, GQAQKVColumnParallelLinear)}
-    blocks = [
-        path
-        for path, style in styles.items()
-        if style != "vocab_embedding" and not any(path.startswith(f"{outer}.") for outer in fused)
-    ]
+    within = tuple(f"{path}." for path in fused)
+    blocks = [path for path, style in styles.items() if style != "vocab_embedding" and not path.startswith(within)]
     if sequence_parallel:  # other tables look up this rank's part of the sequence
         tables = [path for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
         styles = {**dict.fromkeys(tables, "replicate"), **styles}

@@ -98,11 +98,14 @@ class NxDModel(nn.Module):
 
     parallel: ParallelModel
     """The model of the engine."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the parameters."""
 
     def __init__(self, parallel: ParallelModel, nxd_config: NxDConfig, original: nn.Module, plan: ParallelPlan) -> None:
         super().__init__()
         object.__setattr__(self, "parallel", parallel)  # so that nothing of it is registered twice
         self.nxd_config = nxd_config
+        self.dtype = next((parameter.dtype for _, parameter in parallel.named_parameters()), torch.float32)
         if hasattr(original, "config"):
             self._config = original.config
         # In a pipeline, the last stage takes the loss out of what the module returns.
@@ -118,11 +121,6 @@ class NxDModel(nn.Module):
     def config(self) -> Any:
         """The caller's ``module.config``."""
         return self._config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the parameters."""
-        return next((parameter.dtype for _, parameter in self.parallel.named_parameters()), torch.float32)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns; ``backward`` of its loss gives gradients that the optimizer's step finishes.

@@ -12,8 +12,6 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, latest, list_checkpoints, open_storage
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
@@ -181,8 +179,7 @@ def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
     if optimizer is None and session.built_optimizer is not None:
         session = copy.copy(session)
         session.built_optimizer = None
-    ours = isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "nxd_config", None) is model.nxd_config
-    if optimizer is not None and not ours:
+    if optimizer not in (None, *model.nxd_config.optimizers):
         raise NotOfThisModel(call=call, problem=f"optimizer is {type(optimizer).__name__}, and must be one")
     return session
 
