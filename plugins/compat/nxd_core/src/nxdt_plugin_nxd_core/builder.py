@@ -24,13 +24,7 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd_core.errors import (
-    BatchDoesNotDivide,
-    LossNotFound,
-    ModelFnReturnsNoModule,
-    OutputNotTensors,
-    StageModuleMisplaced,
-)
+from nxdt_plugin_nxd_core import errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,7 +59,7 @@ def split(call: CallBatch, micro_batches: int) -> list[CallBatch]:
     tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor)]
     rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     if rows == 0 or rows % micro_batches:
-        raise BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
+        raise errors.BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
 
     def part(tensor: torch.Tensor, number: int) -> torch.Tensor:
         return tensor.chunk(micro_batches)[number] if tensor.ndim and len(tensor) == rows else tensor
@@ -109,7 +103,7 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
             found = None
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
-        raise LossNotFound(found=shape)
+        raise errors.LossNotFound(found=shape)
     return found.reshape(())
 
 
@@ -130,7 +124,7 @@ def scaled_gradients(output: Any, ranks: int) -> Any:
             return replace(value, **{each.name: tree_map(scaled, getattr(value, each.name)) for each in fields(value)})
         if value is None or isinstance(value, int | float | str | bytes | torch.Size | torch.dtype):
             return value
-        raise OutputNotTensors(found=type(value).__name__, ranks=ranks)
+        raise errors.OutputNotTensors(found=type(value).__name__, ranks=ranks)
 
     return output if ranks == 1 else tree_map(scaled, output)
 
@@ -144,7 +138,7 @@ class ModuleBuilder(ModelBuilder):
         self, config: Any, module: nn.Module | None = None, plan: ParallelPlan | None = None, where: Any = None
     ) -> None:
         if module is None or plan is None:
-            raise ModelFnReturnsNoModule(found="nothing, since only a program that calls it has one")
+            raise errors.ModelFnReturnsNoModule(found="nothing, since only a program that calls it has one")
         self.module, self._plan, self._where = module, plan, where
 
     def build(self) -> nn.Module:
@@ -183,9 +177,8 @@ class ModuleBuilder(ModelBuilder):
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
 
-        changed: Any = made
-        changed.forward, changed.reset_buffers = MethodType(forward, made), MethodType(reset_buffers, made)
-        changed.nxd_stage = None
+        methods = {"forward": MethodType(forward, made), "reset_buffers": MethodType(reset_buffers, made)}
+        vars(made).update(methods, nxd_stage=None)
         return made
 
     def plan(self) -> ParallelPlan:
@@ -259,7 +252,7 @@ class _Elsewhere(nn.Module):
         if self._place == "behind" or (self._place == "before" and self._stage.has_run):
             runs, registered = ("before", "behind") if self._place == "behind" else ("behind", "before")
             reason = f"runs {runs} the layers and was registered {registered} them"
-            raise StageModuleMisplaced(path=self._path, reason=reason)
+            raise errors.StageModuleMisplaced(path=self._path, reason=reason)
         given, received = args[0] if args else next(iter(kwargs.values()), None), self._stage.received
         if self._width is None or not isinstance(given, torch.Tensor) or received is None:
             return given

@@ -125,8 +125,7 @@ class GQAQKVColumnParallelLinear(nn.Module):
         super().__init__()
         if gather_output and kv_size_multiplier > 1:
             raise refused("GQAQKVColumnParallelLinear", "gather_output", True, copies=kv_size_multiplier)
-        self.kv_size_multiplier = kv_size_multiplier
-        self.gather_output = gather_output
+        self.kv_size_multiplier, self.gather_output = kv_size_multiplier, gather_output
         query, key = output_sizes
         self.q, self.k, self.v = (
             ColumnParallelLinear(input_size, size, bias, gather_output, dtype, device, init_method=init_method)
@@ -240,9 +239,8 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
     if sequence_parallel:  # other tables look up this rank's part of the sequence
         tables = [path for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
         styles = {**dict.fromkeys(tables, "replicate"), **styles}
-    chosen = {}
-    if recompute is not None and recompute != "full":
-        chosen[RECOMPUTED] = tuple(name for name, part in module.named_modules() if isinstance(part, recompute))
+    recomputed = () if recompute in (None, "full") else recompute
+    selected = tuple(path for path, part in module.named_modules() if isinstance(part, recomputed))
     owners: dict[int, str] = {}
     named = [(owners.setdefault(id(p), name), name) for name, p in module.named_parameters(remove_duplicate=False)]
 
@@ -264,7 +262,7 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         tensor_blocks=(*blocks, *fused),
         heads=heads,
         pipeline=pipeline,
-        recompute=chosen,
+        recompute={RECOMPUTED: selected} if recomputed else {},
         recompute_layer="layers.*" if layers is None else f"{layers}.*",
         tied=tuple((owner, user) for owner, user in named if owner != user),
     )

@@ -246,8 +246,7 @@ class LoRAModel(nn.Module):
         for parameter in added.values():
             parameter.data = parameter.data.to(next(iter(dtypes.values())))
         initialize(added.items(), adapter.init_rules(), seed=1234)
-        self.module = module
-        self.lora_config = config
+        self.module, self.lora_config = module, config
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns."""

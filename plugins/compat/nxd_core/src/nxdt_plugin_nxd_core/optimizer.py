@@ -13,7 +13,7 @@ from nxdt_plugin_nxd_core.arguments import binds, check, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
-from nxdt_plugin_nxd_core.tags import load_checkpoint, save_checkpoint
+from nxdt_plugin_nxd_core.tags import load_checkpoint, restore, save_checkpoint
 
 _CALL = "initialize_parallel_optimizer"
 _TAG = "optim"
@@ -138,8 +138,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned in the same layout; :func:`load_checkpoint` loads in any."""
         self.core.load_state_dict(state_dict["state"])
-        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options)
+        restore({"groups": state_dict["param_groups"]}, self, None)
 
 
 class NeuronZero1Optimizer(NxDOptimizer):

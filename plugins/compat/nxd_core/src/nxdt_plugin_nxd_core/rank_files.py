@@ -89,8 +89,6 @@ def save(
     held = tree_map(on_the_host, state_dict)
 
     def write() -> None:
-        if not writes:
-            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
@@ -98,7 +96,7 @@ def save(
         except OSError as error:
             raise _unfit(path, "unwritable", error=error) from error
 
-    on_all_ranks(config.engine.ranks, write, where=str(save_dir))
+    on_all_ranks(config.engine.ranks, write if writes else lambda: None, where=str(save_dir))
 
 
 @binds

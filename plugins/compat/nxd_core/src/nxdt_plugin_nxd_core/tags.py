@@ -51,11 +51,10 @@ def save_checkpoint(
         NotOfThisModel: a model or an optimizer of another kind.
         NxdtError: on all ranks, what stopped the save; the tag's older checkpoint is as it was.
     """
-    call = "save_checkpoint"
     parts = tag.split("/") if isinstance(tag, str) else [""]
     if tag and (any(part in ("", ".", "..") for part in parts) or re.fullmatch(r"step-\d+", parts[0])):
-        raise refused(call, "tag", repr(tag))
-    session = _session(call, model, optimizer)
+        raise refused("save_checkpoint", "tag", repr(tag))
+    session = _session("save_checkpoint", model, optimizer)
     content = content_of(tag, optimizer, scheduler, user_content)
     storage = _store(path, tag, session.config.kernel)
     finalize_checkpoint()
