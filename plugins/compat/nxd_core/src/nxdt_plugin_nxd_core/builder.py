@@ -37,10 +37,9 @@ class CallBatch(Batch):
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallBatch:
         """Return the batch of a call; its first tensor counts the rows."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        first, labels = tensors[0] if tensors else torch.zeros(1, 1, dtype=torch.int64), kwargs.get("labels")
-        own = labels if isinstance(labels, torch.Tensor) else first
-        return cls(input_ids=first, labels=own, args=args, kwargs=kwargs)
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        first = next(tensors, torch.zeros(1, 1, dtype=torch.int64))
+        return cls(input_ids=first, labels=first, args=args, kwargs=kwargs)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CallBatch:
         """Return the batch with its tensors changed, those within lists and dictionaries, too."""

@@ -36,7 +36,6 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys of each section with their defaults."""
 
-
 DIMENSIONS = ("pp", "dp", "tp")
 """Dimensions of :attr:`NxDConfig.mesh`."""
 

@@ -1,5 +1,4 @@
-"""``initialize_parallel_model``: a caller's module in its layout, which is used as a ``torch.nn.Module``; and the
-``LoRAModel`` of one process."""
+"""``initialize_parallel_model`` puts a caller's module in its layout; ``LoRAModel`` is one of a single process."""
 
 from __future__ import annotations
 
@@ -169,9 +168,7 @@ class NxDModel(nn.Module):
             module.train(mode)
         return self
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under their names in the whole module."""
         for name, parameter in self.parallel.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter

@@ -16,7 +16,6 @@ from nxdt_plugin_nxd_core.model import NxDModel
 from nxdt_plugin_nxd_core.tags import load_checkpoint, restore, save_checkpoint
 
 _CALL = "initialize_parallel_optimizer"
-_TAG = "optim"
 
 
 @binds
@@ -173,12 +172,12 @@ class NeuronZero1Optimizer(NxDOptimizer):
     @binds
     def save_sharded_state_dict(self, output_dir: str) -> None:
         """Save weights and state under the tag ``optim`` of ``output_dir``. Collective."""
-        save_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+        save_checkpoint(output_dir, "optim", self.nxd_config.model, self)
 
     @binds
     def load_sharded_state_dict(self, output_dir: str) -> None:
         """Load what :meth:`save_sharded_state_dict` saved, in any layout. Collective."""
-        load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+        load_checkpoint(output_dir, "optim", self.nxd_config.model, self)
 
 
 @binds
@@ -197,6 +196,5 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
         if given and given <= trained:
             if given != trained:
                 raise NotOfThisModel(call="clip_grad_norm", problem="these are only some of the parameters")
-            norm: torch.Tensor = optimizer.finish(max_norm)
-            return norm
+            return cast(torch.Tensor, optimizer.finish(max_norm))
     raise NotOfThisModel(call="clip_grad_norm", problem="these are not the parameters of one optimizer")

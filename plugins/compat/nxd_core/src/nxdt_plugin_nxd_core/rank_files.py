@@ -140,7 +140,8 @@ def load(
         path = _path_of(config, source, master_dp_only) if sharded else source
         read = _read(path)
         if not isinstance(read, dict):
-            raise _unreadable(path, f"it holds a {type(read).__name__} instead of a dictionary")
+            reason = f"it holds a {type(read).__name__} instead of a dictionary"
+            raise RankFileUnreadable(path=str(path), reason=reason)
         content.update(read)
         if target is None:
             return
@@ -155,7 +156,8 @@ def load(
             chosen = state
         for name, value in chosen.items():
             if not isinstance(value, torch.Tensor):
-                raise _unreadable(path, f"'{name}' is a {type(value).__name__}, not a tensor")
+                reason = f"'{name}' is a {type(value).__name__}, not a tensor"
+                raise RankFileUnreadable(path=str(path), reason=reason)
         if isinstance(target, NxDModel):
             values.update(_of_model(target, chosen, path, strict, master_dp_only) if sharded else chosen)
             return
@@ -207,10 +209,6 @@ def _unfit(path: Path, case: str, **details: object) -> NxdtError:
     return RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
 
 
-def _unreadable(path: Path, reason: str) -> NxdtError:
-    return RankFileUnreadable(path=str(path), reason=reason)
-
-
 def _read(path: Path) -> Any:
     """Return what a file holds, with references replaced by the tensors of the folder ``….tensors`` next to it."""
     if not path.is_file():
@@ -218,20 +216,21 @@ def _read(path: Path) -> Any:
     try:  # of torch-xla's references only the numbers are used
         content = read_torch_file(path, [(SimpleNamespace, "torch_xla.utils.serialization.TensorReference")])
     except TorchFileRefused as refused:
-        raise _unreadable(path, f"it names {listing(refused.names, 4)}, which could run code") from None
+        reason = f"it names {listing(refused.names, 4)}, which could run code"
+        raise RankFileUnreadable(path=str(path), reason=reason) from None
     except TorchFileDamaged as damaged:
-        raise _unreadable(path, str(damaged)) from damaged
+        raise RankFileUnreadable(path=str(path), reason=str(damaged)) from damaged
 
     def resolved(value: Any) -> Any:
         if not isinstance(value, SimpleNamespace):
             return value
         number = getattr(value, "tid", None)
         if type(number) is not int or number < 0:
-            raise _unreadable(path, f"it refers to the tensor {number!r}")
+            raise RankFileUnreadable(path=str(path), reason=f"it refers to the tensor {number!r}")
         file = path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt"
         tensor = _read(file) if file.is_file() else None
         if not isinstance(tensor, torch.Tensor):
-            raise _unreadable(file, "it is missing, or holds no tensor")
+            raise RankFileUnreadable(path=str(file), reason="it is missing, or holds no tensor")
         return tensor
 
     return tree_map(resolved, content)
@@ -243,8 +242,7 @@ def _tp_placements(tensor: DTensor) -> list[Any]:
 
 
 def _region(tensor: torch.Tensor | LocalShard, of_all_dp: bool) -> TensorSlice:
-    """Return the box of what a file holds: this rank's, or that of its tensor parallel rank, which data parallel ranks
-    may share out."""
+    """Return the region that a file holds: this rank's, or its tensor parallel rank's, which ZeRO may shard further."""
     if not of_all_dp or not isinstance(tensor, DTensor):
         return local_shard_of(tensor).region
     sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, _tp_placements(tensor))
