@@ -196,7 +196,8 @@ class NxdModel(ParallelModel):
         batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
         if self._pipeline is not None:
             self._pipeline.run(batch.micro_batches, batch.step_context, batch.loss, scale=scale)
-        for moved in batch.on_device() if self._pipeline is None else ():
+        for on_host in batch.micro_batches if self._pipeline is None else ():
+            moved = on_host.to(self.device)
             step = batch.step_context(moved)
             if scale is None:
                 batch.loss(self._logits(moved, step), moved, step)

@@ -117,11 +117,6 @@ class GlobalBatch:
             vocabulary_loss=sharded_cross_entropies,
         )
 
-    def on_device(self) -> Iterator[Batch]:
-        """Yield the micro-batches, each moved when it is asked for."""
-        for batch in self.micro_batches:
-            yield batch.to(self._around.device)
-
     def loss(self, logits: object, batch: Batch, step: StepContext) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._around.computing():
