@@ -118,7 +118,7 @@ def test_a_run_trains_on_after_another_has_begun(begin, tmp_path):
     nxd.save_checkpoint(str(tmp_path), "first", model, optimizer, async_save=True)
     _, other = begin()
     nxd.finalize_checkpoint()
-    assert not nxd_config.saves.manager.busy
+    assert not nxd_config.saves.busy
     nxd.save_checkpoint(str(tmp_path), "other", other)
     before = [each.detach().clone() for each in model.parameters()]
     model.run_train(input_ids=batch(0), labels=batch(0))

@@ -80,12 +80,12 @@ def test_experts_that_do_not_divide_are_refused() -> None:
 
 
 def test_modules_become_what_their_styles_say() -> None:
-    kinds = {each.path: each.kind for each in translated(GPT, sequence_parallel=True).replacements}
-    assert kinds["embedding.tokens"] == "vocabulary_embedding"
-    assert kinds["embedding.positions"] == "sequence_embedding"
-    assert kinds["layers.1.attention.qkv_proj"] == "column"
-    assert kinds["layers.1.attention.o_proj"] == "row"
-    assert kinds["lm_head"] == "vocabulary_head"
+    styles = {each.path: each.style for each in translated(GPT, sequence_parallel=True).replacements}
+    assert styles["embedding.tokens"] == "vocab_embedding"
+    assert styles["embedding.positions"] == "replicate"
+    assert styles["layers.1.attention.qkv_proj"] == "column"
+    assert styles["layers.1.attention.o_proj"] == "row"
+    assert styles["lm_head"] == "vocab_head"
 
 
 def test_gradients_are_partial_where_a_rank_sees_its_part_alone() -> None:

@@ -12,9 +12,8 @@ from nxdt_core.api import ModelComponent, hookimpl
 
 if TYPE_CHECKING:
     from nxdt_plugin_nxd_core import parallel_layers, parallel_state
-    from nxdt_plugin_nxd_core.config import NxDConfig, neuronx_distributed_config
-    from nxdt_plugin_nxd_core.lora import LoraConfig, LoRAModel
-    from nxdt_plugin_nxd_core.model import NxDModel, initialize_parallel_model
+    from nxdt_plugin_nxd_core.config import LoraConfig, NxDConfig, neuronx_distributed_config
+    from nxdt_plugin_nxd_core.model import LoRAModel, NxDModel, initialize_parallel_model
     from nxdt_plugin_nxd_core.optimizer import NeuronZero1Optimizer, NxDOptimizer, initialize_parallel_optimizer
     from nxdt_plugin_nxd_core.tags import finalize_checkpoint, has_checkpoint, load_checkpoint, save_checkpoint
 
@@ -57,7 +56,7 @@ if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name f
         if name in ("parallel_layers", "parallel_state"):
             return import_module(f"{__name__}.{name}")
         if name in __all__:
-            for module in ("config", "model", "optimizer", "tags", "lora"):
+            for module in ("config", "model", "optimizer", "tags"):
                 home = import_module(f"{__name__}.{module}")
                 if hasattr(home, name):
                     return getattr(home, name)

@@ -7,11 +7,10 @@ import functools
 import inspect
 import logging
 from ast import literal_eval
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib.resources import files
-from itertools import groupby
 from os import PathLike
-from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, cast
 
 import torch
 from torch import nn
@@ -21,14 +20,12 @@ from nxdt_plugin_nxd_core.errors import ArgumentMeansNothing, CallDoesNotBind
 
 _log = logging.getLogger(__name__)
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Argument(NamedTuple):
-    """A row of ``fixed_arguments.csv``: an argument of NxD Core, or a key, that has one value here."""
+    """An argument of a call of NxD Core, or a key, that has one value here: a row of ``fixed_arguments.csv``."""
 
-    call: str
     name: str
     place: int | None
     """Position in NxD Core's signature, without ``self``; None for a key."""
@@ -39,18 +36,15 @@ class Argument(NamedTuple):
     advice: str
 
 
-def _table(name: str) -> Iterator[list[Any]]:
-    return iter([*csv.reader(files(__package__).joinpath(name).read_text("utf-8").splitlines())][1:])
+def _table(name: str) -> list[list[Any]]:
+    return [*csv.reader(files(__package__).joinpath(name).read_text("utf-8").splitlines())][1:]
 
 
-_ROWS = (
-    Argument(call, name, literal_eval(place or "None"), literal_eval(default or "None"), *others)
-    for call, name, place, default, *others in _table("fixed_arguments.csv")
-)
-FIXED: dict[str, dict[str, Argument]] = {
-    call: {row.name: row for row in rows} for call, rows in groupby(_ROWS, lambda row: row.call)
-}
+FIXED: dict[str, dict[str, Argument]] = {}
 """Arguments that have one value here, by call and name, in NxD Core's order."""
+for call, name, place, default, *others in _table("fixed_arguments.csv"):
+    row = Argument(name, literal_eval(place or "None"), literal_eval(default or "None"), *others)
+    FIXED.setdefault(call, {})[name] = row
 
 _REFUSALS = {(call, argument): (reason, advice) for call, argument, reason, advice in _table("refusals.csv")}
 """Reason and advice for a value that has no meaning here, by call and argument; ``*`` stands for several calls."""
@@ -94,7 +88,7 @@ _KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], str
         "activation_checkpoint_config",
     ),
     ("a torch.nn.Module", nn.Module, "module"),
-    ("a LoraConfig", lambda value: hasattr(value, "section"), "lora_config"),
+    ("a LoraConfig", lambda value: hasattr(value, "section"), "lora_config config"),
     ("model.parameters()", Iterable, "params parameters"),
     (
         "a scheduler with state_dict and load_state_dict",
@@ -106,7 +100,7 @@ _TAKEN = {name: (what, test) for what, test, names in _KINDS for name in names.s
 """Values that an argument or a key takes besides its default, by its name in any call: words, and a class or a test."""
 
 
-def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+def binds(function: Function) -> Function:
     """Decorate a function of NxD Core's API so that it checks its arguments, and has those of :data:`FIXED`, too.
 
     The function itself has no parameters for the latter. The first call with another value of one that has no effect
@@ -124,20 +118,21 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
     for argument in fixed.values():
         if argument.name not in own.parameters:
             at = skipped + (argument.place or 0)
-            named = at > 0 and parameters[at - 1].kind == inspect.Parameter.VAR_POSITIONAL
+            named = any(each.kind > inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters[:at])
             kind = inspect.Parameter.KEYWORD_ONLY if named else inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.insert(at, inspect.Parameter(argument.name, kind, default=argument.default))
     signature = own.replace(parameters=parameters)
     noted: set[str] = set()
 
     @functools.wraps(function)
-    def call(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
-        bound = _bind(name, signature, skipped, args, kwargs)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = _bind(name, signature, *args, **kwargs)
         for argument, value in [*bound.arguments.items()]:
             row, empty = fixed.get(argument), isinstance(value, Mapping) and not value
             if row is not None and value != row.default and not (empty and row.default is None):
                 if row.state == "refused":
-                    raise error_of(name, argument, _shown(value), row.reason, row.advice)
+                    texts = {"reason": row.reason, "advice": row.advice}
+                    raise ArgumentMeansNothing(call=name, argument=argument, value=_shown(value), **texts)
                 if row.state == "ignored" and argument not in noted:
                     noted.add(argument)
                     _log.warning("%s: %s has no effect: %s", name, argument, row.reason)
@@ -148,7 +143,7 @@ def binds(function: Callable[Parameters, Result]) -> Callable[Parameters, Result
         return function(*bound.args, **bound.kwargs)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
-    return call
+    return cast(Function, call)
 
 
 def call_check(function: Callable[..., Any]) -> Callable[..., object]:
@@ -158,51 +153,44 @@ def call_check(function: Callable[..., Any]) -> Callable[..., object]:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # of some built-in classes
         return lambda *args, **kwargs: None
-    return lambda *args, **kwargs: _bind(name, signature, 0, args, kwargs)
+    return functools.partial(_bind, name, signature)
 
 
-def _bind(
-    name: str, signature: inspect.Signature, skipped: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> inspect.BoundArguments:
+def _bind(name: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any) -> inspect.BoundArguments:
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        problem, known = str(error), [*signature.parameters][skipped:]
-        if unknown := [each for each in kwargs if each not in known]:  # Python looks for missing arguments first
+        problem, names = str(error), [each for each in signature.parameters if each != "self"]
+        if unknown := [each for each in kwargs if each not in names]:  # Python looks for missing arguments first
             problem = f"it has no argument '{unknown[0]}'"
-        raise CallDoesNotBind(call=name, problem=problem, arguments=known) from None
+        raise CallDoesNotBind(call=name, problem=problem, arguments=names) from None
 
 
 def check(call: str, argument: str, value: Any, name: str = "") -> None:
     """Raise ``ArgumentMeansNothing`` unless a value is what an argument of this ``name``, which is ``argument`` by
     default, takes."""
-    if (name or argument) in _TAKEN:
-        what, test = _TAKEN[name or argument]
-        right = isinstance(value, test) if isinstance(test, type | tuple) else test(value)
-        expect(call, argument, value, what, when=right)
+    what, test = _TAKEN.get(name or argument, ("anything", object))
+    expect(call, argument, value, what, when=isinstance(value, test) if isinstance(test, type | tuple) else test(value))
 
 
 def expect(call: str, argument: str, value: Any, what: str, *, when: bool) -> None:
     """Raise ``ArgumentMeansNothing``, which names ``what`` the argument takes, unless ``when``."""
     if not when:
-        raise error_of(call, argument, _shown(value), f"is not {what}", f"Pass {what}.")
+        texts = {"reason": f"is not {what}", "advice": f"Pass {what}."}
+        raise ArgumentMeansNothing(call=call, argument=argument, value=_shown(value), **texts)
 
 
-def refused(call: str, argument: str, value: object, **details: object) -> NxdtError:
-    """Return the error of a value that has no meaning here, for the reason in ``refusals.csv``, whose placeholders are
-    ``details``."""
-    return error_of(call, argument, str(value), *reason_and_advice(call, argument, **details))
+def refused(call: str, argument: str, value: object, row: str = "", **details: object) -> NxdtError:
+    """Return the error of a value that has no meaning here, for the reason in the ``row`` of ``refusals.csv``, which is
+    that of ``argument`` by default, and whose placeholders are ``details``."""
+    reason, advice = reason_and_advice(call, row or argument, **details)
+    return ArgumentMeansNothing(call=call, argument=argument, value=str(value), reason=reason, advice=advice)
 
 
 def reason_and_advice(call: str, argument: str, **details: object) -> tuple[str, str]:
     """Return the texts of a row of ``refusals.csv``, with ``details`` in place of its placeholders."""
     reason, advice = _REFUSALS.get((call, argument)) or _REFUSALS["*", argument]
     return reason.format(**details), advice.format(**details)
-
-
-def error_of(call: str, argument: str, value: str, reason: str, advice: str) -> NxdtError:
-    """Return the error of an argument that has no meaning here; ``reason`` follows its value in the message."""
-    return ArgumentMeansNothing(call=call, argument=argument, value=value, reason=reason, advice=advice)
 
 
 def _shown(value: Any) -> str:

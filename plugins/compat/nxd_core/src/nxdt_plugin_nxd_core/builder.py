@@ -8,11 +8,11 @@ So the code around the layers, such as that of positions and masks, needs no cha
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from functools import partial
 from types import MethodType
-from typing import Any, final
+from typing import Any, cast, final
 
 import torch
 from torch import nn
@@ -22,15 +22,9 @@ from nxdt_core.models.step_boundary import called_with_step, step_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
-from nxdt_core.protocols.plan import InitRule, ParallelPlan, PipelinePlan
+from nxdt_core.protocols.plan import ParallelPlan, PipelinePlan
 from nxdt_core.protocols.step_context import StepContext
-from nxdt_plugin_nxd_core.errors import (
-    BatchDoesNotDivide,
-    LossNotFound,
-    ModelFnReturnsNoModule,
-    OutputNotTensors,
-    StageModuleMisplaced,
-)
+from nxdt_plugin_nxd_core import errors
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,10 +37,9 @@ class CallBatch(Batch):
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> CallBatch:
         """Return the batch of a call; its first tensor counts the rows."""
-        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
-        first, labels = tensors[0] if tensors else torch.zeros(1, 1, dtype=torch.int64), kwargs.get("labels")
-        own = labels if isinstance(labels, torch.Tensor) else first
-        return cls(input_ids=first, labels=own, args=args, kwargs=kwargs)
+        tensors = (value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
+        first = next(tensors, torch.zeros(1, 1, dtype=torch.int64))
+        return cls(input_ids=first, labels=first, args=args, kwargs=kwargs)
 
     def map(self, change: Callable[[torch.Tensor], torch.Tensor]) -> CallBatch:
         """Return the batch with its tensors changed, those within lists and dictionaries, too."""
@@ -65,13 +58,12 @@ def split(call: CallBatch, micro_batches: int) -> list[CallBatch]:
     tensors = [value for value in (*call.args, *call.kwargs.values()) if isinstance(value, torch.Tensor)]
     rows = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
     if rows == 0 or rows % micro_batches:
-        raise BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
-    size = rows // micro_batches
+        raise errors.BatchDoesNotDivide(rows=rows, micro_batches=micro_batches)
 
-    def part(tensor: torch.Tensor, begin: int) -> torch.Tensor:
-        return tensor if tensor.ndim == 0 or len(tensor) != rows else tensor[begin : begin + size]
+    def part(tensor: torch.Tensor, number: int) -> torch.Tensor:
+        return tensor.chunk(micro_batches)[number] if tensor.ndim and len(tensor) == rows else tensor
 
-    return [call.map(partial(part, begin=begin)) for begin in range(0, rows, size)]
+    return [call.map(partial(part, number=number)) for number in range(micro_batches)]
 
 
 class ModelLoss(Objective):
@@ -101,18 +93,16 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
         named = isinstance(output, Mapping) or getattr(output, "loss", None) is not None
         where = {"loss": True} if named else (True,)
     found, place = output, where
-    while place is not None and place is not True:  # into the next list or mapping
-        if isinstance(place, Mapping):
-            chosen = next((key for key, here in place.items() if here), None)
-            found = found.get(chosen) if isinstance(found, Mapping) else getattr(found, str(chosen), None)
-            place = None
-        else:
-            at = next((number for number, here in enumerate(place) if here), len(place))
-            inside = isinstance(found, tuple | list) and at < min(len(found), len(place))
-            found, place = (found[at], place[at]) if inside else (None, None)
+    while isinstance(place, Mapping | tuple | list):
+        places = place.items() if isinstance(place, Mapping) else enumerate(place)
+        key, place = next(((key, here) for key, here in places if here), cast(Any, (None, None)))
+        try:
+            found = found[key] if isinstance(found, Mapping | tuple | list) else getattr(found, str(key))
+        except (LookupError, TypeError, AttributeError):
+            found = None
     if not isinstance(found, torch.Tensor) or found.numel() != 1:
         shape = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
-        raise LossNotFound(found=shape)
+        raise errors.LossNotFound(found=shape)
     return found.reshape(())
 
 
@@ -133,7 +123,7 @@ def scaled_gradients(output: Any, ranks: int) -> Any:
             return replace(value, **{each.name: tree_map(scaled, getattr(value, each.name)) for each in fields(value)})
         if value is None or isinstance(value, int | float | str | bytes | torch.Size | torch.dtype):
             return value
-        raise OutputNotTensors(found=type(value).__name__, ranks=ranks)
+        raise errors.OutputNotTensors(found=type(value).__name__, ranks=ranks)
 
     return output if ranks == 1 else tree_map(scaled, output)
 
@@ -142,13 +132,12 @@ class ModuleBuilder(ModelBuilder):
     """The builder of a module that exists: the module and its plan come from ``initialize_parallel_model``."""
 
     vocab_size = 0
-    max_sequence_length: int | None = None
 
     def __init__(
         self, config: Any, module: nn.Module | None = None, plan: ParallelPlan | None = None, where: Any = None
     ) -> None:
         if module is None or plan is None:
-            raise ModelFnReturnsNoModule(found="nothing, since only a program that calls it has one")
+            raise errors.ModelFnReturnsNoModule(found="nothing, since only a program that calls it has one")
         self.module, self._plan, self._where = module, plan, where
 
     def build(self) -> nn.Module:
@@ -156,12 +145,10 @@ class ModuleBuilder(ModelBuilder):
 
         On the last stage of a pipeline it gives the loss.
         """
-        memo: dict[int, Any] = {}
+        memo: dict[int, Any] = {id(b): torch.empty_like(b, device="meta") for b in self.module.buffers()}
         for parameter in self.module.parameters():
             empty = torch.empty_like(parameter, device="meta")
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in self.module.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
         made = copy.deepcopy(self.module, memo)
         original: Any = type(made).forward
         pipeline, where, buffers = self._plan.pipeline, self._where, dict(self.module.named_buffers())
@@ -169,8 +156,8 @@ class ModuleBuilder(ModelBuilder):
             layers = made.get_submodule(pipeline.layers)
             numbered = {str(number): child for number, child in enumerate(layers.children())}
             made.set_submodule(pipeline.layers, nn.ModuleDict(numbered))
-            tables = {name: made.get_submodule(name) for name in pipeline.first}
-            widths = {name: part.embedding_dim for name, part in tables.items() if isinstance(part, nn.Embedding)}
+            before = ((name, made.get_submodule(name)) for name in pipeline.first)
+            widths = {name: part.embedding_dim for name, part in before if isinstance(part, nn.Embedding)}
             kind, total = type(layers), len(numbered)
 
         def forward(module: Any, received: torch.Tensor, *, call: CallBatch, step: StepContext | None = None) -> Any:
@@ -189,30 +176,17 @@ class ModuleBuilder(ModelBuilder):
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
 
-        changed: Any = made
-        changed.forward, changed.reset_buffers = MethodType(forward, made), MethodType(reset_buffers, made)
-        changed.nxd_stage = None
+        methods = {"forward": MethodType(forward, made), "reset_buffers": MethodType(reset_buffers, made)}
+        vars(made).update(methods, nxd_stage=None)
         return made
 
     def plan(self) -> ParallelPlan:
         """Return the plan that the module's layers make."""
         return self._plan
 
-    def init_rules(self) -> Sequence[InitRule]:
-        """Return nothing: first values are those that the caller's module has."""
-        return ()
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Return an estimate from the number of parameters."""
-        return 6.0 * sum(parameter.numel() for parameter in self.module.parameters())
-
 
 class _StageDone(BaseException):
-    """Ends a forward behind the last layer of a stage; no caller's ``except Exception`` sees it."""
-
-    def __init__(self, hidden: torch.Tensor) -> None:
-        super().__init__()
-        self.hidden = hidden
+    """Ends a forward behind the last layer of a stage, with its output; no caller's ``except Exception`` sees it."""
 
 
 @final
@@ -247,7 +221,7 @@ class _Stage:
         try:
             return loss_in(forward(), where)
         except _StageDone as done:
-            return done.hidden
+            return done.args[0]
         finally:
             self.running, self.received = False, None
 
@@ -277,7 +251,7 @@ class _Elsewhere(nn.Module):
         if self._place == "behind" or (self._place == "before" and self._stage.has_run):
             runs, registered = ("before", "behind") if self._place == "behind" else ("behind", "before")
             reason = f"runs {runs} the layers and was registered {registered} them"
-            raise StageModuleMisplaced(path=self._path, reason=reason)
+            raise errors.StageModuleMisplaced(path=self._path, reason=reason)
         given, received = args[0] if args else next(iter(kwargs.values()), None), self._stage.received
         if self._width is None or not isinstance(given, torch.Tensor) or received is None:
             return given

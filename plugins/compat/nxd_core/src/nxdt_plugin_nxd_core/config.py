@@ -1,9 +1,10 @@
-"""``neuronx_distributed_config``: from NxD Core's arguments to a resolved configuration and a started engine."""
+"""``neuronx_distributed_config`` and its ``LoraConfig``: from NxD Core's arguments to a started engine."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -15,12 +16,11 @@ from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import TrainSession, start_engine
-from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, error_of, expect, refused
+from nxdt_plugin_nxd_core.arguments import FIXED, binds, check, expect, refused
 from nxdt_plugin_nxd_core.errors import ConfigNotMade, WorldDoesNotDivide
 
 _log = logging.getLogger(__name__)
 
-_SEED = 1234
 _CALL = "neuronx_distributed_config"
 
 RECOMPUTED = "selected"
@@ -35,7 +35,6 @@ _SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "model_init_config": {"sequential_move_factor": 11, "meta_device_init": False, "param_init_fn": None},
 }
 """Keys of each section with their defaults."""
-
 
 DIMENSIONS = ("pp", "dp", "tp")
 """Dimensions of :attr:`NxDConfig.mesh`."""
@@ -70,11 +69,40 @@ class NxDConfig(dict[str, Any]):
         """Return this rank's number along a dimension of the mesh."""
         return 0 if self.mesh is None else self.mesh.get_local_rank(dimension)
 
-    @property
-    def max_grad_norm(self) -> float | None:
-        """Limit of the gradients' norm; None where gradients are not clipped."""
-        optimizer = self["optimizer_config"]
-        return float(optimizer["max_grad_norm"]) if optimizer["grad_clipping"] else None
+
+@dataclass(kw_only=True)
+class LoraConfig:
+    """Options of low-rank updates under NxD Core's names, with its defaults.
+
+    Pass it to ``neuronx_distributed_config(lora_config=...)``. The fields are the keys of
+    ``nxdt-plugin-lora``, which has to be installed.
+    """
+
+    enable_lora: bool = False
+    lora_rank: int = 16
+    lora_alpha: float = 8.0
+    lora_dropout: float = 0.0
+    bias: str = "none"
+    target_modules: Sequence[str] | str | None = None
+    """Parts of the paths of layers; None means every linear layer but the head."""
+    use_rslora: bool = False
+    init_lora_weights: str = "default"
+    modules_to_save: Sequence[str] | None = None
+    lora_verbose: bool = False
+    save_lora_base: bool = False
+    load_lora_from_ckpt: bool = False
+    lora_save_dir: str | None = None
+    lora_load_tag: str | None = None
+
+    def section(self) -> dict[str, Any]:
+        """Return the keys of the section ``adapter`` that mean the same."""
+        values = {key: value for key, value in asdict(self).items() if value is not None}
+        for name in values.keys() & {"target_modules", "modules_to_save"}:
+            values[name] = (values[name],) if isinstance(values[name], str) else tuple(values[name])
+        return values
+
+
+LoraConfig.__init__ = binds(LoraConfig.__init__)  # type: ignore[method-assign]
 
 
 _RUNS: dict[dist.ProcessGroup | None, NxDConfig] = {}
@@ -108,7 +136,7 @@ def neuronx_distributed_config(
     activation_checkpoint_config: str | type[nn.Module] | tuple[type[nn.Module], ...] | None = None,
     sequence_parallel: bool = False,
     model_init_config: Mapping[str, Any] | None = None,
-    lora_config: Any = None,
+    lora_config: LoraConfig | None = None,
 ) -> NxDConfig:
     """Join the process group, build the mesh, and return what the other functions take. Collective.
 
@@ -146,9 +174,7 @@ def neuronx_distributed_config(
             if key in FIXED.get(section, {}):
                 _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
             elif key not in known:
-                raise error_of(
-                    _CALL, argument, repr(value), "is unknown", f"Known keys are {', '.join(sorted(known))}."
-                )
+                raise refused(_CALL, argument, repr(value), "unknown key", known=", ".join(sorted(known)))
             elif value is not known[key]:
                 check(_CALL, argument, value, key)
     micro_batches, stages = made.pipeline["num_microbatches"], made.stages
@@ -167,26 +193,14 @@ def neuronx_distributed_config(
         raise WorldDoesNotDivide(world=place.world_size, tp=tensor_parallel_size, pp=pipeline_parallel_size)
 
     # The run as the configuration schema says it.
-    model: dict[str, Any] = {
-        "name": "nxd-core-module",
-        "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
-    }
-    if activation_checkpoint_config == "full":
-        model["activations_checkpoint_granularity"] = "full"
-    elif activation_checkpoint_config is not None:
-        model["activations_checkpoint_granularity"] = "selective"
-        model["activations_checkpoint_recompute"] = [RECOMPUTED]
-    if made.pipeline["pipeline_cuts"]:
-        model["pipeline_cuts"] = list(made.pipeline["pipeline_cuts"])
+    selected = activation_checkpoint_config not in (None, "full")
     run: dict[str, Any] = {
         "name": "nxd-core",
-        "seed": _SEED,
         "parallel_engine": {"name": "torch"},
         "trainer": {"devices": place.world_size, "num_nodes": 1, "max_steps": 1 << 40, "gradient_clip_val": None},
         "data": {
             "name": "none",
             "seq_length": tensor_parallel_size,
-            "micro_batch_size": 1,
             "global_batch_size": micro_batches * (place.world_size // group),
         },
         "distributed_strategy": {
@@ -196,11 +210,16 @@ def neuronx_distributed_config(
             "sequence_parallel": sequence_parallel,
             "zero1": optimizer["zero_one_enabled"],
         },
-        "model": model,
+        "model": {
+            "name": "nxd-core-module",
+            "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
+            "pipeline_cuts": made.pipeline["pipeline_cuts"] or None,
+            "activations_checkpoint_granularity": "selective" if selected else activation_checkpoint_config,
+            "activations_checkpoint_recompute": [RECOMPUTED] if selected else None,
+        },
         "precision": {"type": "fp32"},
+        "adapter": {"name": "lora", **lora_config.section()} if lora_config and lora_config.enable_lora else {},
     }
-    if lora_config is not None and lora_config.enable_lora:
-        run["adapter"] = lora_config.section()
     made.session = TrainSession(load_config(run, label=_CALL))
     made.engine = made.session.engine
     ranks = made.engine.ranks
@@ -210,8 +229,7 @@ def neuronx_distributed_config(
     if dist.is_initialized():
         sizes = (pipeline_parallel_size, place.world_size // group, tensor_parallel_size)
         made.mesh = init_device_mesh(made.engine.device.type, sizes, mesh_dim_names=DIMENSIONS)
-    before = current_config()
-    made.saves = None if before is None else before.saves
+    made.saves = getattr(current_config(), "saves", None)
     _RUNS.clear()  # those of groups that have ended, too
     _RUNS[_world()] = made
     return made

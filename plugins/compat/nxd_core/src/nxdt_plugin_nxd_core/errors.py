@@ -72,7 +72,6 @@ NotOfThisModel = NxdtError.define(
     "Pass model.parameters(), or groups of them, of the model of the same nxd_config.",
 )
 
-
 CheckpointTagMissing = NxdtError.define(
     "NXDT-T059",
     "There is no checkpoint of that tag.",

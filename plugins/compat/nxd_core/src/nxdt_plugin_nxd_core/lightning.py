@@ -7,8 +7,7 @@ are those of a loop of the caller's own (:class:`nxdt_plugin_nxd_core.NxDModel`)
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -19,7 +18,6 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import Strategy
-from pytorch_lightning.trainer import call
 from pytorch_lightning.utilities.data import _update_dataloader, has_iterable_dataset  # type: ignore[attr-defined]
 from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
@@ -31,7 +29,7 @@ from nxdt_plugin_nxd_core.arguments import binds, check, refused
 from nxdt_plugin_nxd_core.builder import loss_in
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config, neuronx_distributed_config
 from nxdt_plugin_nxd_core.model import initialize_parallel_model
-from nxdt_plugin_nxd_core.optimizer import NxDOptimizer, initialize_parallel_optimizer
+from nxdt_plugin_nxd_core.optimizer import initialize_parallel_optimizer
 from nxdt_plugin_nxd_core.tags import content_of, restore
 
 __all__ = [
@@ -41,10 +39,6 @@ __all__ = [
     "NeuronXLAPrecisionPlugin",
     "NeuronXLAStrategy",
 ]
-
-_NO_DECAY = ("bias", "norm")
-"""Parts of the names of parameters that do not decay."""
-_EMPTY: Mapping[str, Any] = MappingProxyType({})
 
 
 class NeuronLTModule(pl.LightningModule):
@@ -76,16 +70,16 @@ class NeuronLTModule(pl.LightningModule):
     @binds
     def __init__(
         self,
-        model_fn: Callable[..., Any] | None = None,
+        model_fn: Any = None,
         nxd_config: Any = None,
-        opt_cls: Callable[..., Any] | None = None,
-        scheduler_cls: Callable[..., Any] | None = None,
+        opt_cls: Any = None,
+        scheduler_cls: Any = None,
         model_args: Sequence[Any] = (),
-        model_kwargs: Mapping[str, Any] = _EMPTY,
+        model_kwargs: Mapping[str, Any] = {},
         opt_args: Sequence[Any] = (),
-        opt_kwargs: Mapping[str, Any] = _EMPTY,
+        opt_kwargs: Mapping[str, Any] = {},
         scheduler_args: Sequence[Any] = (),
-        scheduler_kwargs: Mapping[str, Any] = _EMPTY,
+        scheduler_kwargs: Mapping[str, Any] = {},
         grad_accum_steps: int = 1,
         log_rank0: bool = False,
         train_batch_size: int = 16,
@@ -108,9 +102,9 @@ class NeuronLTModule(pl.LightningModule):
     def setup(self, stage: str | None = None, include_buffers: bool = False) -> None:
         """Build the model on this rank, unless it exists already. Collective."""
         if getattr(self, "model", None) is None:
-            model_fn, kwargs = cast(Any, self.model_fn), {"include_buffers": include_buffers, **self.model_kwargs}
-            check("NeuronLTModule", "model_fn", model_fn)
-            self.model = initialize_parallel_model(self.nxd_config, model_fn, *self.model_args, **kwargs)
+            check("NeuronLTModule", "model_fn", self.model_fn)
+            kwargs = {"include_buffers": include_buffers, **self.model_kwargs}
+            self.model = initialize_parallel_model(self.nxd_config, self.model_fn, *self.model_args, **kwargs)
         self.averaged_loss = torch.zeros(1, dtype=torch.double, device=self.nxd_config.engine.device)
         self.print_pp_rank = 0 if self.log_rank0 else self.nxd_config.stages - 1
 
@@ -120,25 +114,24 @@ class NeuronLTModule(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         """Build the optimizer over the groups of :meth:`get_param_groups_by_weight_decay`, and the schedule."""
-        opt_cls, scheduler_cls = cast(Any, self.opt_cls), cast(Any, self.scheduler_cls)
-        names = [*inspect.signature(opt_cls).parameters][1:]
+        names = [*inspect.signature(self.opt_cls).parameters][1:]
         if len(self.opt_args) > len(names):
-            details = {"of": opt_cls, "count": len(names), "names": ", ".join(names)}
+            details = {"of": self.opt_cls, "count": len(names), "names": ", ".join(names)}
             raise refused("NeuronLTModule", "opt_args", self.opt_args, **details)
         options = {**dict(zip(names, self.opt_args, strict=False)), **self.opt_kwargs}
         groups = self.get_param_groups_by_weight_decay()
-        optimizer = initialize_parallel_optimizer(self.nxd_config, opt_cls, groups, **options)
+        optimizer = initialize_parallel_optimizer(self.nxd_config, self.opt_cls, groups, **options)
         try:
-            scheduler = scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
+            scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
         except TypeError as error:
             given = (*self.scheduler_args, *self.scheduler_kwargs)
-            name = getattr(scheduler_cls, "__name__", scheduler_cls)
+            name = getattr(self.scheduler_cls, "__name__", self.scheduler_cls)
             raise refused("NeuronLTModule", "scheduler_kwargs", given, error=error, of=name) from error
         return [optimizer], [{"scheduler": scheduler}]
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
         """Return this rank's parameters in two groups: with a weight decay of 0.01, and biases and norms without."""
-        named = [(any(part in name for part in _NO_DECAY), each) for name, each in self.named_parameters()]
+        named = [("bias" in name or "norm" in name, each) for name, each in self.named_parameters()]
         return [
             {"params": [each for exempt, each in named if not exempt], "weight_decay": 0.01},
             {"params": [each for exempt, each in named if exempt], "weight_decay": 0.0},
@@ -201,10 +194,9 @@ class NeuronLTModule(pl.LightningModule):
         content = content_of("", *self._trained_by(), None)
         return session.save(storage, extra={**content, "lightning": lightning})
 
-    def _trained_by(self) -> tuple[NxDOptimizer | None, Any]:
-        schedules = [each.scheduler for each in self.trainer.strategy.lr_scheduler_configs]
-        optimizers = cast("list[NxDOptimizer]", self.trainer.strategy.optimizers)
-        return next(iter(optimizers), None), next(iter(schedules), None)
+    def _trained_by(self) -> tuple[Any, Any]:
+        schedules = (each.scheduler for each in self.trainer.strategy.lr_scheduler_configs)
+        return next(iter(self.trainer.strategy.optimizers), None), next(schedules, None)
 
 
 class NeuronXLAStrategy(NxdtStrategy):
@@ -249,6 +241,7 @@ class NeuronXLAStrategy(NxdtStrategy):
             raise refused("NeuronXLAStrategy", "model", type(model).__name__)
         if model.nxd_config is not self.nxd_config:
             raise refused("NeuronLTModule", "nxd_config", "another one")
+        model._device = self.root_device  # where initialize_parallel_model places the model
         trainer, world, found = model.trainer, self.engine.rank_info.world_size, list[tuple[str, str]]()
         if trainer.precision != "32-true":
             found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
@@ -263,10 +256,6 @@ class NeuronXLAStrategy(NxdtStrategy):
         if trainer._accelerator_connector.use_distributed_sampler:  # Lightning samples for its own strategies alone
             self._samples, trainer._accelerator_connector.use_distributed_sampler = True, False
 
-    def model_to_device(self) -> None:
-        """Set the device of the module: ``initialize_parallel_model`` has already placed the model."""
-        cast(pl.LightningModule, self.lightning_module)._device = self.root_device
-
     def process_dataloader(self, dataloader: object) -> object:
         """Return the dataloader with this rank's share of the samples; one with a ``DistributedSampler`` unchanged.
 
@@ -280,23 +269,9 @@ class NeuronXLAStrategy(NxdtStrategy):
             or has_iterable_dataset(dataloader)
         ):
             return dataloader
-        sampler: Any = DistributedSampler(
-            dataloader.dataset,
-            num_replicas=self.data_parallel_size,
-            rank=self.data_parallel_rank,
-            shuffle=isinstance(dataloader.sampler, RandomSampler),
-        )
+        shuffle = isinstance(dataloader.sampler, RandomSampler)
+        sampler: Any = DistributedSampler(dataloader.dataset, self.data_parallel_size, self.data_parallel_rank, shuffle)
         return _update_dataloader(dataloader, sampler)
-
-    def optimizer_step(
-        self, optimizer: torch.optim.Optimizer, closure: Callable[[], Any], model: Any = None, **kwargs: Any
-    ) -> Any:
-        """Call the hooks ``on_before_optimizer_step``, then let the optimizer step; called by Lightning, which counts
-        the step."""
-        trainer = cast(pl.LightningModule, self.lightning_module).trainer
-        call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
-        call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        return optimizer.step()
 
 
 class NeuronXLAPrecisionPlugin(Precision):
@@ -318,9 +293,8 @@ class NeuronTensorBoardLogger(TensorBoardLogger):
     """The step to log at; below 0 nothing is logged; None is Lightning's step."""
 
     @binds
-    def __init__(self, save_dir: Any, log_rank0: bool = False, **kwargs: Any) -> None:
+    def __init__(self, save_dir: Any, **kwargs: Any) -> None:
         super().__init__(save_dir=save_dir, **kwargs)
-        self.log_rank0 = log_rank0
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         """Write scalars at ``print_step``, or at ``step`` where that is None."""

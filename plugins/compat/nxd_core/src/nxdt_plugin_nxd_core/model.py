@@ -1,4 +1,4 @@
-"""``initialize_parallel_model``: a caller's module in its layout, which is used as a ``torch.nn.Module``."""
+"""``initialize_parallel_model`` puts a caller's module in its layout; ``LoRAModel`` is one of a single process."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_shard_of
 from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.shape_errors import name_shape_errors
+from nxdt_core.kernel import Kernel
+from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.parallel_model import ParallelModel
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import DType, PrecisionPolicy
@@ -22,9 +24,9 @@ from nxdt_core.protocols.tensor_shards import LocalShard
 from nxdt_core.train import build
 from nxdt_plugin_nxd_core.arguments import binds, call_check, refused
 from nxdt_plugin_nxd_core.builder import CallBatch, ModelLoss, ModuleBuilder, scaled_gradients, split
-from nxdt_plugin_nxd_core.config import NxDConfig, config_of
+from nxdt_plugin_nxd_core.config import LoraConfig, NxDConfig, config_of
 from nxdt_plugin_nxd_core.errors import ModelFnReturnsNoModule, ModulesDifferBetweenRanks, PipelineNeedsRunTrain
-from nxdt_plugin_nxd_core.module_plan import plan_of
+from nxdt_plugin_nxd_core.layers import plan_of
 
 _CALL = "initialize_parallel_model"
 
@@ -49,9 +51,7 @@ def initialize_parallel_model(
     call_check(model_fn)(*model_args, **model_kwargs)
     # The module is built with the random numbers of rank 0.
     ranks, init = config.engine.ranks, config["model_init_config"]
-    if ranks.world_size > 1:
-        state = ranks.broadcast_object(torch.get_rng_state().numpy().tobytes())
-        torch.set_rng_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    torch.set_rng_state(ranks.broadcast_object(torch.get_rng_state()))
     with torch.device("meta") if init["meta_device_init"] else nullcontext():
         module: Any = model_fn(*model_args, **model_kwargs)
     if not isinstance(module, nn.Module):
@@ -62,8 +62,10 @@ def initialize_parallel_model(
             if next(part.parameters(recurse=False), None) is not None:
                 init["param_init_fn"](part)
     plan, run = plan_of(module, config), config.session.config
+    saved = module.state_dict(keep_vars=True)
+    values = dict(module.named_parameters()) | {name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}
     if ranks.world_size > 1:  # names, shapes and sums of values are the same everywhere
-        sums = {name: (tuple(v.shape), float(v.detach().double().sum())) for name, v in _values(module).items()}
+        sums = {name: (tuple(v.shape), float(v.detach().double().sum())) for name, v in values.items()}
         first, *others = ranks.all_gather_object(sums)
         for rank, other in enumerate(others, 1):
             if other != first:
@@ -82,7 +84,7 @@ def initialize_parallel_model(
         materialise=False,
     )
     model = NxDModel(parallel, config, module, plan)
-    model.load_state_dict(_values(module), strict=False)
+    model.load_state_dict(values, strict=False)
     for adapter in adapters:
         adapter.begin(parallel, run, ranks)
     config.session.built_model = parallel
@@ -95,11 +97,14 @@ class NxDModel(nn.Module):
 
     parallel: ParallelModel
     """The model of the engine."""
+    dtype: torch.dtype = torch.float32
+    """Dtype of the parameters."""
 
     def __init__(self, parallel: ParallelModel, nxd_config: NxDConfig, original: nn.Module, plan: ParallelPlan) -> None:
         super().__init__()
         object.__setattr__(self, "parallel", parallel)  # so that nothing of it is registered twice
         self.nxd_config = nxd_config
+        self.dtype = next((parameter.dtype for _, parameter in parallel.named_parameters()), torch.float32)
         if hasattr(original, "config"):
             self._config = original.config
         # In a pipeline, the last stage takes the loss out of what the module returns.
@@ -115,11 +120,6 @@ class NxDModel(nn.Module):
     def config(self) -> Any:
         """The caller's ``module.config``."""
         return self._config
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Return the dtype of the parameters."""
-        return next((parameter.dtype for _, parameter in self.parallel.named_parameters()), torch.float32)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the module returns; ``backward`` of its loss gives gradients that the optimizer's step finishes.
@@ -168,16 +168,10 @@ class NxDModel(nn.Module):
             module.train(mode)
         return self
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, prefix: str = "", *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under their names in the whole module."""
         for name, parameter in self.parallel.named_parameters():
             yield (f"{prefix}.{name}" if prefix else name), parameter
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's buffers."""
-        return chain(*(module.named_buffers(*args, **kwargs) for module in self.parallel.local_modules()))
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Yield the children of this rank's modules."""
@@ -220,6 +214,37 @@ class NxDModel(nn.Module):
         raise refused("NxDModel", "conversion", "a new dtype or device")
 
 
-def _values(module: nn.Module) -> dict[str, torch.Tensor]:
-    saved = module.state_dict(keep_vars=True)
-    return {**dict(module.named_parameters()), **{name: v for name, v in saved.items() if isinstance(v, torch.Tensor)}}
+class LoRAModel(nn.Module):
+    """A module of one process with updates of its layers; what it trains are these.
+
+    Under tensor or pipeline parallelism, pass the configuration to ``neuronx_distributed_config(lora_config=...)``
+    instead: the engine shards the updates with their layers.
+
+    The module is changed in place.
+
+    Raises:
+        ArgumentMeansNothing: ``enable_lora`` is False.
+        NxdtError: the plugin ``lora`` is missing, or refuses an option.
+    """
+
+    @binds
+    def __init__(self, module: nn.Module, config: LoraConfig) -> None:
+        super().__init__()
+        if not config.enable_lora:
+            raise refused("LoRAModel", "enable_lora", False)
+        component = Kernel.start().registry.get("adapter", "lora")
+        section: Any = component.load_config()
+        adapter: Any = component.load_target()(section(**config.section()))
+        dtypes = {name: parameter.dtype for name, parameter in module.named_parameters()}
+        alone = NxDConfig(tensor_parallel_size=1, pipeline_parallel_size=1, pipeline_config=None)
+        alone |= {"sequence_parallel": False, "activation_checkpoint_config": None}
+        adapter.apply(module, plan_of(module, alone))
+        added = {name: parameter for name, parameter in module.named_parameters() if name not in dtypes}
+        for parameter in added.values():
+            parameter.data = parameter.data.to(next(iter(dtypes.values())))
+        initialize(added.items(), adapter.init_rules(), seed=1234)
+        self.module, self.lora_config = module, config
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what the module returns."""
+        return self.module(*args, **kwargs)

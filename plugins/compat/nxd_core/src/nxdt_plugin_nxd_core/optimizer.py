@@ -13,18 +13,14 @@ from nxdt_plugin_nxd_core.arguments import binds, check, expect, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, config_of, current_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel
 from nxdt_plugin_nxd_core.model import NxDModel
-from nxdt_plugin_nxd_core.tags import load_checkpoint, save_checkpoint
+from nxdt_plugin_nxd_core.tags import load_checkpoint, restore, save_checkpoint
 
 _CALL = "initialize_parallel_optimizer"
-_TAG = "optim"
 
 
 @binds
 def initialize_parallel_optimizer(
-    nxd_config: NxDConfig,
-    optimizer_class: type[torch.optim.Optimizer],
-    parameters: Iterable[Any],
-    **defaults: Any,
+    nxd_config: NxDConfig, optimizer_class: type[torch.optim.Optimizer], parameters: Iterable[Any], **defaults: Any
 ) -> NxDOptimizer:
     """Return ``optimizer_class(groups, **defaults)`` over this rank's shards of the parameters. Collective.
 
@@ -49,11 +45,23 @@ class NxDOptimizer(torch.optim.Optimizer):
     def __init__(
         self, nxd_config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
     ) -> None:
-        if nxd_config.model is None:
+        listed, wanted, trained = list(parameters), list[dict[str, Any]](), list[torch.Tensor]()
+        if nxd_config.model is None or (not listed and nxd_config.stages == 1):
             raise NotOfThisModel(call=_CALL, problem="there are no parameters")
         model = cast(NxDModel, nxd_config.model)
-        wanted = _groups(model, parameters)
-        trained = [parameter for group in wanted for parameter in group["params"]]
+        # The caller's groups with the names of their parameters; what is frozen is left out.
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        for group in listed if listed and isinstance(listed[0], Mapping) else [{"params": listed}]:
+            is_group = isinstance(group, Mapping) and "params" in group
+            expect(_CALL, "parameters", group, "a dictionary with 'params' in each place", when=is_group)
+            params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
+            params = [each[1] if isinstance(each, tuple) else each for each in params]
+            foreign = sum(id(each) not in names for each in params)
+            if foreign:
+                raise NotOfThisModel(call=_CALL, problem=f"{foreign} of {len(params)} parameters are not")
+            params = [each for each in params if each.requires_grad]
+            trained += params
+            wanted.append({**group, "params": params, "names": [names[id(each)] for each in params]})
 
         def make(groups: Sequence[ParameterGroup], config: Any) -> torch.optim.Optimizer:
             """Return the optimizer over the caller's groups of the engine's shards."""
@@ -66,8 +74,8 @@ class NxDOptimizer(torch.optim.Optimizer):
 
         lr = defaults.get("lr", 0.0)
         check(_CALL, "lr", lr)
-        settings, kept = SimpleNamespace(lr=float(lr)), {id(parameter) for parameter in trained}
-        others = [each for each in model.parameters() if each.requires_grad and id(each) not in kept]
+        settings, chosen = SimpleNamespace(lr=float(lr)), {id(parameter) for parameter in trained}
+        others = [each for each in model.parameters() if each.requires_grad and id(each) not in chosen]
         try:
             for parameter in others:  # the engine optimizes all that need gradients
                 parameter.requires_grad_(False)
@@ -85,9 +93,12 @@ class NxDOptimizer(torch.optim.Optimizer):
         self.core = nxd_config.session.built_optimizer = core
         self.optimizer = core.inner
         """The optimizer of the caller's class."""
-        self.nxd_config, self.max_norm, self.trained = nxd_config, nxd_config.max_grad_norm, trained
+        clipping = nxd_config["optimizer_config"]
+        self.max_norm = float(clipping["max_grad_norm"]) if clipping["grad_clipping"] else None
+        self.nxd_config, self.trained = nxd_config, trained
         self.grad_norm: torch.Tensor | None = None
-        self._finished = False
+        self._finished: torch.Tensor | None = None
+        """Norm of gradients that :meth:`finish` has finished since the last step."""
         nxd_config.optimizers = [*nxd_config.optimizers, self]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -96,24 +107,21 @@ class NxDOptimizer(torch.optim.Optimizer):
             raise refused(_CALL, "closure", repr(closure))
         session = self.nxd_config.session
         self.core.begin_step(session.state.step)
-        if not self._finished:
-            self.finish(self.max_norm)
-        assert self.grad_norm is not None
-        self.core.reject_unless_finite(self.grad_norm, self.grad_norm)
+        norm = self.finish(self.max_norm) if self._finished is None else self._finished
+        self.core.reject_unless_finite(norm, norm)
         self.core.step()
-        self._finished = False
+        self._finished = None
         session.state.step += 1
         session.state.updates += 1
 
     def finish(self, max_norm: float | None) -> torch.Tensor:
         """Finish the gradients' sums, clip to ``max_norm``, and return the norm before. Collective."""
-        self.grad_norm = self.core.clip_grad_norm(max_norm or None)
-        self._finished = True
-        return self.grad_norm
+        self.grad_norm = self._finished = norm = self.core.clip_grad_norm(max_norm or None)
+        return norm
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients; a step has done so already."""
-        self._finished = False
+        self._finished = None
         for parameter in self.trained:
             parameter.grad = None
 
@@ -129,8 +137,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Load what :meth:`state_dict` returned in the same layout; :func:`load_checkpoint` loads in any."""
         self.core.load_state_dict(state_dict["state"])
-        for group, options in zip(self.param_groups, state_dict["param_groups"], strict=True):
-            group.update(options)
+        restore({"groups": state_dict["param_groups"]}, self, None)
 
 
 class NeuronZero1Optimizer(NxDOptimizer):
@@ -159,34 +166,35 @@ class NeuronZero1Optimizer(NxDOptimizer):
         if not config["optimizer_config"]["zero_one_enabled"]:
             raise refused(type(self).__name__, "optimizer_config['zero_one_enabled']", False)
         super().__init__(config, optimizer_class, params, defaults)
-        norm = config.max_grad_norm if max_norm is None else max_norm
+        norm = self.max_norm if max_norm is None else max_norm
         self.max_norm = norm if grad_clipping else None
 
     @binds
     def save_sharded_state_dict(self, output_dir: str) -> None:
         """Save weights and state under the tag ``optim`` of ``output_dir``. Collective."""
-        save_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+        save_checkpoint(output_dir, "optim", self.nxd_config.model, self)
 
     @binds
     def load_sharded_state_dict(self, output_dir: str) -> None:
         """Load what :meth:`save_sharded_state_dict` saved, in any layout. Collective."""
-        load_checkpoint(output_dir, _TAG, self.nxd_config.model, self)
+        load_checkpoint(output_dir, "optim", self.nxd_config.model, self)
 
 
-def _groups(model: NxDModel, parameters: Iterable[Any]) -> list[ParameterGroup]:
-    """The caller's groups with the names of their parameters; what is frozen is left out."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    given, made = list(parameters), []
-    if not given and model.nxd_config.stages == 1:
-        raise NotOfThisModel(call=_CALL, problem="there are no parameters")
-    for group in given if given and isinstance(given[0], Mapping) else [{"params": given}]:
-        is_group = isinstance(group, Mapping) and "params" in group
-        expect(_CALL, "parameters", group, "a dictionary with 'params' in each place", when=is_group)
-        listed = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-        held = [each[1] if isinstance(each, tuple) else each for each in listed]
-        foreign = sum(id(each) not in names for each in held)
-        if foreign:
-            raise NotOfThisModel(call=_CALL, problem=f"{foreign} of {len(held)} parameters are not")
-        trained = [each for each in held if each.requires_grad]
-        made.append({**group, "params": trained, "names": [names[id(each)] for each in trained]})
-    return cast("list[ParameterGroup]", made)
+@binds
+def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+    """Finish the gradients' sums over the ranks, clip their global norm to ``max_norm``, and return the norm before.
+
+    Collective. The optimizer's next step neither repeats the sums nor clips again.
+
+    Raises:
+        NotOfThisModel: some parameters only, or others.
+    """
+    given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+    config = current_config()
+    for optimizer in () if config is None else config.optimizers:
+        trained = {id(parameter) for parameter in optimizer.trained}
+        if given and given <= trained:
+            if given != trained:
+                raise NotOfThisModel(call="clip_grad_norm", problem="these are only some of the parameters")
+            return cast(torch.Tensor, optimizer.finish(max_norm))
+    raise NotOfThisModel(call="clip_grad_norm", problem="these are not the parameters of one optimizer")

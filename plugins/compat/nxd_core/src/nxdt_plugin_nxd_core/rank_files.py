@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -31,14 +33,14 @@ from nxdt_core.errors.base import listing
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.system.regular_files import replacing
-from nxdt_plugin_nxd_core.arguments import binds, error_of, reason_and_advice, refused
+from nxdt_plugin_nxd_core.arguments import binds, reason_and_advice, refused
 from nxdt_plugin_nxd_core.config import NxDConfig, required_config
 from nxdt_plugin_nxd_core.errors import NotOfThisModel, RankFilesDoNotFit, RankFileUnreadable
 from nxdt_plugin_nxd_core.layers import GQAQKVColumnParallelLinear
 from nxdt_plugin_nxd_core.model import NxDModel
 from nxdt_plugin_nxd_core.optimizer import NxDOptimizer
 
-_RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_(\d{2,}))?")
+_RANK = re.compile(r"tp_rank_(\d{2,})_pp_rank_(\d{2,})(?:_dp_rank_\d{2,})?")
 _FILE = "checkpoint.pt"
 _SAVED = (torch.Tensor, LocalShard, bool, int, float, str, bytes, type(None), torch.Size, torch.dtype)
 
@@ -66,9 +68,8 @@ def save(
     def check() -> None:
         for where, value in tree_flatten_with_path(state_dict)[0]:
             if not isinstance(value, _SAVED):
-                reason = "is not a tensor, a number, text, or a list or a dictionary of them"
-                argument, advice = f"state_dict{keystr(where)}", "Leave it out, or save it elsewhere."
-                raise error_of("parallel_layers.save", argument, type(value).__name__, reason, advice)
+                name = f"state_dict{keystr(where)}"
+                raise refused("parallel_layers.save", name, type(value).__name__, "state_dict")
 
     on_all_ranks(config.engine.ranks, check, where=str(save_dir))
     writes = not (config.rank("dp") and master_dp_only)
@@ -88,8 +89,6 @@ def save(
     held = tree_map(on_the_host, state_dict)
 
     def write() -> None:
-        if not writes:
-            return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
@@ -97,7 +96,7 @@ def save(
         except OSError as error:
             raise _unfit(path, "unwritable", error=error) from error
 
-    on_all_ranks(config.engine.ranks, write, where=str(save_dir))
+    on_all_ranks(config.engine.ranks, write if writes else lambda: None, where=str(save_dir))
 
 
 @binds
@@ -129,63 +128,60 @@ def load(
         WeightsDoNotFit: on all ranks: names or shapes differ.
     """
     call = "parallel_layers.load"
-    config = required_config(call)
+    config, source = required_config(call), Path(load_dir)
     target = model if model_or_optimizer is None else model_or_optimizer
     if target is not None and not isinstance(target, NxDModel | NxDOptimizer):
         raise NotOfThisModel(call=call, problem=f"model_or_optimizer is {type(target).__name__}, and must be one")
     if not sharded and not isinstance(target, NxDModel):
         raise refused(call, "sharded", False)
-    source, found, values = Path(load_dir), dict[str, Any](), dict[str, Any]()
+    content, values = dict[str, Any](), dict[str, Any]()
 
-    def read() -> None:
+    def prepare() -> None:
         path = _path_of(config, source, master_dp_only) if sharded else source
-        content = _read(path, f"{path.name}.tensors")
-        if not isinstance(content, dict):
-            reason = f"it holds a {type(content).__name__} instead of a dictionary"
+        read = _read(path)
+        if not isinstance(read, dict):
+            reason = f"it holds a {type(read).__name__} instead of a dictionary"
             raise RankFileUnreadable(path=str(path), reason=reason)
-        found.update(content)
+        content.update(read)
         if target is None:
             return
-        chosen: Any = found if model_key is None else found.get(model_key)
+        chosen: Any = content if model_key is None else content.get(model_key)
         if not isinstance(chosen, dict):
-            raise _unfit(path, "no key", key=model_key, known=listing(sorted(map(str, found)), 8))
+            raise _unfit(path, "no key", key=model_key, known=listing(sorted(map(str, content)), 8))
         if isinstance(target, NxDOptimizer):
             state, groups = chosen.get("state"), chosen.get("param_groups")
             named = isinstance(state, dict) and all("/" in str(key) for key in state)
             if not named or not isinstance(groups, list) or len(groups) != len(target.param_groups):
                 raise _unfit(path, "no state")
             chosen = state
-        other = next((name for name, value in chosen.items() if not isinstance(value, torch.Tensor)), None)
-        if other is not None:
-            reason = f"'{other}' is a {type(chosen[other]).__name__}, not a tensor"
-            raise RankFileUnreadable(path=str(path), reason=reason)
-        if not sharded:
-            values.update(chosen)
-        elif isinstance(target, NxDModel):
-            values.update(_of_model(target, chosen, path, strict=strict, of_all_dp=master_dp_only))
-        else:
-            values.update(chosen)
-            parameters = target.nxd_config.model.parallel.state_dict()
-            for key, value in chosen.items() if master_dp_only else ():
-                parameter = parameters.get(key.rpartition("/")[0])
-                if parameter is not None and tuple(value.shape) == _region(parameter, True).shape:
-                    values[key] = value[local_shard_of(parameter).region.within(_region(parameter, True))]
+        for name, value in chosen.items():
+            if not isinstance(value, torch.Tensor):
+                reason = f"'{name}' is a {type(value).__name__}, not a tensor"
+                raise RankFileUnreadable(path=str(path), reason=reason)
+        if isinstance(target, NxDModel):
+            values.update(_of_model(target, chosen, path, strict, master_dp_only) if sharded else chosen)
+            return
+        parameters = target.nxd_config.model.parallel.state_dict()
+        for key, value in chosen.items() if master_dp_only else ():
+            parameter = parameters.get(key.rpartition("/")[0])
+            if parameter is not None and tuple(value.shape) == _region(parameter, True).shape:
+                chosen[key] = value[local_shard_of(parameter).region.within(_region(parameter, True))]
+        values.update(state=chosen, param_groups=groups)
 
-    on_all_ranks(config.engine.ranks, read, where=str(source))
+    on_all_ranks(config.engine.ranks, prepare, where=str(source))
     if target is None:
-        return found
+        return content
     if isinstance(target, NxDOptimizer):
-        groups = (found if model_key is None else found[model_key])["param_groups"]
-        target.load_state_dict({"state": values, "param_groups": groups})
+        target.load_state_dict(values)
     else:
-        if not sharded:
+        if strict and not sharded:  # other stages have the rest of the names
             own = target.parallel.state_dict()
             everywhere = {name for each in config.engine.ranks.all_gather_object([*own]) for name in each}
-            if strict and values.keys() - everywhere:
+            if values.keys() - everywhere:
                 raise WeightsDoNotFit(missing=[], extra=sorted(values.keys() - everywhere), shapes=[])
             values = {name: value for name, value in values.items() if name in own}
         target.load_state_dict(values, strict=strict)
-    return {} if model_key is None else {key: value for key, value in found.items() if key != model_key}
+    return {} if model_key is None else {key: value for key, value in content.items() if key != model_key}
 
 
 def _name(config: NxDConfig, master_dp_only: bool) -> str:
@@ -195,8 +191,7 @@ def _name(config: NxDConfig, master_dp_only: bool) -> str:
 
 def _path_of(config: NxDConfig, folder: Path, master_dp_only: bool) -> Path:
     """Return the file of this rank, or raise where there is none, or those of another layout."""
-    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    ranks = [match for match in map(_RANK.fullmatch, names) if match is not None]
+    ranks = [match for path in folder.glob("tp_rank_*") if (match := _RANK.fullmatch(path.name))]
     if not ranks:
         raise _unfit(folder, "none")
     own = config["tensor_parallel_size"], config.stages
@@ -214,21 +209,12 @@ def _unfit(path: Path, case: str, **details: object) -> NxdtError:
     return RankFilesDoNotFit(path=str(path), problem=problem, advice=advice)
 
 
-class _Reference:
-    """A tensor in a separate file: torch-xla's ``TensorReference``, of which only the number is used."""
-
-    tid: object = None
-
-    def __new__(cls, *_: object) -> _Reference:
-        return super().__new__(cls)
-
-
-def _read(path: Path, tensors: str) -> Any:
-    """Return what a file holds, with references replaced by the tensors of the folder ``tensors`` next to it."""
+def _read(path: Path) -> Any:
+    """Return what a file holds, with references replaced by the tensors of the folder ``….tensors`` next to it."""
     if not path.is_file():
         raise _unfit(path, "no file")
-    try:
-        content = read_torch_file(path, [(_Reference, "torch_xla.utils.serialization.TensorReference")])
+    try:  # of torch-xla's references only the numbers are used
+        content = read_torch_file(path, [(SimpleNamespace, "torch_xla.utils.serialization.TensorReference")])
     except TorchFileRefused as refused:
         reason = f"it names {listing(refused.names, 4)}, which could run code"
         raise RankFileUnreadable(path=str(path), reason=reason) from None
@@ -236,12 +222,13 @@ def _read(path: Path, tensors: str) -> Any:
         raise RankFileUnreadable(path=str(path), reason=str(damaged)) from damaged
 
     def resolved(value: Any) -> Any:
-        if not isinstance(value, _Reference):
+        if not isinstance(value, SimpleNamespace):
             return value
-        if type(value.tid) is not int or value.tid < 0:
-            raise RankFileUnreadable(path=str(path), reason=f"it refers to the tensor {value.tid!r}")
-        file = path.with_name(tensors) / f"tensor_{value.tid}.pt"
-        tensor = _read(file, "") if file.is_file() else None
+        number = getattr(value, "tid", None)
+        if type(number) is not int or number < 0:
+            raise RankFileUnreadable(path=str(path), reason=f"it refers to the tensor {number!r}")
+        file = path.with_name(f"{path.name}.tensors") / f"tensor_{number}.pt"
+        tensor = _read(file) if file.is_file() else None
         if not isinstance(tensor, torch.Tensor):
             raise RankFileUnreadable(path=str(file), reason="it is missing, or holds no tensor")
         return tensor
@@ -250,42 +237,34 @@ def _read(path: Path, tensors: str) -> Any:
 
 
 def _tp_placements(tensor: DTensor) -> list[Any]:
-    names = tensor.device_mesh.mesh_dim_names or ()
-    return [
-        placement if name.startswith("tp") else Replicate()
-        for name, placement in zip(names, tensor.placements, strict=True)
-    ]
+    along = zip(tensor.device_mesh.mesh_dim_names or (), tensor.placements, strict=True)
+    return [placement if name.startswith("tp") else Replicate() for name, placement in along]
 
 
 def _region(tensor: torch.Tensor | LocalShard, of_all_dp: bool) -> TensorSlice:
-    """Return the box of what a file holds: this rank's, or that of its tensor parallel rank, which data parallel ranks
-    may share out."""
+    """Return the region that a file holds: this rank's, or its tensor parallel rank's, which ZeRO may shard further."""
     if not of_all_dp or not isinstance(tensor, DTensor):
         return local_shard_of(tensor).region
-    place = tensor.device_mesh, _tp_placements(tensor)
-    sizes, offsets = compute_local_shape_and_global_offset(tuple(tensor.shape), *place)
+    sizes, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, _tp_placements(tensor))
     return TensorSlice(tuple(offsets), tuple(sizes))
 
 
 def _of_model(
-    model: NxDModel, values: dict[str, Any], path: Path, *, strict: bool, of_all_dp: bool
-) -> Mapping[str, torch.Tensor | LocalShard]:
+    model: NxDModel, values: dict[str, Any], path: Path, strict: bool, of_all_dp: bool
+) -> Mapping[str, LocalShard]:
     """Return a file's values under the names of the layers here, with their places in the whole tensors."""
     # The values of grouped-query attention get the names of the layers here; see :func:`_in_nxd_names`.
     own, values = model.parallel.state_dict(), {str(key): value for key, value in values.items()}
-    for prefix, part in _fused(model):
-        for kind in ("weight", "bias"):
-            for letters in ("qkv", "q", "k", "v"):
-                name, held = f"{prefix}.{kind}_{letters}", [getattr(getattr(part, letter), kind) for letter in letters]
-                if name not in values or None in held:
-                    continue
-                if part.kv_size_multiplier > 1:
-                    raise _unfit(path, "copied heads", name=name)
-                value, rows = values.pop(name), [_region(each, of_all_dp).shape[0] for each in held]
-                if letters == "qkv" and len(value) != sum(rows):
-                    raise _unfit(path, "rows", rows=len(value), prefix=prefix, wanted=sum(rows))
-                parts = value.split(rows) if letters == "qkv" else [value]
-                values |= {f"{prefix}.{letter}.{kind}": each for letter, each in zip(letters, parts, strict=True)}
+    for (prefix, part), kind, letters in product(_fused(model), ("weight", "bias"), ("qkv", "q", "k", "v")):
+        name, names = f"{prefix}.{kind}_{letters}", [f"{prefix}.{letter}.{kind}" for letter in letters]
+        if name not in values or not own.keys() >= {*names}:
+            continue
+        if part.kv_size_multiplier > 1:
+            raise _unfit(path, "copied heads", name=name)
+        value, rows = values.pop(name), [_region(own[each], of_all_dp).shape[0] for each in names]
+        if letters == "qkv" and len(value) != sum(rows):
+            raise _unfit(path, "rows", rows=len(value), prefix=prefix, wanted=sum(rows))
+        values |= zip(names, value.split(rows) if letters == "qkv" else [value], strict=True)
     regions = {name: _region(own[name], of_all_dp) for name in own.keys() & values.keys()}
     shapes = [
         f"{name}: {tuple(values[name].shape)} instead of {region.shape} on this rank"
@@ -308,9 +287,8 @@ def _in_nxd_names(state: Any, config: NxDConfig) -> Any:
     if config.model is None or not isinstance(state, Mapping):
         return state
     made = {key: _in_nxd_names(value, config) for key, value in state.items()}
-    for path, part in _fused(config.model):
-        for kind in ("weight", "bias"):
-            names = [f"{path}.{letter}.{kind}" for letter in "qkv"]
-            if part.kv_size_multiplier == 1 and all(name in made for name in names):
-                made[f"{path}.{kind}_qkv"] = torch.cat([made.pop(name) for name in names])
+    for (path, part), kind in product(_fused(config.model), ("weight", "bias")):
+        names = [f"{path}.{letter}.{kind}" for letter in "qkv"]
+        if part.kv_size_multiplier == 1 and all(name in made for name in names):
+            made[f"{path}.{kind}_qkv"] = torch.cat([made.pop(name) for name in names])
     return made

@@ -12,16 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
-from nxdt_core.checkpoint import (
-    CheckpointManager,
-    Manifest,
-    delete_step,
-    latest,
-    list_checkpoints,
-    open_storage,
-)
+from nxdt_core.checkpoint import CheckpointManager, Manifest, delete_step, latest, list_checkpoints, open_storage
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import TrainSession
@@ -60,20 +51,18 @@ def save_checkpoint(
         NotOfThisModel: a model or an optimizer of another kind.
         NxdtError: on all ranks, what stopped the save; the tag's older checkpoint is as it was.
     """
-    call = "save_checkpoint"
     parts = tag.split("/") if isinstance(tag, str) else [""]
     if tag and (any(part in ("", ".", "..") for part in parts) or re.fullmatch(r"step-\d+", parts[0])):
-        raise refused(call, "tag", repr(tag))
-    session = _session(call, model, optimizer)
+        raise refused("save_checkpoint", "tag", repr(tag))
+    session = _session("save_checkpoint", model, optimizer)
     content = content_of(tag, optimizer, scheduler, user_content)
     storage = _store(path, tag, session.config.kernel)
     finalize_checkpoint()
     run = current_config() or model.nxd_config
     if run.saves is None or run.saves.session.engine is not session.engine:  # those of a run that has ended
         run.saves = _Saves(model.nxd_config.session, storage)
-    run.saves.path, run.saves.tag, run.saves.kept = str(path), tag, num_kept_ckpts
-    run.saves.manager.storage = storage
-    session.save(run.saves.manager, asynchronous=True, extra=content)
+    run.saves.path, run.saves.tag, run.saves.kept, run.saves.storage = str(path), tag, num_kept_ckpts, storage
+    session.save(run.saves, asynchronous=True, extra=content)
     if not async_save:
         finalize_checkpoint()
 
@@ -102,13 +91,11 @@ def load_checkpoint(
     finalize_checkpoint()
     ranks, kernel = session.engine.ranks, session.config.kernel
     tags = ranks.on_rank_zero(lambda: _tags(path, kernel))
-    chosen = tag if tag is not None else next(iter(tags), None)
-    if chosen is None or chosen not in tags:
-        raise CheckpointTagMissing(path=path, tag=tag, tags=tags)
-    storage = _store(path, chosen, kernel)
-    manifest = latest(storage, warn=_log.warning, ranks=ranks)
-    if manifest is None:
-        raise CheckpointTagMissing(path=path, tag=chosen, tags=[each for each in tags if each != chosen])
+    tag = next(iter(tags), None) if tag is None else tag
+    storage = _store(path, tag, kernel) if tag is not None and tag in tags else None
+    manifest = None if storage is None else latest(storage, warn=_log.warning, ranks=ranks)
+    if storage is None or manifest is None:
+        raise CheckpointTagMissing(path=path, tag=tag, tags=[each for each in tags if each != tag])
     content = session.load_checkpoint(storage, manifest, weights_only=optimizer is None, strict=strict)
     restore(content, optimizer, scheduler)
     return content.get("user_content")
@@ -143,10 +130,10 @@ def finalize_checkpoint() -> None:
     """Wait for the save in flight, if there is one. Collective."""
     config = current_config()
     if config is not None and config.saves is not None:
-        config.saves.manager.wait()
+        config.saves.wait()
 
 
-class _Saves:
+class _Saves(CheckpointManager):
     """The saves of a run: one at a time, each into a separate store."""
 
     path: str
@@ -154,10 +141,8 @@ class _Saves:
     kept: int | None
 
     def __init__(self, session: TrainSession, storage: CheckpointStore) -> None:
+        super().__init__(storage, ranks=session.engine.ranks, refuse_same_weights=False, after_commit=self._prune)
         self.session = session
-        self.manager = CheckpointManager(
-            storage, ranks=session.engine.ranks, refuse_same_weights=False, after_commit=self._prune
-        )
 
     def _prune(self, manifest: Manifest) -> None:
         """Delete the tag's older steps, and all tags but the newest. On rank 0, after a commit."""
@@ -193,8 +178,7 @@ def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
     if optimizer is None and session.built_optimizer is not None:
         session = copy.copy(session)
         session.built_optimizer = None
-    ours = isinstance(optimizer, torch.optim.Optimizer) and getattr(optimizer, "nxd_config", None) is model.nxd_config
-    if optimizer is not None and not ours:
+    if optimizer not in (None, *model.nxd_config.optimizers):
         raise NotOfThisModel(call=call, problem=f"optimizer is {type(optimizer).__name__}, and must be one")
     return session
 

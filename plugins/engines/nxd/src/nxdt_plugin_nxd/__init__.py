@@ -2,13 +2,6 @@
 
 from nxdt_core.api import EngineComponent, hookimpl
 
-_CAPABILITIES = frozenset(
-    {
-        *("dp", "tp", "pp", "ep"),
-        *("adapters", "recompute", "param_groups", "precision", "xla"),
-    }
-)
-
 
 @hookimpl
 def nxdt_engines() -> list[EngineComponent]:
@@ -19,7 +12,9 @@ def nxdt_engines() -> list[EngineComponent]:
             target="nxdt_plugin_nxd.engine:NxdEngine",
             config="nxdt_plugin_nxd.config:NxdConfig",
             summary="neuronx-distributed and torch-xla, on Trainium with SDKs up to 2.31",
-            capabilities=_CAPABILITIES,
+            capabilities=frozenset(
+                {"dp", "tp", "pp", "ep", "adapters", "recompute", "param_groups", "precision", "xla"}
+            ),
             rules="nxdt_plugin_nxd.rules:find_impossible_layouts",
         )
     ]

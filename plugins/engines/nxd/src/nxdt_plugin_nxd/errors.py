@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors import NxdtError
 
 _INDEX = "--extra-index-url https://pip.repos.neuron.amazonaws.com"
@@ -58,20 +56,16 @@ VocabularyIsSharded = NxdtError.define(
 )
 
 
-def _ranks_placed_otherwise(error: Any) -> dict[str, Any]:
-    def shown(place: dict[str, int]) -> str:
-        return ", ".join((f"{name} {index}" for name, index in place.items()))
-
-    return {"library": shown(error.library), "run": shown(error.run)}
-
-
 RanksPlacedOtherwise = NxdtError.define(
     "NXDT-N013",
     "The library arranges ranks in another order than a run's data and checkpoints follow.",
     "neuronx-distributed places rank {rank} at {library}, and the run at {run}: for these sizes it groups ranks "
     "that are not neighbours.",
     "Change distributed_strategy.tensor_model_parallel_size.",
-    also=_ranks_placed_otherwise,
+    also=lambda error: {
+        order: ", ".join(f"{name} {index}" for name, index in getattr(error, order).items())
+        for order in ("library", "run")
+    },
 )
 
 LayoutNotOnHardware = NxdtError.define(

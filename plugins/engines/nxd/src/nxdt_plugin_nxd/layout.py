@@ -23,6 +23,7 @@ from neuronx_distributed.parallel_layers.mappings import (
     enter_expert_parallel_region,
     exit_expert_parallel_region,
     gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
@@ -109,13 +110,13 @@ def _update_of(part: nn.Module, shard_dim: int) -> nn.Module | None:
 
 def _layer(part: nn.Module, replacement: Replacement, sequence_parallel: bool) -> nn.Module:
     if isinstance(part, nn.Embedding):
-        if replacement.kind == "sequence_embedding":
+        if replacement.style == "replicate":
             return SequenceEmbedding(part)
         return VocabularyEmbedding(part, sequence_parallel=sequence_parallel)
     assert isinstance(part, nn.Linear)
-    if replacement.kind == "row":
+    if replacement.style == "row":
         return RowLinear(part, sequence_parallel=sequence_parallel)
-    return (VocabularyHead if replacement.kind == "vocabulary_head" else ColumnLinear)(part, replacement.copies)
+    return (VocabularyHead if replacement.style == "vocab_head" else ColumnLinear)(part, replacement.copies)
 
 
 def _summed(partial: torch.Tensor, *, sequence_parallel: bool) -> torch.Tensor:
@@ -284,8 +285,6 @@ def whole_logits(logits: torch.Tensor | ShardedLogits) -> torch.Tensor:
     """Return the logits of the whole vocabulary; a collective where they are sharded."""
     if not isinstance(logits, ShardedLogits):
         return logits
-    from neuronx_distributed.parallel_layers.mappings import gather_from_tensor_model_parallel_region
-
     whole: torch.Tensor = gather_from_tensor_model_parallel_region(logits.local)
     return whole
 

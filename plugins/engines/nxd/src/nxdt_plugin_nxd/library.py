@@ -113,7 +113,6 @@ _SWITCHES = {
 }
 _ROUNDED = "mixed_precisionSR"
 
-
 _CAST_FLAGS = {
     "fp32": "--auto-cast none",
     "mixed_precision": "--enable-mixed-precision-accumulation",

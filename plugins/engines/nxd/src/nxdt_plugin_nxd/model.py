@@ -34,7 +34,6 @@ from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, TokenMeasure
-from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
@@ -80,12 +79,6 @@ class TrainedTensor:
         )
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Take over the parameter's values, after a load of those."""
-        if self.tensor is not self.held.parameter:
-            self.tensor.copy_(self.part_of(self.held.parameter))
-
-    @torch.no_grad()
     def give(self, groups: object, rounding: tuple[int, str] | None = None) -> None:
         """Hand the values of all parts to the parameter, after an update. Collective along ``groups``.
 
@@ -121,7 +114,11 @@ class NxdModel(ParallelModel):
     ) -> None:
         """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
         self._stage, self._place, self._around = stage, place, around
+        self.device, self.plan = around.device, stage.plan
         self.added, self.data_ranks = stage.added, place.sizes.dp
+        self.tensor_group = parallel_state.get_tensor_model_parallel_group() if place.sizes.tp > 1 else None
+        self.expert_group = parallel_state.get_expert_model_parallel_group() if place.sizes.ep > 1 else None
+        """Ranks that share tensors, and experts; None where there is one."""
         self.held: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """Parameters of this rank by global name."""
         self.trained: dict[str, TrainedTensor] = {}
@@ -176,26 +173,6 @@ class NxdModel(ParallelModel):
         saved = {name: value for module in stage.modules for name, value in module.state_dict().items()}
         self._buffers = {name: value for name, value in saved.items() if name not in names}
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device of this rank."""
-        return self._around.device
-
-    @property
-    def tensor_group(self) -> dist.ProcessGroup | None:
-        """Return the tensor parallel ranks; None where there is one."""
-        return parallel_state.get_tensor_model_parallel_group() if self._place.sizes.tp > 1 else None
-
-    @property
-    def expert_group(self) -> dist.ProcessGroup | None:
-        """Return the expert parallel ranks; None where there is one."""
-        return parallel_state.get_expert_model_parallel_group() if self._place.sizes.ep > 1 else None
-
-    @property
-    def plan(self) -> ParallelPlan:
-        """Return the model's plan, with what adapters changed."""
-        return self._stage.plan
-
     def begin_step(self, step: int) -> None:
         """Set the number of the coming step, which dropout and stochastic rounding depend on."""
         self._step = step
@@ -206,29 +183,26 @@ class NxdModel(ParallelModel):
 
     def run_train(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Accumulate the gradients of the global batch's loss, one micro-batch on the device at a time."""
-        self._set_training(True)
-        batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
-        scale = self.data_ranks  # the library divides the sums of gradients by it
-        if self._pipeline is not None:
-            self._pipeline.train(batch.micro_batches, batch.step_context, batch.loss, scale=scale)
-        else:
-            for moved in batch.on_device():
-                step = batch.step_context(moved)
-                # One expression: a name would hold the graph until the next micro-batch has its own.
-                (batch.loss(self._logits(moved, step), moved, step) * scale).backward()  # type: ignore[no-untyped-call]
-        return batch.result()
+        return self._run(micro_batches, objective, scale=self.data_ranks)  # the library divides sums of gradients by it
 
     @torch.no_grad()
     def run_eval(self, micro_batches: Sequence[Batch], objective: Objective) -> StepLoss:
         """Return the loss in evaluation mode, without gradients."""
-        self._set_training(False)
+        return self._run(micro_batches, objective, scale=None)
+
+    def _run(self, micro_batches: Sequence[Batch], objective: Objective, *, scale: int | None) -> StepLoss:
+        """Run forward, and backward of each loss times ``scale`` where there is one."""
+        self._set_training(scale is not None)
         batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
         if self._pipeline is not None:
-            self._pipeline.forward(batch.micro_batches, batch.step_context, batch.loss)
-        else:
-            for moved in batch.on_device():
-                step = batch.step_context(moved)
+            self._pipeline.run(batch.micro_batches, batch.step_context, batch.loss, scale=scale)
+        for on_host in batch.micro_batches if self._pipeline is None else ():
+            moved = on_host.to(self.device)
+            step = batch.step_context(moved)
+            if scale is None:
                 batch.loss(self._logits(moved, step), moved, step)
+            else:  # in one expression: a name would hold the graph until the next micro-batch has its own
+                (batch.loss(self._logits(moved, step), moved, step) * scale).backward()  # type: ignore[no-untyped-call]
         return batch.result()
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
@@ -257,7 +231,7 @@ class NxdModel(ParallelModel):
             kept.append(whole_logits(logits))
             return kept[0].sum()
 
-        self._pipeline.forward([batch], lambda _: StepContext(), keep)
+        self._pipeline.run([batch], lambda _: StepContext(), keep)
         shape = max(self._around.ranks.all_gather_object(tuple(kept[0].shape) if kept else ()), key=len)
         return self._from_last_stage(kept[0] if kept else None, shape)[:, :length]
 
@@ -303,11 +277,12 @@ class NxdModel(ParallelModel):
         for name, value in state.items():
             if name in own:
                 elements(own[name]).copy_(elements(value))
-        for each in self.trained.values():
-            if not self._masters:
-                each.take()
         if self._masters:
             self.weights_changed()
+            return
+        for each in self.trained.values():
+            if each.tensor is not each.held.parameter:
+                each.tensor.copy_(each.part_of(each.held.parameter))
 
     def weights_changed(self) -> None:
         """Hand what the optimizer has updated to the parameters. Collective."""

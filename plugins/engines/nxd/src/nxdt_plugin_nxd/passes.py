@@ -117,11 +117,6 @@ class GlobalBatch:
             vocabulary_loss=sharded_cross_entropies,
         )
 
-    def on_device(self) -> Iterator[Batch]:
-        """Yield the micro-batches, each moved when it is asked for."""
-        for batch in self.micro_batches:
-            yield batch.to(self._around.device)
-
     def loss(self, logits: object, batch: Batch, step: StepContext) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
         with self._around.computing():
@@ -174,21 +169,17 @@ class Pipeline:
         }
         self._models: dict[tuple[object, ...], NxDPPModel] = {}
 
-    def train(self, batches: Sequence[Batch], contexts: Contexts, loss: Consume, *, scale: float) -> None:
-        """Run forward and backward of one step; ``scale`` multiplies each loss before backward."""
-        count = len(batches)
-        self._run(batches, contexts, lambda *of: loss(*of) * (count * scale), training=True)
-
-    def forward(self, batches: Sequence[Batch], contexts: Contexts, consume: Consume) -> None:
-        """Run forward alone and hand each micro-batch's logits to ``consume`` on the last stage."""
-        self._run(batches, contexts, consume, training=False)
-
-    def _run(self, batches: Sequence[Batch], contexts: Contexts, consume: Consume, *, training: bool) -> None:
+    def run(
+        self, batches: Sequence[Batch], contexts: Contexts, consume: Consume, *, scale: float | None = None
+    ) -> None:
+        """Run forward and hand each micro-batch's logits to ``consume`` on the last stage; with ``scale`` also the
+        backward of one step, of what it returns times that."""
+        times = 1.0 if scale is None else len(batches) * scale
         for stage in self._stages.values():
-            stage.begin(batches, contexts, consume)
-        model = self._model(len(batches), batches[0].input_ids.shape, training=training)
+            stage.begin(batches, contexts, consume if scale is None else lambda *of: consume(*of) * times)
+        model = self._model(len(batches), batches[0].input_ids.shape, training=scale is not None)
         ids = torch.cat([batch.input_ids for batch in batches])
-        run = model.run_train if training else model.run_eval
+        run = model.run_eval if scale is None else model.run_train
         run(inputs=ids, labels=ids)
 
     def _model(self, count: int, shape: torch.Size, *, training: bool) -> NxDPPModel:

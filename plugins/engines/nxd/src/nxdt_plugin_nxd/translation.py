@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from functools import partial
 
 from torch import nn
 
@@ -23,15 +23,8 @@ from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
 from nxdt_core.protocols.tensor_shards import TensorSlice
 from nxdt_plugin_nxd.errors import PlanNotExpressible
 
-Kind = Literal["column", "row", "vocabulary_embedding", "vocabulary_head", "sequence_embedding"]
-"""Replacement of a module. A ``sequence_embedding`` is a whole table that looks up this rank's part of the sequence."""
-
-_KINDS: Mapping[TensorStyle, Kind] = {
-    "column": "column",
-    "row": "row",
-    "vocab_embedding": "vocabulary_embedding",
-    "vocab_head": "vocabulary_head",
-}
+_SHARDED: tuple[TensorStyle, ...] = ("column", "row", "vocab_embedding", "vocab_head")
+"""Styles of modules that are replaced by the library's."""
 _EXPERT_DIM = {"column": 1, "row": 2}
 """Sharded dimension of matrices [experts, out, in]."""
 
@@ -73,7 +66,8 @@ class Replacement:
     """A module that is replaced."""
 
     path: str
-    kind: Kind
+    style: TensorStyle
+    """``replicate`` is a whole table that looks up this rank's part of the sequence."""
     copies: int = 1
     """Ranks that hold the same part, of key and value heads."""
 
@@ -109,7 +103,7 @@ def translate(
         PlanNotExpressible: the plan asks for something that the engine does not do.
         ShardDoesNotDivide, HeadsDoNotDivide, ExpertsDoNotDivide: sizes that the ranks cannot share in equal parts.
     """
-    model = type(module).__name__
+    refused = partial(PlanNotExpressible, model=type(module).__name__)
 
     def shard(name: str, parameter: nn.Parameter, dim: int, copies: int = 1) -> Shard:
         size, parts = parameter.shape[dim], tp // copies
@@ -128,8 +122,7 @@ def translate(
             if tp > 1:
                 side = next((side for pattern, side in plan.experts.tensor.items() if matches(pattern, name)), None)
                 if side is None:
-                    problem = f"experts.tensor does not say how '{name}' is sharded"
-                    raise PlanNotExpressible(model=model, problem=problem)
+                    raise refused(problem=f"experts.tensor does not say how '{name}' is sharded")
                 part = shard(name, parameter, _EXPERT_DIM[side])
             experts[name] = replace(part, expert_parts=ep)
     dispatchers = tuple(paths_of(module, plan.experts.dispatchers))
@@ -141,8 +134,7 @@ def translate(
     blocks = paths_of(module, plan.tensor_blocks)
     for block in blocks:
         if is_within(block, [other for other in blocks if other != block]):
-            problem = f"the tensor block '{block}' is inside of another one"
-            raise PlanNotExpressible(model=model, problem=problem)
+            raise refused(problem=f"the tensor block '{block}' is inside of another one")
     copies = 1  # ranks that hold the same key and value heads
     if plan.heads is not None:
         query, kv = plan.heads.query_heads, plan.heads.kv_heads
@@ -160,21 +152,18 @@ def translate(
     replacements: list[Replacement] = []
     shards: dict[str, Shard] = {}
     for path, layer, style in styled:
-        kind: Kind = "sequence_embedding"
+        wanted = (nn.Embedding,) if style == "vocab_embedding" else (nn.Linear, UpdatedLinear)
         if style == "replicate":
             if not (isinstance(layer, nn.Embedding) and sequence_parallel):
                 continue
-        elif style not in _KINDS:
-            raise PlanNotExpressible(model=model, problem=f"'{path}' has the style {style}")
-        else:
-            kind, wanted = _KINDS[style], (nn.Embedding,) if style == "vocab_embedding" else (nn.Linear, UpdatedLinear)
-            if type(layer) not in wanted:
-                problem = f"'{path}' is {type(layer).__name__}, not {wanted[0].__name__}"
-                raise PlanNotExpressible(model=model, problem=problem)
+        elif style not in _SHARDED:
+            raise refused(problem=f"'{path}' has the style {style}")
+        elif type(layer) not in wanted:
+            raise refused(problem=f"'{path}' is {type(layer).__name__}, not {wanted[0].__name__}")
         repeated = copies if plan.heads is not None and matches_any(plan.heads.key_value, path) else 1
-        replacements.append(Replacement(path=path, kind=kind, copies=repeated))
-        dim, update = 1 if kind == "row" else 0, getattr(layer, "update", None)
-        if kind != "sequence_embedding":
+        replacements.append(Replacement(path=path, style=style, copies=repeated))
+        dim, update = 1 if style == "row" else 0, getattr(layer, "update", None)
+        if style != "replicate":
             for leaf, parameter in layer.named_parameters(recurse=False):
                 if dim < parameter.ndim:
                     shards[f"{path}.{leaf}"] = shard(f"{path}.{leaf}", parameter, dim, repeated)
@@ -184,29 +173,27 @@ def translate(
                         name = f"{path}.update.{leaf}"
                         shards[name] = shard(name, parameter, dim, repeated)
         if not isinstance(layer, nn.Embedding) and not is_within(path, blocks):
-            problem = f"'{path}' is sharded, and no pattern of tensor_blocks is around it"
-            raise PlanNotExpressible(model=model, problem=problem)
+            raise refused(problem=f"'{path}' is sharded, and no pattern of tensor_blocks is around it")
     shards |= experts
     replaced = {replacement.path for replacement in replacements}
     for path, layer in module.named_modules() if sequence_parallel else ():  # the sequence is divided at embeddings
         if isinstance(layer, nn.Embedding) and not is_within(path, blocks) and path not in replaced:
-            problem = f"sequence parallelism needs a style for the embedding '{path}'"
-            raise PlanNotExpressible(model=model, problem=problem)
+            raise refused(problem=f"sequence parallelism needs a style for the embedding '{path}'")
 
     # Parameters that every rank holds: in a block before the sum over ranks, or seeing a part of the sequence.
     rows = [path for path, _, style in styled if style == "row"]
     whole = [path for path, _, style in styled if style == "replicate"]
-    partial = set()
+    summed = set()
     for name, _ in module.named_parameters(remove_duplicate=False):
         owner = name.rpartition(".")[0]
         after_sum = owner in rows or is_within(owner, whole)
         if name not in shards and (sequence_parallel or (is_within(owner, blocks) and not after_sum)):
-            partial.add(name)
+            summed.add(name)
     return Translation(
         replacements=tuple(replacements),
         blocks=tuple(blocks),
         shards=shards,
-        partial=frozenset(partial),
+        partial=frozenset(summed),
         dispatchers=dispatchers,
         routers=tuple(paths_of(module, plan.experts.routers)),
     )

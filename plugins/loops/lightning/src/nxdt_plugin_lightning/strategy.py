@@ -333,12 +333,13 @@ class NxdtStrategy(Strategy):
         model: Any = None,
         **kwargs: Any,
     ) -> Any:
-        """Call the hooks ``on_before_optimizer_step``, then let the parallel optimizer step; called by Lightning, which
-        counts the step."""
+        """Call the hooks ``on_before_optimizer_step``, then let the parallel optimizer step, or ``optimizer`` of a
+        module that is not an :class:`NxdtModule`; called by Lightning, which counts the step."""
         trainer = self._module.trainer
         call._call_callback_hooks(trainer, "on_before_optimizer_step", optimizer)
         call._call_lightning_module_hook(trainer, "on_before_optimizer_step", optimizer)
-        self._module.optimizer.step()
+        module = self.lightning_module
+        return (module.optimizer if isinstance(module, NxdtModule) else optimizer).step()
 
     def save_checkpoint(
         self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None
