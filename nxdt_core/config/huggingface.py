@@ -15,7 +15,7 @@ from typing import Any
 from nxdt_core.config.hub import complete, local_path, name_of
 from nxdt_core.config.read import has_interpolation, interpolate
 from nxdt_core.config.schema import ModelConfig
-from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
+from nxdt_core.config.section import REQUIRED, ReadsHFConfig, Section, keys_of
 from nxdt_core.config.sources import file_problem
 from nxdt_core.config.tree import DEFAULT, Origin, Tree, plain, walk
 from nxdt_core.errors import NxdtError
@@ -265,7 +265,7 @@ def merge_hf_values(tree: Tree, cls: type | None, hf: HFConfig) -> list[ConfigPr
             tree.remove(_KEY)  # the configuration describes another model for these weights
             return []
         return [problem]
-    names = cls.hf_names(hf.values) if values and issubclass(cls, NamesHFKeys) else {}
+    names = cls.hf_names(hf.values) if values and issubclass(cls, Section) else {}
     for name, value in values.items():
         if name in lacking or ("." in name and f"model.{name}" not in tree):
             own = theirs if (theirs := names.get(name, "")) in hf.values else ""

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def load(
             advice = "Name one of the two." if plugin.state == "shadowed" else correct
             place = tree.origin("plugins.local").at("plugins.local")
             problems.append(ComponentFinding(**place, message=message, advice=advice))
-    notes += _drop_replaced(tree, written.replaced, kernel)
+    notes += _drop_replaced(tree, written.layers, kernel)
 
     # Below that: what a published model and plugins give, the components' names, and defaults.
     manager = None
@@ -274,10 +275,6 @@ def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel
     return written.start_kernel(written.tree)
 
 
-Replaced = tuple[Slot, str, str, tuple[str, ...]]
-"""A choice of a component over one of a lower source: both names, and the keys that only lower sources give a value."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Written:
     """What was written, and what is known of it so far."""
@@ -290,8 +287,8 @@ class _Written:
     passed: bool
     problems: list[ConfigProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    replaced: list[Replaced] = field(default_factory=list)
-    """Components that something above the source that names them replaces."""
+    layers: list[tuple[Tree, Tree]] = field(default_factory=list)
+    """What each source writes, and what was merged over it."""
     unread: dict[KeyPath, str] = field(default_factory=dict)
     """Keys of another program that overrides set and that say nothing here, unless nxdt has them, too → why."""
     mandatory: dict[KeyPath, Origin] = field(default_factory=dict)
@@ -367,7 +364,7 @@ def _collect(
                 written.unread |= unread
                 written.notes += notes
         faults += source.problems
-        written.replaced += _find_replaced(source.tree, tree)
+        written.layers.append((source.tree, tree))
         tree = _merged(source.tree, [tree])
         stem = stem or source.stem
         tree.remove(BASE)
@@ -385,7 +382,7 @@ def _collect(
         source = read_source(named, partial(kernel_for, tree), place)
     written.problems += faults
     above = _merged(nothing, words)
-    written.replaced += _find_replaced(tree, above)
+    written.layers.append((tree, above))
     tree = written.tree = _merged(tree, words)
     written.problems += unreadable
     if above.get(BASE) is not None:
@@ -564,38 +561,28 @@ _IMPLIED = {"store": _FILE, "tokenizer": "huggingface"}
 """Kind → what is replaced where the source below names no component."""
 
 
-def _find_replaced(low: Tree, high: Tree) -> list[Replaced]:
-    """Return where ``high`` names another component than ``low``, which it is about to be merged over."""
-    found = []
-    for slot in SLOTS:
-        before = _name(low, slot) or _IMPLIED.get(slot.kind) or _default(slot)
-        after = _name(high, slot)
-        section, above = low.get(slot.section), high.get(slot.section)
-        if section is None or before is None or after is None or before == after:
-            continue
-        given = {key for key, value in above.items() if value is not None} if isinstance(above, dict) else ()
-        below = section if isinstance(section, dict) else ()
-        keys = tuple(key for key in below if key != slot.selector and key not in given)
-        found.append((slot, before, after, keys))
-    return found
+def _drop_replaced(tree: Tree, layers: Iterable[tuple[Tree, Tree]], kernel: Kernel) -> list[str]:
+    """Take keys out of the tree that only a component declares which something above its source replaces.
 
-
-def _drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> list[str]:
-    """Take keys out of the tree that only the component that was replaced declares.
-
-    Keys of the core, and those that both components declare, stay.
+    Keys of the core, those that both components declare, and those that are given above, stay.
 
     Returns:
         A note for each component whose keys were dropped.
     """
     notes = []
-    for slot, before, after, keys in replaced:
+    for (low, high), slot in product(layers, SLOTS):
+        before, after = _name(low, slot) or _IMPLIED.get(slot.kind) or _default(slot), _name(high, slot)
+        below, above = low.get(slot.section), high.get(slot.section)
+        if before is None or after is None or before == after or not isinstance(below, dict):
+            continue
         try:
             old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
         except NxdtError:  # one of them is unavailable, which is reported where it is selected
             continue
-        staying = {**new, **keys_of(sections_of(RunConfig)[slot.section])}
-        dropped = [key for key in keys if key in old and key not in staying]
+        staying = {*new, *keys_of(sections_of(RunConfig)[slot.section])}
+        if isinstance(above, dict):
+            staying |= {key for key, value in above.items() if value is not None}
+        dropped = [key for key in below if key in old and key not in staying]
         for key in dropped:
             tree.remove(join(slot.section, key))
         if dropped:

@@ -31,9 +31,7 @@ __all__ = [
     "LISTS",
     "REQUIRED",
     "TABLES",
-    "ChecksItself",
     "Key",
-    "NamesHFKeys",
     "ReadsHFConfig",
     "Section",
     "is_model",
@@ -60,14 +58,16 @@ class Section(BaseModel):
         """Return the section with other values, which are not checked."""
         return self.model_copy(update=values)
 
-
-@runtime_checkable
-class ChecksItself(Protocol):
-    """The section knows combinations that cannot work."""
-
     def check(self) -> Iterable[tuple[str, str]]:
-        """Yield (key, problem) for each; the key is relative to the section. Called once the types are right."""
-        ...
+        """Yield (key, problem) for each combination that cannot work; the key is relative to the section. Called once
+        the types are right."""
+        return ()
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the key of the section → key of the Hugging Face ``config.json`` that it comes from, so that messages
+        name both. Called with what :meth:`ReadsHFConfig.from_hf` has read."""
+        return {}
 
 
 @runtime_checkable
@@ -92,16 +92,6 @@ class ReadsHFConfig(Protocol):
             NxdtError: the file asks for something that the model does not do.
             ValueError: the same, in one sentence.
         """
-        ...
-
-
-@runtime_checkable
-class NamesHFKeys(Protocol):
-    """The section maps its keys to the keys of that file that they come from; messages then name both."""
-
-    @classmethod
-    def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the key of the section → key of the file. Called with what :meth:`ReadsHFConfig.from_hf` has read."""
         ...
 
 

@@ -138,5 +138,5 @@ class RotaryDecoderConfig(Section):
             if getattr(self, key) is not None and getattr(self, key) <= 0:
                 yield key, "must be above 0"
         if self.rope_scaling is not None:
-            for key, problem in self.rope_scaling.check(pairs=self.head_size // 2, theta=self.rope_theta):
+            for key, problem in self.rope_scaling.problems(pairs=self.head_size // 2, theta=self.rope_theta):
                 yield f"rope_scaling.{key}", problem

@@ -108,7 +108,7 @@ class RopeScalingConfig(Section):
         )
         return {"cp": reason}
 
-    def check(self, *, pairs: int, theta: float) -> Iterator[tuple[str, str]]:
+    def problems(self, *, pairs: int, theta: float) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work with ``pairs`` rotated pairs of channels in a head, and the
         base ``theta``."""
         if self.rope_type is None and self.type is None:
