@@ -6,7 +6,7 @@ Components, loggers and callbacks are selected by name, or by the rules that app
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -17,6 +17,7 @@ from typing import Any
 from nxdt_core.config import hub
 from nxdt_core.config.checks import Checked, find_notes, find_problems
 from nxdt_core.config.huggingface import (
+    PUBLISHED,
     architectures_of,
     fill_recipe,
     merge_hf_values,
@@ -26,6 +27,7 @@ from nxdt_core.config.huggingface import (
 from nxdt_core.config.read import (
     MANDATORY,
     UNRESOLVED,
+    Keys,
     fill,
     has_interpolation,
     interpolate,
@@ -43,7 +45,7 @@ from nxdt_core.config.schema import (
     Slot,
     usable_class,
 )
-from nxdt_core.config.section import Key, keys_of, sections_of
+from nxdt_core.config.section import Key, Section, keys_of, sections_of
 from nxdt_core.config.show import (
     hide_credentials,
     hide_secrets,
@@ -65,7 +67,6 @@ from nxdt_core.errors.configuration import (
     Misfit,
     MissingKey,
     NotSupported,
-    UnknownKey,
     WrongValue,
 )
 from nxdt_core.errors.hub import HubError
@@ -119,20 +120,17 @@ def load(
             problems.append(ComponentFinding(**place, message=message, advice=advice))
     notes += _drop_replaced(tree, written.layers, kernel)
 
-    # Below that: what a published model and plugins give, the components' names, and defaults.
-    manager = None
-    if any(isinstance(text, str) and text.startswith((hub.HUB_SCHEME, "${")) for _, text in tree.leaves()):
-        # A run that resumes reads the commits of the Hugging Face hub that it began with.
-        view = tree.copy()
-        interpolate(view, wanted=("name", "exp_manager", _RESUMES))
-        if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
-            manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
+    # Below that: what a published model and plugins give, the components' names, and defaults. A run that resumes reads
+    # the commits of the Hugging Face hub that it began with.
+    view, manager = tree.copy(), None
+    interpolate(view, wanted=("name", "exp_manager", _RESUMES, PUBLISHED))
+    if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
+        manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
     hub.begin(None if manager is None else manager.run_dir / "config.yaml")
     try:
-        tree, published = with_published_model(tree)
+        tree, published = with_published_model(tree, view)
     except HubError as error:  # what else is missing would come from that model
-        start = "checkpoint.resume_from"
-        problems.append(BadComponentChoice(**tree.origin(start).at(start), error=error))
+        problems.append(BadComponentChoice(**tree.origin(PUBLISHED).at(PUBLISHED), error=error))
         raise _refused(written.label, problems) from None
     try:  # of several plugins the first wins
         context = ConfigDefaultsContext(config=plain(tree.data), source=written.label)
@@ -146,11 +144,12 @@ def load(
             problems.append(fault)
     except NxdtError as error:
         problems.append(BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error))
-    composition = _select(tree, kernel, written.label, problems, published=published)
+    keys = Keys()
+    selected, choices = _select(tree, keys, kernel, written.label, problems, published=published)
     passes = tree.get("trainer.max_epochs")
     if tree.get("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
         tree.set("trainer.max_steps", _NO_END, DEFAULT)
-    keys = fill(tree, RunConfig, composition.classes)
+    fill(tree, RunConfig, keys)
     for path, note in written.unread.items():
         notes += () if path in keys.names else (note,)
         while path not in keys.names and not (isinstance(value := tree.get(path), dict) and value):
@@ -167,7 +166,7 @@ def load(
     learn_secrets(tree)
 
     # One reading by the models of the sections, then the rules over values that are each right.
-    instances, faults, values = read(tree, keys, open_sections=composition.open, unfilled=composition.unfilled)
+    instances, faults, values = read(tree, keys)
     problems += explained(faults, tree, keys.names.values(), kernel)
     for path, origin in written.mandatory.items():
         if path in tree and tree.origin(path).kind == "default":
@@ -176,7 +175,7 @@ def load(
     sections = {slot.kind: slot.section for slot in SLOTS}
     components = {
         kind: None if found is None else Selected(component=found, config=instances.get(sections[kind]))
-        for kind, found in composition.components.items()
+        for kind, found in selected.items()
     }
     checked = Checked(values, tree, components)
     problems += find_problems(checked, kernel, asks_plugins=not problems)
@@ -187,7 +186,7 @@ def load(
         raise _refused(written.label, independent)
     notes = [
         *notes,
-        *composition.notes,
+        *choices,
         *notes_on_secrets(tree),
         *find_notes(checked),
         *extension_notes,
@@ -448,34 +447,21 @@ _RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
 """Keys that the rules below read in addition to the selectors."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Composition:
-    """What the selected components add to the core's schema."""
-
-    components: dict[str, RegisteredComponent | None] = field(default_factory=dict)
-    """By kind; one whose component is unavailable is absent."""
-    classes: dict[str, type] = field(default_factory=dict)
-    """By path of the section: the class that the component declares."""
-    open: set[str] = field(default_factory=set)
-    """Sections whose component is unknown, so that their keys are unknown too."""
-    unfilled: type | None = None
-    """Class of the model where its keys would have come from a file that cannot be read: that they are missing is
-    reported at the file."""
-    notes: list[str] = field(default_factory=list)
-    """Lines on choices that follow from rules."""
-
-
-def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool) -> _Composition:
-    """Return the component of every slot; what is wrong with the choices is added to ``problems``.
+def _select(
+    tree: Tree, keys: Keys, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool
+) -> tuple[dict[str, RegisteredComponent | None], list[str]]:
+    """Return the component of every slot by its kind, without those that are unavailable, and notes on choices that
+    follow from rules.
 
     Names that follow from rules are added to the tree, the values of ``model.model_config``, and the defaults of a run
     that starts from a published model.
 
     Args:
         tree: What was written.
+        keys: Gets what the components declare.
         kernel: Knows the components.
         label: Place of problems with keys that are not written anywhere.
-        problems: So far.
+        problems: Gets what is wrong with the choices.
         published: Whether the run starts from a published model.
     """
     view = tree
@@ -485,7 +471,7 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
         whole = () if "model.name" in tree else ("model",)  # a model without a name is sought by its whole section
         interpolate(view, wanted=(*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole))
     hf = read_hf_config(view)
-    composition = _Composition()
+    components, notes = dict[str, RegisteredComponent | None](), list[str]()
     for slot in SLOTS:
         around = slot.section.split(".")
         sections = [tree.get(tuple(around[: depth + 1])) for depth in range(len(around))]
@@ -493,7 +479,7 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
         name = _default(slot) if name is None else name
         mappings = all(isinstance(section, (dict, type(None))) for section in sections)
         if not mappings or not isinstance(name, (str, type(None))):
-            composition.open.add(slot.section)  # reported when it is read
+            keys.open.add(slot.section)  # reported when it is read
             continue
         key, why = slot.key, ""
         if key not in tree and slot.kind == "store" and "checkpoint.uri" in tree:
@@ -516,28 +502,25 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
                 component = kernel.registry.get(slot.kind, name)
             elif slot.kind == "store":
                 component = kernel.registry.storage_for_scheme(scheme)
-            composition.components[slot.kind] = component
-            if component is not None and (cls := component.load_config()) is not None:
-                usable_class(component, tree.origin(slot.key).at(slot.key))
-                composition.classes[slot.section] = cls
-        except BadComponentConfig as problem:
-            problems.append(problem)
-            composition.open.add(slot.section)
+            components[slot.kind] = component
+            place = tree.origin(slot.key).at(slot.key)
+            if component is not None and (cls := usable_class(component, place)) is not None:
+                keys.classes[slot.section] = cls
         except NxdtError as error:
             note = f" The name follows from {why}." if why else ""
-            problems.append(BadComponentChoice(**origin.at(key), error=error, note=note))
-            composition.open.add(slot.section)
+            choice = BadComponentChoice(**origin.at(key), error=error, note=note)
+            problems.append(error if isinstance(error, BadComponentConfig) else choice)
+            keys.open.add(slot.section)
         if why:
             tree.set(slot.key, name, replace(DEFAULT, where="" if why == _BY_DEFAULT else f"by {why}"))
             if slot.kind == "model" and not published:
-                composition.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
-    faults = merge_hf_values(tree, composition.classes.get("model"), hf)
+                notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
+    faults = merge_hf_values(tree, keys.classes.get("model"), hf)
     problems += faults
-    if faults:
-        composition.unfilled = composition.classes["model"]
+    keys.unfilled = keys.classes["model"] if faults else None
     if published:
-        composition.notes += fill_recipe(tree, hf)
-    return composition
+        notes += fill_recipe(tree, hf)
+    return components, notes
 
 
 def _model_of(architectures: Sequence[str], kernel: Kernel) -> tuple[str, str]:
@@ -633,7 +616,7 @@ def _mask_options(tree: Tree, kernel: Kernel) -> None:
     """Mask the secrets among the options of loggers and callbacks, selected or not."""
     places = [(f"exp_manager.{options}", logger) for logger, options in _FLAGS.items()]
     for path in (_LOGGERS, _CALLBACKS):
-        places += [(where, tree.get(f"{where}.name")) for where, _ in _entries(tree, path)]
+        places += [(where, name) for where, _, name in _entries(tree, path)]
     for where, name in places:
         if isinstance(tree.get(where), dict) and isinstance(name, str):
             with suppress(NxdtError):  # of a component that cannot be had, which :func:`_select_extensions` reports
@@ -642,10 +625,13 @@ def _mask_options(tree: Tree, kernel: Kernel) -> None:
                     mask_secrets(tree, cls, parts_of(where))
 
 
-def _entries(tree: Tree, path: str) -> list[tuple[str, Any]]:
-    """Return path and value of each item of a list."""
+def _entries(tree: Tree, path: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the path of each item of a list, the key that names its component, and the name."""
     items = tree.get(path)
-    return [(f"{path}[{number}]", item) for number, item in enumerate(items if isinstance(items, list) else ())]
+    for number, item in enumerate(items if isinstance(items, list) else ()):
+        where = f"{path}[{number}]"
+        key = where if isinstance(item, str) else f"{where}.name"
+        yield where, key, tree.get(key)
 
 
 def _select_extensions(
@@ -659,16 +645,13 @@ def _select_extensions(
     notes, extensions = list[str](), dict[str, tuple[Selected, ...]]()
     for path in (_LOGGERS, _CALLBACKS):
         entries: list[tuple[str, str, str]] = []  # name, the key that holds it, the path of its options
-        for where, item in _entries(tree, path):
-            key = f"{where}.name"
-            name, place = tree.get(key), tree.origin(key).at(key)
-            if isinstance(item, str):
-                entries.append((item, where, where))
-            elif isinstance(name, str):
+        for where, key, name in _entries(tree, path):
+            place = tree.origin(key).at(key)
+            if isinstance(name, str):
                 entries.append((name, key, where))
             elif name is not None:  # `yes` is a boolean of YAML
                 problems.append(WrongValue(**place, found=tree.describe(key), allowed="the component's name, a text"))
-            elif isinstance(item, dict):
+            elif isinstance(tree.get(where), dict):
                 problems.append(MissingKey(**place, allowed="the component's name"))
         names = {name for name, _, _ in entries}
         for logger, options_name in _FLAGS.items() if path == _LOGGERS else ():
@@ -687,24 +670,21 @@ def _select_extensions(
                 notes.append(f"{options}: no effect, since {key} does not select that logger")
         components: list[Selected] = []
         for name, key, options in entries:
-            place, instance = tree.origin(key).at(key), None
+            place = tree.origin(key).at(key)
             try:
                 component = kernel.registry.get("callback", name)
                 cls = usable_class(component, place)
             except NxdtError as error:
-                problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
-                problems.append(problem)
+                choice = BadComponentChoice(**place, error=error)
+                problems.append(error if isinstance(error, BadComponentConfig) else choice)
                 continue
             part = tree.copy(options)
             if not isinstance(part.data, dict):
                 part = Tree({}, {(): tree.origin(key)})
             if key == f"{options}.name":
                 part.remove("name")
-            if cls is not None:
-                instance, faults = read_part(cls, part, options)
-                problems += faults
-            else:
-                problems += [UnknownKey(**part.origin(name).at(f"{options}.{name}")) for name in part.data]
-            components.append(Selected(component=component, config=instance))
+            instance, faults = read_part(cls or Section, part, options)
+            problems += faults
+            components.append(Selected(component=component, config=cls and instance))
         extensions[path] = tuple(components)
     return extensions, notes
