@@ -15,7 +15,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent
-from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
 from nxdt_core.config.schema import (
     SLOTS,
     DistributedStrategyConfig,
@@ -25,7 +24,7 @@ from nxdt_core.config.schema import (
     Selected,
     mode_of,
 )
-from nxdt_core.config.section import Section, keys_of
+from nxdt_core.config.section import FORMS, PartOf, Section, keys_of, seconds_of
 from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (

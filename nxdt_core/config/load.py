@@ -675,8 +675,8 @@ def _select_extensions(
                 component = kernel.registry.get("callback", name)
                 cls = usable_class(component, place)
             except NxdtError as error:
-                choice = BadComponentChoice(**place, error=error)
-                problems.append(error if isinstance(error, BadComponentConfig) else choice)
+                problem = error if isinstance(error, ConfigProblem) else BadComponentChoice(**place, error=error)
+                problems.append(problem)
                 continue
             part = tree.copy(options)
             if not isinstance(part.data, dict):

@@ -23,9 +23,18 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from nxdt_core.config.annotations import DefaultsTo, NamesModel, StartsAtFile
 from nxdt_core.config.hub import HUB_SCHEME, resolve
-from nxdt_core.config.section import REQUIRED, Key, keys_of, marked, members, nearest_keys
+from nxdt_core.config.section import (
+    REQUIRED,
+    DefaultsTo,
+    Key,
+    NamesModel,
+    StartsAtFile,
+    keys_of,
+    marked,
+    members,
+    nearest_keys,
+)
 from nxdt_core.config.show import learn_secrets, learn_variables, mask_secrets
 from nxdt_core.config.tree import (
     DEFAULT,

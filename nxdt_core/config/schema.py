@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from pydantic.errors import PydanticUserError
 
-from nxdt_core.config.annotations import (
+from nxdt_core.config.section import (
     DefaultsTo,
     Duration,
     Fraction,
@@ -21,9 +21,9 @@ from nxdt_core.config.annotations import (
     NonNegativeInt,
     PositiveInt,
     Range,
+    Section,
     SourcePath,
 )
-from nxdt_core.config.section import Section
 from nxdt_core.config.tree import Origin, Tree, dotted, plain
 from nxdt_core.errors.configuration import BadComponentConfig, Place
 from nxdt_core.errors.launch import WorldDoesNotDivide

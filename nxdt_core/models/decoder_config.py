@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 

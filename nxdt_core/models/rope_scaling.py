@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from nxdt_core.config.annotations import PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import PositiveInt, Section
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]

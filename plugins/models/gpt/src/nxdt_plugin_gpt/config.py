@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Fraction, NonNegativeFloat, PositiveInt, Section
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_plugin_gpt.hf import config_from_hf, family_of
 
