@@ -122,8 +122,10 @@ def load(
 
     # Below that: what a published model and plugins give, the components' names, and defaults. A run that resumes reads
     # the commits of the Hugging Face hub that it began with.
-    view, manager = tree.copy(), None
-    interpolate(view, wanted=("name", "exp_manager", _RESUMES, PUBLISHED))
+    view, manager = tree, None
+    if any(interpolations(tree.data)):
+        view = tree.copy()
+        interpolate(view, wanted=("name", "exp_manager", _RESUMES, PUBLISHED))
     if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
         manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
     hub.begin(None if manager is None else manager.run_dir / "config.yaml")
