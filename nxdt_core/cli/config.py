@@ -11,9 +11,8 @@ import click
 
 from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import SuggestingGroup, as_json, attributes, config_arguments, print_json, print_note, say, verb
-from nxdt_core.config.annotations import Written
 from nxdt_core.config.hub import name_of
-from nxdt_core.config.section import is_model, keys_of
+from nxdt_core.config.section import Written, is_model, keys_of
 from nxdt_core.config.tree import dotted
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ValuesNotSet

@@ -15,7 +15,6 @@ from difflib import get_close_matches
 from typing import Any
 
 from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent
-from nxdt_core.config.annotations import FORMS, PartOf, seconds_of
 from nxdt_core.config.schema import (
     SLOTS,
     DistributedStrategyConfig,
@@ -25,7 +24,7 @@ from nxdt_core.config.schema import (
     Selected,
     mode_of,
 )
-from nxdt_core.config.section import ChecksItself, keys_of
+from nxdt_core.config.section import FORMS, PartOf, Section, keys_of, seconds_of
 from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
@@ -132,7 +131,7 @@ def find_problems(checked: Checked, kernel: Kernel, *, asks_plugins: bool) -> li
     problems += find_undeclared(checked, kernel.registry)
     for slot in SLOTS:
         selected = components.get(slot.kind)
-        if selected is not None and isinstance(selected.config, ChecksItself):
+        if selected is not None and isinstance(selected.config, Section):
             with _guarded(selected.component, checked.place(slot.section), "check", problems):
                 for key, message in selected.config.check():
                     end = "" if message.endswith((".", "!", "?")) else "."

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.config.hub import complete, local_path, name_of
-from nxdt_core.config.read import has_interpolation, interpolate
+from nxdt_core.config.read import has_interpolation
 from nxdt_core.config.schema import ModelConfig
-from nxdt_core.config.section import REQUIRED, NamesHFKeys, ReadsHFConfig, keys_of
+from nxdt_core.config.section import REQUIRED, ReadsHFConfig, Section, keys_of
 from nxdt_core.config.sources import file_problem
 from nxdt_core.config.tree import DEFAULT, Origin, Tree, plain, walk
 from nxdt_core.errors import NxdtError
@@ -105,7 +105,7 @@ def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> s
     return None
 
 
-_KEY, _START = "model.model_config", "checkpoint.resume_from"
+PUBLISHED, _KEY = "checkpoint.resume_from", "model.model_config"
 _NOT_OF_ARCHITECTURES = keys_of(ModelConfig).keys() - {"name", "model_config"}
 _TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _POSITIONS = ("max_position_embeddings", "n_positions")
@@ -113,38 +113,39 @@ _SEQ_LENGTH, _BATCH, _LR, _ADAPTER_LR = 2048, 8, 2e-5, 2e-4
 """Defaults of a run that starts from a published model. The rates are those of TRL's SFT and of the QLoRA paper."""
 
 
-def with_published_model(tree: Tree) -> tuple[Tree, bool]:
+def with_published_model(tree: Tree, view: Tree) -> tuple[Tree, bool]:
     """Return the tree with what the Hugging Face directory in ``checkpoint.resume_from`` gives below it, and whether
     that key names one.
 
     A path without a ``config.json`` counts, too, where nothing else describes the model: reading it reports the path.
 
+    Args:
+        tree: The values.
+        view: The same, in which that key is no reference.
+
     Raises:
         HubError: the path is a name of the Hugging Face hub, which cannot be resolved or has no weights.
     """
-    named, origin, view = tree.get(_START), tree.origin(_START), tree
-    if has_interpolation(named):
-        view = tree.copy()
-        interpolate(view, wanted=(_START,))
-    path, model = view.get(_START), tree.get("model") or {}
+    named, origin = tree.get(PUBLISHED), tree.origin(PUBLISHED)
+    path, model = view.get(PUBLISHED), tree.get("model") or {}
     described = isinstance(model, dict) and any(model[key] is not None for key in model.keys() - _NOT_OF_ARCHITECTURES)
     try:
         if not isinstance(path, str) or not path or ("://" in path and not path.startswith(PACKAGE_SCHEME)):
             return tree, False
-        directory = resolve_path(local_path(path), view.origin(_START).directory)
+        directory = resolve_path(local_path(path), view.origin(PUBLISHED).directory)
         complete(directory, download=False)
     except PackageNotFound:  # reported as a wrong value when it is read
         return tree, False
     if described and not os.path.isfile(directory / "config.json"):
         return tree, False
-    value = f"${{{_START}}}" if has_interpolation(named) else named
+    value = f"${{{PUBLISHED}}}" if has_interpolation(named) else named
     given: dict[str, Any] = {"checkpoint": {"weight_init_only": True}, "model": {"model_config": value}}
     tokenizer = tree.get("data.tokenizer", {})
     other = not isinstance(tokenizer, dict) or tokenizer.keys() & {"library", "model", "type", "vocab_file"}
     if not other and any(os.path.isfile(directory / name) for name in _TOKENIZER):
         given["data"] = {"tokenizer": {"library": "huggingface", "model": value}}
-    written = origin.at(_START)["place"]
-    default_origin = Origin(kind="hf", where=_START, line=origin.line, written=written, directory=origin.directory)
+    written = origin.at(PUBLISHED)["place"]
+    default_origin = Origin(kind="hf", where=PUBLISHED, line=origin.line, written=written, directory=origin.directory)
     if tree.get("model") is None:  # a section without keys
         tree.remove("model")
     below = Tree.of(given, default_origin)
@@ -169,16 +170,16 @@ def fill_recipe(tree: Tree, hf: HFConfig) -> list[str]:
         if key not in tree and all(isinstance(tree.get(section, {}), dict) for section in sections):
             tree.set(key, value, replace(DEFAULT, where="for a published model"))
             added.append(f"{key} {value:g}")
-    note = f"{_START} gives {', '.join(['weights', 'stop tokens', *gave])}"
+    note = f"{PUBLISHED} gives {', '.join(['weights', 'stop tokens', *gave])}"
     return [f"{note}; defaults: {', '.join(added)}" if added else note] if gave or added else []
 
 
 def _place(tree: Tree) -> Place:
-    return tree.origin(_KEY).at(_START if _is_published(tree, _KEY) else _KEY)
+    return tree.origin(_KEY).at(PUBLISHED if _is_published(tree, _KEY) else _KEY)
 
 
 def _is_published(tree: Tree, key: str) -> bool:
-    return key in tree and tree.origin(key).kind == "hf" and tree.origin(key).where == _START
+    return key in tree and tree.origin(key).kind == "hf" and tree.origin(key).where == PUBLISHED
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,7 +266,7 @@ def merge_hf_values(tree: Tree, cls: type | None, hf: HFConfig) -> list[ConfigPr
             tree.remove(_KEY)  # the configuration describes another model for these weights
             return []
         return [problem]
-    names = cls.hf_names(hf.values) if values and issubclass(cls, NamesHFKeys) else {}
+    names = cls.hf_names(hf.values) if values and issubclass(cls, Section) else {}
     for name, value in values.items():
         if name in lacking or ("." in name and f"model.{name}" not in tree):
             own = theirs if (theirs := names.get(name, "")) in hf.values else ""

@@ -6,16 +6,18 @@ Components, loggers and callbacks are selected by name, or by the rules that app
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from nxdt_core.config import hub
 from nxdt_core.config.checks import Checked, find_notes, find_problems
 from nxdt_core.config.huggingface import (
+    PUBLISHED,
     architectures_of,
     fill_recipe,
     merge_hf_values,
@@ -25,6 +27,7 @@ from nxdt_core.config.huggingface import (
 from nxdt_core.config.read import (
     MANDATORY,
     UNRESOLVED,
+    Keys,
     fill,
     has_interpolation,
     interpolate,
@@ -42,7 +45,7 @@ from nxdt_core.config.schema import (
     Slot,
     usable_class,
 )
-from nxdt_core.config.section import Key, keys_of, sections_of
+from nxdt_core.config.section import Key, Section, keys_of, sections_of
 from nxdt_core.config.show import (
     hide_credentials,
     hide_secrets,
@@ -64,7 +67,6 @@ from nxdt_core.errors.configuration import (
     Misfit,
     MissingKey,
     NotSupported,
-    UnknownKey,
     WrongValue,
 )
 from nxdt_core.errors.hub import HubError
@@ -116,22 +118,21 @@ def load(
             advice = "Name one of the two." if plugin.state == "shadowed" else correct
             place = tree.origin("plugins.local").at("plugins.local")
             problems.append(ComponentFinding(**place, message=message, advice=advice))
-    notes += _drop_replaced(tree, written.replaced, kernel)
+    notes += _drop_replaced(tree, written.layers, kernel)
 
-    # Below that: what a published model and plugins give, the components' names, and defaults.
-    manager = None
-    if any(isinstance(text, str) and text.startswith((hub.HUB_SCHEME, "${")) for _, text in tree.leaves()):
-        # A run that resumes reads the commits of the Hugging Face hub that it began with.
+    # Below that: what a published model and plugins give, the components' names, and defaults. A run that resumes reads
+    # the commits of the Hugging Face hub that it began with.
+    view, manager = tree, None
+    if any(interpolations(tree.data)):
         view = tree.copy()
-        interpolate(view, wanted=("name", "exp_manager", _RESUMES))
-        if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
-            manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
+        interpolate(view, wanted=("name", "exp_manager", _RESUMES, PUBLISHED))
+    if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
+        manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
     hub.begin(None if manager is None else manager.run_dir / "config.yaml")
     try:
-        tree, published = with_published_model(tree)
+        tree, published = with_published_model(tree, view)
     except HubError as error:  # what else is missing would come from that model
-        start = "checkpoint.resume_from"
-        problems.append(BadComponentChoice(**tree.origin(start).at(start), error=error))
+        problems.append(BadComponentChoice(**tree.origin(PUBLISHED).at(PUBLISHED), error=error))
         raise _refused(written.label, problems) from None
     try:  # of several plugins the first wins
         context = ConfigDefaultsContext(config=plain(tree.data), source=written.label)
@@ -145,11 +146,12 @@ def load(
             problems.append(fault)
     except NxdtError as error:
         problems.append(BadComponentChoice(**Origin(kind="plugin", where="").at(""), error=error))
-    composition = _select(tree, kernel, written.label, problems, published=published)
+    keys = Keys()
+    selected, choices = _select(tree, keys, kernel, written.label, problems, published=published)
     passes = tree.get("trainer.max_epochs")
     if tree.get("trainer.max_steps") is None and isinstance(passes, int) and passes > 0:  # which alone end it
         tree.set("trainer.max_steps", _NO_END, DEFAULT)
-    keys = fill(tree, RunConfig, composition.classes)
+    fill(tree, RunConfig, keys)
     for path, note in written.unread.items():
         notes += () if path in keys.names else (note,)
         while path not in keys.names and not (isinstance(value := tree.get(path), dict) and value):
@@ -166,7 +168,7 @@ def load(
     learn_secrets(tree)
 
     # One reading by the models of the sections, then the rules over values that are each right.
-    instances, faults, values = read(tree, keys, open_sections=composition.open, unfilled=composition.unfilled)
+    instances, faults, values = read(tree, keys)
     problems += explained(faults, tree, keys.names.values(), kernel)
     for path, origin in written.mandatory.items():
         if path in tree and tree.origin(path).kind == "default":
@@ -175,7 +177,7 @@ def load(
     sections = {slot.kind: slot.section for slot in SLOTS}
     components = {
         kind: None if found is None else Selected(component=found, config=instances.get(sections[kind]))
-        for kind, found in composition.components.items()
+        for kind, found in selected.items()
     }
     checked = Checked(values, tree, components)
     problems += find_problems(checked, kernel, asks_plugins=not problems)
@@ -186,7 +188,7 @@ def load(
         raise _refused(written.label, independent)
     notes = [
         *notes,
-        *composition.notes,
+        *choices,
         *notes_on_secrets(tree),
         *find_notes(checked),
         *extension_notes,
@@ -274,10 +276,6 @@ def start_kernel_of(source: str | Path, overrides: Sequence[str] = ()) -> Kernel
     return written.start_kernel(written.tree)
 
 
-Replaced = tuple[Slot, str, str, tuple[str, ...]]
-"""A choice of a component over one of a lower source: both names, and the keys that only lower sources give a value."""
-
-
 @dataclass(slots=True, kw_only=True)
 class _Written:
     """What was written, and what is known of it so far."""
@@ -290,8 +288,8 @@ class _Written:
     passed: bool
     problems: list[ConfigProblem] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    replaced: list[Replaced] = field(default_factory=list)
-    """Components that something above the source that names them replaces."""
+    layers: list[tuple[Tree, Tree]] = field(default_factory=list)
+    """What each source writes, and what was merged over it."""
     unread: dict[KeyPath, str] = field(default_factory=dict)
     """Keys of another program that overrides set and that say nothing here, unless nxdt has them, too → why."""
     mandatory: dict[KeyPath, Origin] = field(default_factory=dict)
@@ -367,7 +365,7 @@ def _collect(
                 written.unread |= unread
                 written.notes += notes
         faults += source.problems
-        written.replaced += _find_replaced(source.tree, tree)
+        written.layers.append((source.tree, tree))
         tree = _merged(source.tree, [tree])
         stem = stem or source.stem
         tree.remove(BASE)
@@ -385,7 +383,7 @@ def _collect(
         source = read_source(named, partial(kernel_for, tree), place)
     written.problems += faults
     above = _merged(nothing, words)
-    written.replaced += _find_replaced(tree, above)
+    written.layers.append((tree, above))
     tree = written.tree = _merged(tree, words)
     written.problems += unreadable
     if above.get(BASE) is not None:
@@ -451,34 +449,21 @@ _RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
 """Keys that the rules below read in addition to the selectors."""
 
 
-@dataclass(slots=True, kw_only=True)
-class _Composition:
-    """What the selected components add to the core's schema."""
-
-    components: dict[str, RegisteredComponent | None] = field(default_factory=dict)
-    """By kind; one whose component is unavailable is absent."""
-    classes: dict[str, type] = field(default_factory=dict)
-    """By path of the section: the class that the component declares."""
-    open: set[str] = field(default_factory=set)
-    """Sections whose component is unknown, so that their keys are unknown too."""
-    unfilled: type | None = None
-    """Class of the model where its keys would have come from a file that cannot be read: that they are missing is
-    reported at the file."""
-    notes: list[str] = field(default_factory=list)
-    """Lines on choices that follow from rules."""
-
-
-def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool) -> _Composition:
-    """Return the component of every slot; what is wrong with the choices is added to ``problems``.
+def _select(
+    tree: Tree, keys: Keys, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool
+) -> tuple[dict[str, RegisteredComponent | None], list[str]]:
+    """Return the component of every slot by its kind, without those that are unavailable, and notes on choices that
+    follow from rules.
 
     Names that follow from rules are added to the tree, the values of ``model.model_config``, and the defaults of a run
     that starts from a published model.
 
     Args:
         tree: What was written.
+        keys: Gets what the components declare.
         kernel: Knows the components.
         label: Place of problems with keys that are not written anywhere.
-        problems: So far.
+        problems: Gets what is wrong with the choices.
         published: Whether the run starts from a published model.
     """
     view = tree
@@ -488,7 +473,7 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
         whole = () if "model.name" in tree else ("model",)  # a model without a name is sought by its whole section
         interpolate(view, wanted=(*(slot.key for slot in SLOTS), *_RULE_KEYS, *whole))
     hf = read_hf_config(view)
-    composition = _Composition()
+    components, notes = dict[str, RegisteredComponent | None](), list[str]()
     for slot in SLOTS:
         around = slot.section.split(".")
         sections = [tree.get(tuple(around[: depth + 1])) for depth in range(len(around))]
@@ -496,7 +481,7 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
         name = _default(slot) if name is None else name
         mappings = all(isinstance(section, (dict, type(None))) for section in sections)
         if not mappings or not isinstance(name, (str, type(None))):
-            composition.open.add(slot.section)  # reported when it is read
+            keys.open.add(slot.section)  # reported when it is read
             continue
         key, why = slot.key, ""
         if key not in tree and slot.kind == "store" and "checkpoint.uri" in tree:
@@ -519,28 +504,25 @@ def _select(tree: Tree, kernel: Kernel, label: str, problems: list[ConfigProblem
                 component = kernel.registry.get(slot.kind, name)
             elif slot.kind == "store":
                 component = kernel.registry.storage_for_scheme(scheme)
-            composition.components[slot.kind] = component
-            if component is not None and (cls := component.load_config()) is not None:
-                usable_class(component, tree.origin(slot.key).at(slot.key))
-                composition.classes[slot.section] = cls
-        except BadComponentConfig as problem:
-            problems.append(problem)
-            composition.open.add(slot.section)
+            components[slot.kind] = component
+            place = tree.origin(slot.key).at(slot.key)
+            if component is not None and (cls := usable_class(component, place)) is not None:
+                keys.classes[slot.section] = cls
         except NxdtError as error:
             note = f" The name follows from {why}." if why else ""
-            problems.append(BadComponentChoice(**origin.at(key), error=error, note=note))
-            composition.open.add(slot.section)
+            choice = BadComponentChoice(**origin.at(key), error=error, note=note)
+            problems.append(error if isinstance(error, BadComponentConfig) else choice)
+            keys.open.add(slot.section)
         if why:
             tree.set(slot.key, name, replace(DEFAULT, where="" if why == _BY_DEFAULT else f"by {why}"))
             if slot.kind == "model" and not published:
-                composition.notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
-    faults = merge_hf_values(tree, composition.classes.get("model"), hf)
+                notes.append(f"{slot.key}: not given; {name!r} follows from {why}")
+    faults = merge_hf_values(tree, keys.classes.get("model"), hf)
     problems += faults
-    if faults:
-        composition.unfilled = composition.classes["model"]
+    keys.unfilled = keys.classes["model"] if faults else None
     if published:
-        composition.notes += fill_recipe(tree, hf)
-    return composition
+        notes += fill_recipe(tree, hf)
+    return components, notes
 
 
 def _model_of(architectures: Sequence[str], kernel: Kernel) -> tuple[str, str]:
@@ -564,38 +546,28 @@ _IMPLIED = {"store": _FILE, "tokenizer": "huggingface"}
 """Kind → what is replaced where the source below names no component."""
 
 
-def _find_replaced(low: Tree, high: Tree) -> list[Replaced]:
-    """Return where ``high`` names another component than ``low``, which it is about to be merged over."""
-    found = []
-    for slot in SLOTS:
-        before = _name(low, slot) or _IMPLIED.get(slot.kind) or _default(slot)
-        after = _name(high, slot)
-        section, above = low.get(slot.section), high.get(slot.section)
-        if section is None or before is None or after is None or before == after:
-            continue
-        given = {key for key, value in above.items() if value is not None} if isinstance(above, dict) else ()
-        below = section if isinstance(section, dict) else ()
-        keys = tuple(key for key in below if key != slot.selector and key not in given)
-        found.append((slot, before, after, keys))
-    return found
+def _drop_replaced(tree: Tree, layers: Iterable[tuple[Tree, Tree]], kernel: Kernel) -> list[str]:
+    """Take keys out of the tree that only a component declares which something above its source replaces.
 
-
-def _drop_replaced(tree: Tree, replaced: Iterable[Replaced], kernel: Kernel) -> list[str]:
-    """Take keys out of the tree that only the component that was replaced declares.
-
-    Keys of the core, and those that both components declare, stay.
+    Keys of the core, those that both components declare, and those that are given above, stay.
 
     Returns:
         A note for each component whose keys were dropped.
     """
     notes = []
-    for slot, before, after, keys in replaced:
+    for (low, high), slot in product(layers, SLOTS):
+        before, after = _name(low, slot) or _IMPLIED.get(slot.kind) or _default(slot), _name(high, slot)
+        below, above = low.get(slot.section), high.get(slot.section)
+        if before is None or after is None or before == after or not isinstance(below, dict):
+            continue
         try:
             old, new = _declared(slot, before, kernel), _declared(slot, after, kernel)
         except NxdtError:  # one of them is unavailable, which is reported where it is selected
             continue
-        staying = {**new, **keys_of(sections_of(RunConfig)[slot.section])}
-        dropped = [key for key in keys if key in old and key not in staying]
+        staying = {*new, *keys_of(sections_of(RunConfig)[slot.section])}
+        if isinstance(above, dict):
+            staying |= {key for key, value in above.items() if value is not None}
+        dropped = [key for key in below if key in old and key not in staying]
         for key in dropped:
             tree.remove(join(slot.section, key))
         if dropped:
@@ -646,7 +618,7 @@ def _mask_options(tree: Tree, kernel: Kernel) -> None:
     """Mask the secrets among the options of loggers and callbacks, selected or not."""
     places = [(f"exp_manager.{options}", logger) for logger, options in _FLAGS.items()]
     for path in (_LOGGERS, _CALLBACKS):
-        places += [(where, tree.get(f"{where}.name")) for where, _ in _entries(tree, path)]
+        places += [(where, name) for where, _, name in _entries(tree, path)]
     for where, name in places:
         if isinstance(tree.get(where), dict) and isinstance(name, str):
             with suppress(NxdtError):  # of a component that cannot be had, which :func:`_select_extensions` reports
@@ -655,10 +627,13 @@ def _mask_options(tree: Tree, kernel: Kernel) -> None:
                     mask_secrets(tree, cls, parts_of(where))
 
 
-def _entries(tree: Tree, path: str) -> list[tuple[str, Any]]:
-    """Return path and value of each item of a list."""
+def _entries(tree: Tree, path: str) -> Iterator[tuple[str, str, Any]]:
+    """Yield the path of each item of a list, the key that names its component, and the name."""
     items = tree.get(path)
-    return [(f"{path}[{number}]", item) for number, item in enumerate(items if isinstance(items, list) else ())]
+    for number, item in enumerate(items if isinstance(items, list) else ()):
+        where = f"{path}[{number}]"
+        key = where if isinstance(item, str) else f"{where}.name"
+        yield where, key, tree.get(key)
 
 
 def _select_extensions(
@@ -672,16 +647,13 @@ def _select_extensions(
     notes, extensions = list[str](), dict[str, tuple[Selected, ...]]()
     for path in (_LOGGERS, _CALLBACKS):
         entries: list[tuple[str, str, str]] = []  # name, the key that holds it, the path of its options
-        for where, item in _entries(tree, path):
-            key = f"{where}.name"
-            name, place = tree.get(key), tree.origin(key).at(key)
-            if isinstance(item, str):
-                entries.append((item, where, where))
-            elif isinstance(name, str):
+        for where, key, name in _entries(tree, path):
+            place = tree.origin(key).at(key)
+            if isinstance(name, str):
                 entries.append((name, key, where))
             elif name is not None:  # `yes` is a boolean of YAML
                 problems.append(WrongValue(**place, found=tree.describe(key), allowed="the component's name, a text"))
-            elif isinstance(item, dict):
+            elif isinstance(tree.get(where), dict):
                 problems.append(MissingKey(**place, allowed="the component's name"))
         names = {name for name, _, _ in entries}
         for logger, options_name in _FLAGS.items() if path == _LOGGERS else ():
@@ -700,7 +672,7 @@ def _select_extensions(
                 notes.append(f"{options}: no effect, since {key} does not select that logger")
         components: list[Selected] = []
         for name, key, options in entries:
-            place, instance = tree.origin(key).at(key), None
+            place = tree.origin(key).at(key)
             try:
                 component = kernel.registry.get("callback", name)
                 cls = usable_class(component, place)
@@ -713,11 +685,8 @@ def _select_extensions(
                 part = Tree({}, {(): tree.origin(key)})
             if key == f"{options}.name":
                 part.remove("name")
-            if cls is not None:
-                instance, faults = read_part(cls, part, options)
-                problems += faults
-            else:
-                problems += [UnknownKey(**part.origin(name).at(f"{options}.{name}")) for name in part.data]
-            components.append(Selected(component=component, config=instance))
+            instance, faults = read_part(cls or Section, part, options)
+            problems += faults
+            components.append(Selected(component=component, config=cls and instance))
         extensions[path] = tuple(components)
     return extensions, notes

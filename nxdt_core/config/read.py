@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -23,9 +23,18 @@ from typing import Any, Literal, get_args, get_origin
 
 from pydantic import ValidationError
 
-from nxdt_core.config.annotations import DefaultsTo, NamesModel, StartsAtFile
 from nxdt_core.config.hub import HUB_SCHEME, resolve
-from nxdt_core.config.section import REQUIRED, Key, keys_of, marked, members, nearest_keys
+from nxdt_core.config.section import (
+    REQUIRED,
+    DefaultsTo,
+    Key,
+    NamesModel,
+    StartsAtFile,
+    keys_of,
+    marked,
+    members,
+    nearest_keys,
+)
 from nxdt_core.config.show import learn_secrets, learn_variables, mask_secrets
 from nxdt_core.config.tree import (
     DEFAULT,
@@ -55,10 +64,18 @@ from nxdt_core.protocols.batch import LARGEST
 from nxdt_core.system.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, kw_only=True)
 class Keys:
     """The keys that a tree may have: those of the core's section and of the components that it selects."""
 
+    classes: dict[str, type] = field(default_factory=dict)
+    """Path of a section → class with the keys of the component that it selects. A key that the core's section declares
+    too has the type and the default that the component gives it."""
+    open: set[str] = field(default_factory=set)
+    """Sections whose component is unknown, so that their keys are unknown too."""
+    unfilled: type | None = None
+    """Class of the model where its keys would have come from a file that cannot be read: that they are missing is
+    reported at the file."""
     models: list[tuple[KeyPath, type]] = field(default_factory=list)
     """Path and class of each model that reads some of them: the components' first, so that their types count."""
     leaves: dict[KeyPath, Key] = field(default_factory=dict)
@@ -70,17 +87,16 @@ class Keys:
     """Keys of the tree that no model has → the names of those that are known in their section."""
 
 
-def fill(tree: Tree, cls: type, components: Mapping[str, type] | None = None) -> Keys:
-    """Give each key that was left out its default, and return all keys.
+def fill(tree: Tree, cls: type, keys: Keys | None = None) -> Keys:
+    """Give each key of a section that was left out its default, and return all keys.
 
     Args:
         tree: The values.
-        cls: The core's section.
-        components: Path of a section, and the class with the keys of the component that it selects. A key that both
-            declare has the type and the default that the component gives it.
+        cls: The section.
+        keys: What is known of the components that it selects.
     """
-    keys = Keys()
-    _fill(tree, cls, (), keys, components or {})
+    keys = keys or Keys()
+    _fill(tree, cls, (), keys)
     keys.models.append(((), cls))
     for at, key in keys.leaves.items():
         link = key.mark(DefaultsTo)
@@ -95,11 +111,11 @@ def fill(tree: Tree, cls: type, components: Mapping[str, type] | None = None) ->
     return keys
 
 
-def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys, components: Mapping[str, type]) -> None:
+def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys) -> None:
     tree.shown.pop(path, None)  # a section is shown key by key
     given = tree.get(path)
     section = keys.names.get(path, "")
-    own = components.get(section)
+    own = keys.classes.get(section)
     declared = {**keys_of(cls), **(keys_of(own) if own is not None else {})}
     if own is not None:
         keys.models.append((path, own))
@@ -111,7 +127,7 @@ def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys, components: Mapping[
         if key.section is not None and (isinstance(value, dict) or (value is None and not key.optional)):
             if value is None:
                 tree.set(at, {}, tree.origins[at] if name in given else DEFAULT)
-            _fill(tree, key.section, at, keys, components)
+            _fill(tree, key.section, at, keys)
         else:
             keys.leaves[at] = key
             if value is None and not key.optional and (key.default is not REQUIRED or key.marks):
@@ -288,22 +304,13 @@ _NAME_BYTES = 255
 """Longest name within a path that Linux accepts."""
 
 
-def read(
-    tree: Tree,
-    keys: Keys,
-    prefix: str = "",
-    *,
-    open_sections: Collection[str] = (),
-    unfilled: type | None = None,
-) -> tuple[dict[str, Any], list[ConfigProblem], dict[str, Any]]:
+def read(tree: Tree, keys: Keys, prefix: str = "") -> tuple[dict[str, Any], list[ConfigProblem], dict[str, Any]]:
     """Read a section from a tree that was filled and interpolated; its paths become absolute.
 
     Args:
         tree: The values.
         keys: Those that filling the tree gave.
         prefix: Path of the section, for messages.
-        open_sections: Sections whose keys are not known, since their component is not.
-        unfilled: Class of a component whose missing keys are reported elsewhere.
 
     Returns:
         The instance of each model by the path of its section, which is empty for the core's; None where a key is wrong.
@@ -365,13 +372,13 @@ def read(
             instances[path] = cls.model_validate_json(data, strict=True)  # type: ignore[attr-defined]
         except ValidationError as error:
             instances[path] = None
-            for at, problem in _problems_of(error, tree, path, cls, keys, prefix, reports_missing=cls is not unfilled):
+            for at, problem in _problems_of(error, tree, path, cls, keys, prefix):
                 problems.setdefault(at, problem)
         if any(path == at[: len(path)] and at[len(path)] in keys_of(cls) for at in problems if len(at) > len(path)):
             instances[path] = None  # with another value in place of a wrong one, what the component says would mislead
     wrong = set(problems)
     for at, known in keys.unknown.items():
-        if dotted(at[:-1]) not in open_sections:
+        if dotted(at[:-1]) not in keys.open:
             problems[at] = _unknown_key(tree, at, known, keys, prefix)
     for below, (text, shown) in located.items():
         tree.set(below, text, tree.origins[below], shown)
@@ -416,7 +423,7 @@ def read_part(cls: type, part: Tree | Mapping[str, Any], path: str = "") -> tupl
 
 
 def _problems_of(
-    error: ValidationError, tree: Tree, path: KeyPath, cls: type, keys: Keys, prefix: str, *, reports_missing: bool
+    error: ValidationError, tree: Tree, path: KeyPath, cls: type, keys: Keys, prefix: str
 ) -> Iterator[tuple[KeyPath, ConfigProblem | None]]:
     """Yield each key that pydantic finds wrong in the model at ``path``, and the problem behind it; None where that is
     reported elsewhere."""
@@ -453,7 +460,7 @@ def _problems_of(
             yield at, _unknown_key(tree, at, keys_of(section), keys, prefix)
         elif kind == "missing" and not depth:
             key = keys_of(section)[str(at[-1])]
-            if key.mark(DefaultsTo) is not None or not (reports_missing or at[:-1] != path):
+            if key.mark(DefaultsTo) is not None or (cls is keys.unfilled and at[:-1] == path):
                 yield at, None
                 continue
             above = [tree.origin(at[:depth]) for depth in range(len(at) - 1, -1, -1)]

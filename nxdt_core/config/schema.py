@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 from pydantic import Field
 from pydantic.errors import PydanticUserError
 
-from nxdt_core.config.annotations import (
+from nxdt_core.config.section import (
     DefaultsTo,
     Duration,
     Fraction,
@@ -21,12 +21,11 @@ from nxdt_core.config.annotations import (
     NonNegativeInt,
     PositiveInt,
     Range,
+    Section,
     SourcePath,
 )
-from nxdt_core.config.section import Section
 from nxdt_core.config.tree import Origin, Tree, dotted, plain
-from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import BadComponentChoice, BadComponentConfig, Place
+from nxdt_core.errors.configuration import BadComponentConfig, Place
 from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.mesh import MeshSizes
@@ -628,19 +627,15 @@ def usable_class(component: RegisteredComponent, place: Place | None = None) -> 
         place: That of the key that selects it; by default its distribution.
 
     Raises:
-        BadComponentChoice: it cannot be imported.
+        NxdtError: it cannot be imported.
         BadComponentConfig: a field has a type that no YAML value can have.
     """
-    place = place or Place(place=component.dist, line=0, key="")
-    try:
-        cls = component.load_config()
-    except NxdtError as error:
-        raise BadComponentChoice(**place, error=error) from error
-    if cls is None:
+    if (cls := component.load_config()) is None:
         return None
     try:
         cls.model_rebuild()  # type: ignore[attr-defined]
     except PydanticUserError as error:
+        place = place or Place(place=component.dist, line=0, key="")
         named = re.search(r"<class '(?:.*\.)?(\w+)'>", error.message)
         kind = f": {named[1]}" if named else ""
         reason = f"a key of {cls.__name__} has a type that no YAML value can be read into{kind}"

@@ -17,9 +17,8 @@ from typing import Any
 
 import yaml
 
-from nxdt_core.config.annotations import Secret
 from nxdt_core.config.schema import SLOTS, ResolvedConfig, RunConfig, usable_class
-from nxdt_core.config.section import REQUIRED, Key, keys_of, marked
+from nxdt_core.config.section import REQUIRED, Key, Secret, keys_of, marked
 from nxdt_core.config.tree import MASK, KeyPath, Tree, dotted, join, walk
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept

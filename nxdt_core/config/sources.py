@@ -178,10 +178,10 @@ def read_source(
     """
     label = label if isinstance(source, Mapping) else str(source)
     nothing = Tree({}, {(): Origin(kind="file", where=label)})
-    problems: Sequence[ConfigProblem] = ()
+    tree, problems, readable = nothing, list[ConfigProblem](), False
     path, stem = None, ""
     if isinstance(source, Mapping):
-        tree = Tree.of(source, nothing.origins[()])
+        tree, readable = Tree.of(source, nothing.origins[()]), True
     else:
         named = named or Place(place=label, line=0, key="")
         try:
@@ -192,16 +192,16 @@ def read_source(
                 path = expand_home(source)
                 text, stem, directory = path.read_text(encoding="utf-8-sig"), path.stem, path.absolute().parent
         except UnknownRecipe as unknown:
-            return Source(label=label, tree=nothing, problems=(unknown,), readable=False)
+            problems = [unknown]
         except (OSError, ValueError) as error:  # not UTF-8, or a NUL in the path
-            problem = file_problem(expand_home(source), error, named, find_kernel)
-            return Source(label=label, tree=nothing, problems=(problem,), readable=False)
-        tree, problems = parse_yaml(text, label, directory)
+            problems = [file_problem(expand_home(source), error, named, find_kernel)]
+        else:
+            tree, problems = parse_yaml(text, label, directory)
+            readable = not (problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)))
     if not isinstance(tree.data, dict):
         place, allowed = tree.origins[()].at(""), "a mapping of keys and values"
         problems = [WrongValue(**place, found="no mapping at the top", allowed=allowed)]
-        return Source(label=label, tree=nothing, problems=tuple(problems), readable=False)
-    readable = not (problems and isinstance(problems[0], (YamlSyntax, YamlTooLarge)))
+        tree, readable = nothing, False
     return Source(label=label, tree=tree, problems=tuple(problems), path=path, stem=stem, readable=readable)
 
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 
@@ -138,5 +137,5 @@ class RotaryDecoderConfig(Section):
             if getattr(self, key) is not None and getattr(self, key) <= 0:
                 yield key, "must be above 0"
         if self.rope_scaling is not None:
-            for key, problem in self.rope_scaling.check(pairs=self.head_size // 2, theta=self.rope_theta):
+            for key, problem in self.rope_scaling.problems(pairs=self.head_size // 2, theta=self.rope_theta):
                 yield f"rope_scaling.{key}", problem

@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from nxdt_core.config.annotations import PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import PositiveInt, Section
 from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 
 RopeType = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
@@ -108,7 +107,7 @@ class RopeScalingConfig(Section):
         )
         return {"cp": reason}
 
-    def check(self, *, pairs: int, theta: float) -> Iterator[tuple[str, str]]:
+    def problems(self, *, pairs: int, theta: float) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for values that cannot work with ``pairs`` rotated pairs of channels in a head, and the
         base ``theta``."""
         if self.rope_type is None and self.type is None:

@@ -13,8 +13,8 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.config import ResolvedConfig, Selected
-from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.hub import name_of
+from nxdt_core.config.section import seconds_of
 from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment

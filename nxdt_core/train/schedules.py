@@ -10,8 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range, Section
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.api import CAPABILITIES
-from nxdt_core.config.annotations import DefaultsTo
 from nxdt_core.config.schema import SLOTS, RunConfig, usable_class
-from nxdt_core.config.section import REQUIRED, Key, keys_of
+from nxdt_core.config.section import REQUIRED, DefaultsTo, Key, keys_of
 from nxdt_core.config.show import class_doc, field_docs
 from nxdt_core.config.tree import join, plain
 from nxdt_core.errors import NxdtError

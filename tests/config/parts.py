@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nxdt_core.api import Component, ConfigFinding, ModelComponent, StoreComponent, hookimpl
-from nxdt_core.config.annotations import PositiveInt, Range, SecretText
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import PositiveInt, Range, SecretText, Section
 
 
 class RopeScaling(Section):

@@ -18,7 +18,7 @@ RUN = "base: recipe:llama-tiny\nname: My Run\ntrainer: {devices: 2}\n"
 TRACKER = """
 from pydantic import Field
 from nxdt_core.api import Component, hookimpl
-from nxdt_core.config.annotations import SecretText
+from nxdt_core.config.section import SecretText
 from nxdt_core.config.section import Section
 
 class Config(Section):

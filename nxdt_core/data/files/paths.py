@@ -25,9 +25,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from nxdt_core.config.annotations import Fraction, PositiveInt, Written
 from nxdt_core.config.hub import complete
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Fraction, PositiveInt, Section, Written
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.data import BadJsonLine, DataFileChanged, DataFileNotFound, DataFileUnreadable, TextNotUtf8

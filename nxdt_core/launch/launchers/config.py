@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from nxdt_core import __version__
-from nxdt_core.config.annotations import NonNegativeInt, PositiveInt, Range
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeInt, PositiveInt, Range, Section
 from nxdt_core.protocols.launcher import Job
 
 _CORES = "aws.amazon.com/neuroncore"

@@ -14,8 +14,8 @@ from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership, Retenti
 from nxdt_core.checkpoint.format.manifest import Keep
 from nxdt_core.checkpoint.write.retention import RunRetention
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.config.annotations import seconds_of
 from nxdt_core.config.schema import mode_of
+from nxdt_core.config.section import seconds_of
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.run.callbacks.metrics import MetricFiles
 from nxdt_core.train import build

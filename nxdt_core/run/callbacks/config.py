@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
 class GenerationsConfig(Section):

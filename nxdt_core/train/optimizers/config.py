@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Range
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Range, Section
 
 Positive = Annotated[float, Range(1e-300, None)]
 

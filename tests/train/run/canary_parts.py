@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nxdt_core.api import Callback, Component, ConfigFinding, Run, hookimpl
-from nxdt_core.config.annotations import SecretText
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import SecretText, Section
 from nxdt_core.kernel.hookspecs import ValidateConfigContext
 
 

@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 
 __all__ = ["MoEConfig", "MoEModelConfig"]

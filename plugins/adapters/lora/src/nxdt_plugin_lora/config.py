@@ -6,8 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt, SourcePath
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Fraction, NonNegativeFloat, PositiveInt, Section, SourcePath
 
 Biases = Literal["none", "all", "lora_only"]
 

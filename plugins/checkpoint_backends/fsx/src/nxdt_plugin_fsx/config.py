@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-from nxdt_core.config.annotations import PositiveInt, Range
 from nxdt_core.config.schema import LocalStorageConfig
+from nxdt_core.config.section import PositiveInt, Range
 
 _GRAIN_BYTES = 64 * 2**10
 """Lustre takes stripe sizes that are multiples of it, lfs-setstripe(1)."""

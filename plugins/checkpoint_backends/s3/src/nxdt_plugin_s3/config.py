@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
-from nxdt_core.config.annotations import PositiveInt, Range
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import PositiveInt, Range, Section
 
 Seconds = Annotated[float, Range(0.001)]
 _SMALLEST_PART = 5 * 2**20

@@ -8,8 +8,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt, Written
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section, Written
 
 _SMALLEST = 1e-5
 """Share below which the others would be repeated beyond measure until each sample of a source has come."""

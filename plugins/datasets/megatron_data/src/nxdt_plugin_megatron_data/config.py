@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
-from nxdt_core.config.annotations import Written
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Section, Written
 
 SPLITS = ("train", "validation", "test")
 

@@ -8,8 +8,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.data.chat.templates import ChatKeys
 
 Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]

@@ -7,8 +7,7 @@ from pathlib import Path
 
 from pydantic import Field
 
-from nxdt_core.config.annotations import Fraction
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Fraction, Section
 
 
 class TextConfig(Section):

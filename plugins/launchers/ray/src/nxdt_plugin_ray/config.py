@@ -7,8 +7,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Section
 
 
 class RayOptions(Section):

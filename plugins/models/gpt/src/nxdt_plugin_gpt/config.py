@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
-from nxdt_core.config.annotations import Fraction, NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Fraction, NonNegativeFloat, PositiveInt, Section
 from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_plugin_gpt.hf import config_from_hf, family_of
 
@@ -148,7 +147,7 @@ class GPTConfig(Section):
             if self.position_embedding_type != "rope" or self.positition_interpolation_factor != 1:
                 yield "rope_scaling", "needs position_embedding_type rope and positition_interpolation_factor 1"
             base = self.position_freq_base * self.position_abf_factor
-            for key, problem in self.rope_scaling.check(pairs=self.rotated_size // 2, theta=base):
+            for key, problem in self.rope_scaling.problems(pairs=self.rotated_size // 2, theta=base):
                 yield f"rope_scaling.{key}", problem
         for key in ("hidden_dropout", "attention_dropout", "ffn_dropout"):
             if getattr(self, key) == 1:

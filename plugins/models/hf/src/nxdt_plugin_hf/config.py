@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from nxdt_core.config.annotations import PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import PositiveInt, Section
 from nxdt_core.models.huggingface import score_head_from_hf
 
 

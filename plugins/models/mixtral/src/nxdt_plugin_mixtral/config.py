@@ -10,8 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_plugin_mixtral.hf import MIXTRAL

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Annotated
 
-from nxdt_core.config.annotations import Fraction, NamesModel, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import Fraction, NamesModel, PositiveInt, Section
 
 
 class DistillConfig(Section):

@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
-from nxdt_core.config.annotations import NamesModel, NonNegativeFloat, PositiveInt, Range
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NamesModel, NonNegativeFloat, PositiveInt, Range, Section
 from nxdt_core.data.chat.templates import ChatKeys
 
 

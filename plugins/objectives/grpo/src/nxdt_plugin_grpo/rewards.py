@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 
 from nxdt_core.api import ConfigFinding
 from nxdt_core.config.read import read_part
-from nxdt_core.config.section import ChecksItself
+from nxdt_core.config.section import Section
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
 from nxdt_core.protocols.batch import IGNORE_INDEX, LARGEST, Batch
@@ -220,7 +220,7 @@ def build_reward(number: int, entry: str | Mapping[str, Any], kernel: Kernel) ->
         config, problems = read_part(cls, options, f"objective.rewards[{number}]")
         for problem in problems:
             raise problem
-        for key, message in config.check() if isinstance(config, ChecksItself) else ():
+        for key, message in config.check() if isinstance(config, Section) else ():
             raise RewardMisnamed(number=number, reason=f"{key}: {message}")
     elif options:
         raise RewardMisnamed(number=number, reason=f"has keys that {name!r} does not take: {', '.join(options)}")

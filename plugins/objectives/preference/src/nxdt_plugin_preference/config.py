@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, PositiveInt
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.data.chat.templates import ChatKeys
 
 RewardLoss = Literal["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Literal
 
-from nxdt_core.config.annotations import NonNegativeFloat, NonNegativeInt, PositiveInt, Range
-from nxdt_core.config.section import Section
+from nxdt_core.config.section import NonNegativeFloat, NonNegativeInt, PositiveInt, Range, Section
 from nxdt_core.protocols.precision import PrecisionPolicy
 
 if TYPE_CHECKING:
