@@ -121,7 +121,7 @@ def with_published_model(tree: Tree, view: Tree) -> tuple[Tree, bool]:
 
     Args:
         tree: The values.
-        view: The same, in which that key is no reference.
+        view: The same values, with the reference of that key replaced.
 
     Raises:
         HubError: the path is a name of the Hugging Face hub, which cannot be resolved or has no weights.
