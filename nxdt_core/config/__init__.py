@@ -2,14 +2,12 @@
 
 from nxdt_core.config.load import PlainFile, check, load, read_file
 from nxdt_core.config.schema import ResolvedConfig, RunConfig, Selected
-from nxdt_core.config.section import ReadsHFConfig
 from nxdt_core.config.show import json_schema, render_show
 from nxdt_core.config.tree import Origin
 
 __all__ = [
     "Origin",
     "PlainFile",
-    "ReadsHFConfig",
     "ResolvedConfig",
     "RunConfig",
     "Selected",

@@ -15,7 +15,7 @@ from typing import Any
 from nxdt_core.config.hub import complete, local_path, name_of
 from nxdt_core.config.read import has_interpolation
 from nxdt_core.config.schema import ModelConfig
-from nxdt_core.config.section import REQUIRED, ReadsHFConfig, Section, keys_of
+from nxdt_core.config.section import REQUIRED, Section, keys_of
 from nxdt_core.config.sources import file_problem
 from nxdt_core.config.tree import DEFAULT, Origin, Tree, plain, walk
 from nxdt_core.errors import NxdtError
@@ -121,7 +121,7 @@ def with_published_model(tree: Tree, view: Tree) -> tuple[Tree, bool]:
 
     Args:
         tree: The values.
-        view: The same, in which that key is no reference.
+        view: The same values, with the reference of that key replaced.
 
     Raises:
         HubError: the path is a name of the Hugging Face hub, which cannot be resolved or has no weights.
@@ -242,10 +242,15 @@ def merge_hf_values(tree: Tree, cls: type | None, hf: HFConfig) -> list[ConfigPr
     keys = keys_of(cls)
     lacking = [name for name in keys if name not in tree.get("model")]
     place, model, problem = _place(tree), f"model {tree.get('model.name')!r}", hf.problem
-    values: Mapping[str, Any] = {}
-    if problem is None and lacking and issubclass(cls, ReadsHFConfig):
+    section, values = cls if issubclass(cls, Section) else Section, None
+    if problem is None and lacking:
         try:
-            values = cls.from_hf(hf.values)
+            values = section.from_hf(hf.values)
+            if values is None:
+                message = f"{model} reads no Hugging Face configuration."
+                instead = f"add the class method from_hf(hf) to {cls.__qualname__}"
+                advice = f"Give its keys in the section model, or {instead}."
+                problem = ComponentFinding(**place, message=message, advice=advice)
         except NxdtError as error:
             if isinstance(error, (HFFileDamaged, HFUnsupported)):
                 error.path = str(hf.path)  # a plugin only gets its content
@@ -257,17 +262,13 @@ def merge_hf_values(tree: Tree, cls: type | None, hf: HFConfig) -> list[ConfigPr
             message = f"{cls.__qualname__}.from_hf cannot read '{hf.path}': {type(error).__name__}: {error}."
             advice = f"Correct that file. If it is right, correct from_hf: {model} offers the class."
             problem = ComponentFinding(**place, message=message, advice=advice)
-    elif problem is None and lacking:
-        message = f"{model} reads no Hugging Face configuration."
-        advice = f"Give its keys in the section model, or add the class method from_hf(hf) to {cls.__qualname__}."
-        problem = ComponentFinding(**place, message=message, advice=advice)
     if problem is not None and lacking:
         if _is_published(tree, _KEY) and all(keys[name].default is not REQUIRED for name in lacking):
             tree.remove(_KEY)  # the configuration describes another model for these weights
             return []
         return [problem]
-    names = cls.hf_names(hf.values) if values and issubclass(cls, Section) else {}
-    for name, value in values.items():
+    names = section.hf_names(hf.values) if values else {}
+    for name, value in (values or {}).items():
         if name in lacking or ("." in name and f"model.{name}" not in tree):
             own = theirs if (theirs := names.get(name, "")) in hf.values else ""
             tree.set(f"model.{name}", value, Origin(kind="hf", where=str(hf.path), own=own))

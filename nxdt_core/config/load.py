@@ -183,9 +183,10 @@ def load(
     problems += find_problems(checked, kernel, asks_plugins=not problems)
     run = instances[""]
     if problems or run is None:
-        wrong = {problem.key for problem in problems}
-        independent = [problem for problem in problems if keys.default_sources.get(problem.key) not in wrong]
-        raise _refused(written.label, independent)
+        # A key that takes the value of another one, which is its origin, is as wrong as that one.
+        wrong = {("default", problem.key) for problem in problems if problem.key}
+        origins = [(problem, tree.origin(problem.key)) for problem in problems]
+        raise _refused(written.label, [problem for problem, at in origins if (at.kind, at.where) not in wrong])
     notes = [
         *notes,
         *choices,

@@ -79,8 +79,6 @@ class Keys:
     models: list[tuple[KeyPath, type]] = field(default_factory=list)
     """Path and class of each model that reads some of them: the components' first, so that their types count."""
     leaves: dict[KeyPath, Key] = field(default_factory=dict)
-    default_sources: dict[str, str] = field(default_factory=dict)
-    """Key → key that it takes its value from: a wrong value is reported at the latter."""
     names: dict[KeyPath, str] = field(default_factory=dict)
     """Dotted path of every key and section, in the order of the schema."""
     unknown: dict[KeyPath, tuple[str, ...]] = field(default_factory=dict)
@@ -107,7 +105,6 @@ def fill(tree: Tree, cls: type, keys: Keys | None = None) -> Keys:
         place = origin.at(link.key)["place"]
         default_origin = replace(DEFAULT, where=link.key, line=origin.line, written=place, directory=origin.directory)
         tree.set(at, value, default_origin, tree.shown.get(parts_of(link.key)))
-        keys.default_sources[keys.names[at]] = link.key
     return keys
 
 
@@ -326,13 +323,13 @@ def read(tree: Tree, keys: Keys, prefix: str = "") -> tuple[dict[str, Any], list
             if text.startswith(HUB_SCHEME):
                 try:
                     name = resolve(text, as_data=below[0] == "data" and "tokenizer" not in below)
+                    tree.set(below, str(name), tree.origins[below])
+                    values.get(below[:-1])[below[-1]] = str(name.path)
                 except HubError as error:
                     place = tree.origin(below).at(join(prefix, dotted(below)))
                     problems.setdefault(at, BadComponentChoice(**place, error=error))
-                    continue
-                tree.set(below, str(name), tree.origins[below])
-                values.get(below[:-1])[below[-1]] = str(name.path)
-            if mark is NamesModel or text.startswith(HUB_SCHEME):
+                continue
+            if mark is NamesModel:
                 continue
             shown, directory, unusable = tree.shown.get(below), tree.origins[below].directory, ""
             if text and not text.startswith("/") and "://" not in text:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Protocol, Self, TypeVar, Union, get_args, get_origin, runtime_checkable
+from typing import Annotated, Any, Final, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 
@@ -38,7 +38,6 @@ __all__ = [
     "PartOf",
     "PositiveInt",
     "Range",
-    "ReadsHFConfig",
     "Secret",
     "SecretText",
     "Section",
@@ -76,35 +75,30 @@ class Section(BaseModel):
         return ()
 
     @classmethod
-    def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:
-        """Return the key of the section → key of the Hugging Face ``config.json`` that it comes from, so that messages
-        name both. Called with what :meth:`ReadsHFConfig.from_hf` has read."""
-        return {}
+    def from_hf(cls, hf: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return the values of a model's section that a Hugging Face ``config.json`` (``model.model_config``) gives, by
+        key, dotted for a section within the section; keys that the user gives win. None: it reads no such file.
 
+        ``nxdt checkpoint import`` calls it, too. ``config_to_hf`` of the model's builder is its inverse
+        (:class:`nxdt_core.protocols.model.ModelBuilder`).
 
-@runtime_checkable
-class ReadsHFConfig(Protocol):
-    """The section of a model can be filled from a Hugging Face ``config.json`` (``model.model_config``).
+        Example::
 
-    ``nxdt checkpoint import`` calls it, too. ``config_to_hf`` of the model's builder is its inverse
-    (:class:`nxdt_core.protocols.model.ModelBuilder`).
-
-    Example::
-
-        @classmethod
-        def from_hf(cls, hf):
-            return {"hidden_size": hf["hidden_size"], "rope.theta": hf.get("rope_theta", 10_000.0)}
-    """
-
-    @classmethod
-    def from_hf(cls, hf: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Return values by key, dotted for a section within the section; keys that the user gives win.
+            @classmethod
+            def from_hf(cls, hf):
+                return {"hidden_size": hf["hidden_size"], "rope.theta": hf.get("rope_theta", 10_000.0)}
 
         Raises:
             NxdtError: the file asks for something that the model does not do.
             ValueError: the same, in one sentence.
         """
-        ...
+        return None
+
+    @classmethod
+    def hf_names(cls, hf: Mapping[str, Any]) -> Mapping[str, str]:
+        """Return the key of the section → key of that file that it comes from, so that messages name both. Called with
+        what :meth:`from_hf` has read."""
+        return {}
 
 
 @dataclass(frozen=True, slots=True)

@@ -128,7 +128,7 @@ class ModelBuilder(ABC):
 
     def config_to_hf(self) -> dict[str, Any]:
         """Translate the section into a ``config.json``. The section's class method ``from_hf``
-        (:class:`nxdt_core.config.section.ReadsHFConfig`) reads what this writes; it is called before torch is imported.
+        (:class:`nxdt_core.config.section.Section`) reads what this writes; it is called before torch is imported.
 
         Raises:
             HFExchangeUnsupported: the builder has no counterpart at Hugging Face; the default.
