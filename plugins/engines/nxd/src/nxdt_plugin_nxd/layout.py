@@ -185,11 +185,7 @@ class VocabularyEmbedding(ParallelEmbedding):  # type: ignore[misc]
     def __init__(self, table: nn.Embedding, *, sequence_parallel: bool) -> None:
         with _META:
             super().__init__(
-                table.num_embeddings,
-                table.embedding_dim,
-                device=_META,
-                dtype=table.weight.dtype,
-                collect_output=False,
+                table.num_embeddings, table.embedding_dim, device=_META, dtype=table.weight.dtype, collect_output=False
             )
         self.sequence_parallel = sequence_parallel
         if table.padding_idx is not None:  # the library takes 0 for none

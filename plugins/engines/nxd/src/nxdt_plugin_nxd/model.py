@@ -15,11 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from neuronx_distributed.parallel_layers import comm, parallel_state
-from neuronx_distributed.parallel_layers.grads import (
-    bucket_allreduce_gradients,
-    clip_grads_with_norm,
-    get_grad_norm,
-)
+from neuronx_distributed.parallel_layers.grads import bucket_allreduce_gradients, clip_grads_with_norm, get_grad_norm
 from torch import nn
 from torch.nn import functional
 

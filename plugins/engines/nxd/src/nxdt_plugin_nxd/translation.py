@@ -76,15 +76,15 @@ class Replacement:
 class Translation:
     """Translation of the plan for one pipeline stage."""
 
-    replacements: tuple[Replacement, ...]
-    blocks: tuple[str, ...]
+    replacements: tuple[Replacement, ...] = ()
+    blocks: tuple[str, ...] = ()
     """Paths of the tensor blocks, at whose entry the gradient of the hidden states is summed."""
     shards: Mapping[str, Shard]
     """Shards by the parameter's path; one that is absent is whole on each rank."""
-    partial: frozenset[str]
+    partial: frozenset[str] = frozenset()
     """Parameters that every rank holds and whose gradient is a partial sum."""
     dispatchers: tuple[str, ...]
-    routers: tuple[str, ...]
+    routers: tuple[str, ...] = ()
 
 
 def translate(
@@ -127,9 +127,7 @@ def translate(
             experts[name] = replace(part, expert_parts=ep)
     dispatchers = tuple(paths_of(module, plan.experts.dispatchers))
     if tp == 1:
-        return Translation(
-            replacements=(), blocks=(), shards=experts, partial=frozenset(), dispatchers=dispatchers, routers=()
-        )
+        return Translation(shards=experts, dispatchers=dispatchers)
 
     blocks = paths_of(module, plan.tensor_blocks)
     for block in blocks:
