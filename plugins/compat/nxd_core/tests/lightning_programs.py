@@ -124,7 +124,10 @@ def fit(directory, nxd_config, module_class, accumulated, steps, ckpt_path=None)
             ModelCheckpoint(f"{directory}/checkpoints", filename="{step}", save_top_k=-1, every_n_train_steps=2),
         ],
     )
-    rows = DataLoader(Rows(steps), batch_size=ROWS // strategy.data_parallel_size // accumulated)
+    data, order = Rows(steps), None
+    if module_class is OwnSteps:  # with a sampler of its own
+        data.rows, order = data.rows.flip(0), range(len(data))[::-1]
+    rows = DataLoader(data, batch_size=ROWS // strategy.data_parallel_size // accumulated, sampler=order)
     trainer.fit(model=model, train_dataloaders=rows, ckpt_path=ckpt_path)
     return kept.rows, model
 

@@ -18,6 +18,7 @@ from pytorch_lightning.callbacks import TQDMProgressBar
 from pytorch_lightning.loggers import TensorBoardLogger
 from pytorch_lightning.plugins import Precision
 from pytorch_lightning.strategies import Strategy
+from pytorch_lightning.trainer.connectors.data_connector import _get_distributed_sampler
 from pytorch_lightning.utilities.data import _update_dataloader, has_iterable_dataset  # type: ignore[attr-defined]
 from pytorch_lightning.utilities.rank_zero import rank_zero_only  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, DistributedSampler, RandomSampler
@@ -257,10 +258,8 @@ class NeuronXLAStrategy(NxdtStrategy):
             self._samples, trainer._accelerator_connector.use_distributed_sampler = True, False
 
     def process_dataloader(self, dataloader: object) -> object:
-        """Return the dataloader with this rank's share of the samples; one with a ``DistributedSampler`` unchanged.
-
-        As in NxD Core, ``Trainer(use_distributed_sampler=False)`` leaves every dataloader unchanged.
-        """
+        """Return the dataloader with this rank's share of what its sampler draws, as Lightning shares it; one with a
+        ``DistributedSampler`` unchanged, and after ``Trainer(use_distributed_sampler=False)`` every one."""
         if (
             not self._samples
             or self.engine.rank_info.world_size == 1
@@ -269,9 +268,10 @@ class NeuronXLAStrategy(NxdtStrategy):
             or has_iterable_dataset(dataloader)
         ):
             return dataloader
-        shuffle = isinstance(dataloader.sampler, RandomSampler)
-        sampler: Any = DistributedSampler(dataloader.dataset, self.data_parallel_size, self.data_parallel_rank, shuffle)
-        return _update_dataloader(dataloader, sampler)
+        stage = cast(pl.LightningModule, self.lightning_module).trainer.state.stage
+        ranks = {"num_replicas": self.data_parallel_size, "rank": self.data_parallel_rank}
+        sampler = _get_distributed_sampler(dataloader, isinstance(dataloader.sampler, RandomSampler), 0, stage, **ranks)
+        return _update_dataloader(dataloader, sampler, stage)
 
 
 class NeuronXLAPrecisionPlugin(Precision):
