@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
-import dataclasses
 import fcntl
 import gc
 import importlib.util
@@ -34,7 +33,6 @@ import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 _COMPILES = (
     "torch._dynamo.backends.common",  # with the next, 1.4 CPU-seconds of what compiles
@@ -63,7 +61,6 @@ _CLONE = {"x86_64": 56, "aarch64": 220}
 """Numbers of the system call, by machine."""
 _CLONE_PARENT, _CLONE_CHILD_CLEARTID, _CLONE_CHILD_SETTID = 0x8000, 0x200000, 0x1000000
 _GET_TID_ADDRESS = 40
-_END_OF_RANK_S = 0.05
 _HUGE_BYTES, _COLLAPSE = 2**21, 25
 _ABOVE_ALL = 512
 """No descriptor of a process that has only made imports has such a number."""
@@ -82,12 +79,10 @@ def main() -> None:
     without_hub = processes.WITHOUT_HUB in sys.argv
     if without_hub:
         sys.modules[_TEMPLATES] = None  # type: ignore[assignment]
-    for name in _COMPILES if without_hub else (*_COMPILES, *_OF_HUB):
+    importlib.import_module("nxdt_testing.processes.preload")
+    for name in () if without_hub else (*_COMPILES, *_OF_HUB):
         with contextlib.suppress(ImportError):  # of what is not installed
             importlib.import_module(name)
-    importlib.import_module("nxdt_testing.processes.preload")  # last: classes that others register empty its caches
-    if not without_hub:
-        _train()
     gc.set_threshold(*usual)
     if without_hub:
         del sys.modules[_TEMPLATES]
@@ -114,35 +109,11 @@ def main() -> None:
     if task["keeps_server"]:  # a test runner says itself what is forked
         subprocess.Popen = processes.Popen.__base__  # type: ignore[misc]
     _take_on(task)
-    _leave_out_of_the_end(imported)
-    if "RANK" in task["environment"]:  # how ranks leave one another depends on how long an interpreter takes to end
-        atexit.register(time.sleep, _END_OF_RANK_S)
+    if "RANK" not in task["environment"]:
+        _leave_out_of_the_end(imported)
     sys.argv[:] = ["-c" if program[0] == "-c" else program[-1], *arguments]
     sys.orig_argv[:] = task["words"]
     _run(program)
-
-
-def _train() -> None:
-    """Train a step of compiled layers, so that forks have what a process prepares for its first step and first graph:
-    0.4 CPU-seconds of one that compiles, and 0.015 of another one."""
-    import torch
-    from tqdm import tqdm
-
-    from nxdt_core.distributed.devices import PROFILES
-    from nxdt_core.train import TrainSession
-
-    without_kernels = dataclasses.replace(PROFILES["cpu"], compile_backend="aot_eager")  # which take a C++ compiler
-    sizes = ["model.num_layers=1", "model.hidden_size=32", "model.ffn_hidden_size=64", "data.seq_length=32"]
-    with (
-        contextlib.suppress(Exception),  # of a mistake in what is tested: the process that uses it reports it
-        mock.patch.dict(PROFILES, cpu=without_kernels),
-        mock.patch.object(tqdm, "monitor_interval", 0),  # no thread
-        torch.random.fork_rng(),
-        TrainSession.load("recipe:llama-tiny", [*sizes, "model.compile=true", "trainer.accelerator=cpu"]) as session,
-    ):
-        session.step(next(session.batches()))
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
 
 
 def _use_huge_pages() -> None:
@@ -166,6 +137,8 @@ def _needs_server(task: dict[str, Any]) -> bool:
 
 def _leave_out_of_the_end(finalizers: Sequence[Any]) -> None:
     """Let a fork end without undoing the imports, 0.04 of the 0.06 CPU-seconds that one takes which does nothing.
+
+    Ranks end as an interpreter does: how they leave one another depends on what is left to do then.
 
     These are finalizers of libraries' registrations and temporary directories, which all forks share, and a report
     that torch writes only under ``TORCH_LOGS``, a variable that forks do without.
