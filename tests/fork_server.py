@@ -80,7 +80,7 @@ def main() -> None:
     if without_hub:
         sys.modules[_TEMPLATES] = None  # type: ignore[assignment]
     importlib.import_module("nxdt_testing.processes.preload")
-    for name in () if without_hub else (*_COMPILES, *_OF_HUB):
+    for name in _COMPILES if without_hub else (*_COMPILES, *_OF_HUB):
         with contextlib.suppress(ImportError):  # of what is not installed
             importlib.import_module(name)
     gc.set_threshold(*usual)
