@@ -63,7 +63,7 @@ HiddenObjectiveState = NxdtError.define(
     "An objective with attributes that change from step to step; a warning.",
     "Objective '{name}' ({dist}) changes {attributes:list4} at each step. No checkpoint keeps this, so that a "
     "resumed run may differ from an uninterrupted one.",
-    "Compute the loss from the logits and the batch alone; a mere cache needs nothing.",
+    "Compute the loss from the logits and the batch alone. Name in step_results what callbacks alone read.",
 )
 
 GradientSumsRounded = NxdtError.define(

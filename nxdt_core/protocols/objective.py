@@ -11,7 +11,7 @@ Example::
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -86,6 +86,9 @@ class Objective(ABC):
     """Key that names it, for errors."""
     teacher_config: str | None = None
     """YAML file or ``recipe:NAME`` that decides in place of the configuration at that address; None: nothing."""
+    step_results: Collection[str] = ()
+    """Names of attributes that hold results of the newest step for callbacks. No later step reads them, so that the
+    warning of attributes that change from step to step (``NXDT-T024``) leaves them out."""
 
     def __init__(self, config: Any = None) -> None:
         self.config = config

@@ -19,6 +19,7 @@ import torch
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.optimizers import HiddenObjectiveState, HiddenOptimizerState, ImpureSchedule
 from nxdt_core.kernel.registry import RegisteredComponent
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.schedule import LRSchedule
 
 _log = logging.getLogger(__name__)
@@ -76,13 +77,17 @@ def find_hidden_state(optimizer: torch.optim.Optimizer, report: Callable[[list[s
     _watch(optimizer, look, report)
 
 
-def watch_objective(objective: object, optimizer: torch.optim.Optimizer, component: RegisteredComponent) -> None:
+def watch_objective(objective: Objective, optimizer: torch.optim.Optimizer, component: RegisteredComponent) -> None:
     """Warn once, within the first steps of ``optimizer``, of an objective that changes from step to step."""
 
     def report(names: list[str]) -> None:
         _log.warning("%s", HiddenObjectiveState(name=component.record.name, dist=component.dist, attributes=names))
 
-    _watch(optimizer, lambda: _values(objective, getattr(objective, "__dict__", {}), set()), report)
+    def look() -> dict[str, Any]:
+        attributes = {name: value for name, value in vars(objective).items() if name not in objective.step_results}
+        return _values(objective, attributes, set())
+
+    _watch(optimizer, look, report)
 
 
 def _watch(

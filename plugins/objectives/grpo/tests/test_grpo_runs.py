@@ -84,9 +84,10 @@ def weights(config):
 
 
 @pytest.mark.parametrize("iterations", [1, 3])
-def test_a_run_that_stops_within_a_set_of_answers_goes_on_with_it(small, iterations):
+def test_a_run_that_stops_within_a_set_of_answers_goes_on_with_it(small, iterations, caplog):
     whole = small(f"objective.num_iterations={iterations}", name="whole")
     train(whole)
+    assert "NXDT-T024" not in caplog.text
     stopped = small(f"objective.num_iterations={iterations}", "trainer.max_steps=2", name="stopped")
     train(stopped)
     again = small(f"objective.num_iterations={iterations}", name="stopped")

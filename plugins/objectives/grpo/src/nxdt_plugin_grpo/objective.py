@@ -81,6 +81,8 @@ class Grpo(Objective):
     ``completions/clipped_ratio`` (answers that were cut off), ``clip_ratio`` (tokens without a gradient) and ``kl``.
     """
 
+    step_results = ("samples",)
+
     def __init__(self, config: GrpoConfig) -> None:
         self._config = config
         self._rewards: list[Weighted] | None = None
