@@ -40,7 +40,8 @@ class Origin:
     own: str = ""
     """Name of the key in a Hugging Face ``config.json``."""
     text: str = ""
-    """Characters of a number, which may be those of a name, such as ``2026_11_28``."""
+    """Characters of a number, which may be those of a name, such as ``2026_11_28``, or of a null; empty where a
+    file has a key without a value."""
     directory: Path | None = None
     """Directory of the file, where its relative paths start; None for a mapping in memory."""
 
@@ -129,16 +130,17 @@ class Tree:
     def merge(self, above: Tree, path: KeyPath = ()) -> None:
         """Put the values of another tree over those below ``path``. Lists are replaced, not joined.
 
-        A mapping of a file keeps its line when another source adds to it: there a key of it is missing.
+        A mapping of a file keeps its line when another source adds to it: there a key of it is missing. A section whose
+        lines are all commented out, a key without a value, changes nothing.
         """
-        own, over = self.get(path), above.get(path)
+        own, over, origin = self.get(path), above.get(path), above.origins[path]
         if isinstance(own, dict) and isinstance(over, dict):
             if self.origins[path].kind != "file":
-                self.origins[path] = above.origins[path]
+                self.origins[path] = origin
             for key in over:
                 self.merge(above, (*path, key))
-        else:
-            self.set(path, over, above.origins[path])
+        elif not (isinstance(own, dict) and over is None and origin.kind == "file" and not origin.text):
+            self.set(path, over, origin)
             self.origins |= {below: above.origins[below] for below, _ in walk(over, path)}
             self.shown |= {below: above.shown[below] for below, _ in walk(over, path) if below in above.shown}
 
@@ -337,7 +339,7 @@ class _Document:
             raise YamlTooLarge(**self.origin(node.start_mark).at(""), reason=reason)
         if isinstance(node, yaml.ScalarNode):
             value = self._scalar(node, path, origin)
-            if type(value) in (int, float):
+            if value is None or type(value) in (int, float):
                 self.origins[path] = replace(origin, text=node.value)
             return value
         if id(node) in self.open:

@@ -38,6 +38,14 @@ def test_a_null_takes_a_value_of_the_base_back(load, good):
     assert load("base: common.yaml\ncompiler_cache_url: null\n").run.compiler_cache_url is None
 
 
+def test_a_section_whose_lines_are_commented_out_is_that_of_the_base(load, good):
+    write(common=good + "checkpoint: {resume_if_exists: true}\n")
+    base = load("base: common.yaml\nname: run\n")
+    assert load("base: common.yaml\nname: run\ncheckpoint:\n  # max_to_keep: 1\nmodel:\n  optim:\n").run == base.run
+    assert base.run.checkpoint.resume_if_exists
+    assert not load("base: common.yaml\nname: run\ncheckpoint: null\n").run.checkpoint.resume_if_exists
+
+
 def test_a_resolved_configuration_stands_alone(load, good, kernel):
     write(common=good)
     resolved = load("base: common.yaml\n")
