@@ -11,7 +11,7 @@ from nxdt_core.errors.base import NxdtError, listing
 LaunchEnvironmentIncomplete = NxdtError.define(
     "NXDT-P040",
     "Some variables of a launcher are set and others are not.",
-    "{reason} set in the environment, and {missing:, } is missing.",
+    "{reason} set in the environment without {missing:, }.",
     "Let the launcher set all of them, or unset those that another program left there.",
 )
 

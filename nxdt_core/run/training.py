@@ -177,8 +177,11 @@ def _train(
         monitor.max_steps = max_steps
     if resumed is not None and resumed.manifest.step >= max_steps:
         step, tokens = resumed.manifest.step, resumed.manifest.facts.consumed_tokens
-        say(f"step {step}: nothing to do, trainer.max_steps is {max_steps}; raise it, or set another name")
-        if store is not None and resumed.storage.uri == store.uri:
+        of_this_run = store is not None and resumed.storage.uri == store.uri
+        place = "" if of_this_run else f" of {resumed.storage.uri}"
+        instead = "set another name" if of_this_run else "set checkpoint.weight_init_only to start from its weights"
+        say(f"step {step}{place}: nothing to do, trainer.max_steps is {max_steps}; raise it, or {instead}")
+        if of_this_run:
             for adapter in build.adapters(config):
                 adapter.finish(saved, config, ranks)
         if monitor is not None:

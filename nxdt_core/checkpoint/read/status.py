@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -35,10 +36,12 @@ from nxdt_core.checkpoint.format.file_names import (
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.signing import TrustedKeys, claimed_signer
 from nxdt_core.checkpoint.storage import explained_os_errors, scheme_of
+from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.regular_files import read_text
 
 __all__ = [
     "CheckpointStatus",
@@ -276,11 +279,18 @@ def nothing_at(storage: CheckpointStore, statuses: Sequence[CheckpointStatus]) -
     format = recognise(path, Kernel.start())
     if format is not None:
         return f"it is {format.record.summary}, which 'nxdt checkpoint import {path} DST' reads"
+    with suppress(OSError, UnicodeDecodeError):
+        written, _ = parse_yaml(read_text(path / "config.yaml"), "config.yaml")
+        if isinstance(uri := written.get("checkpoint.uri"), str):
+            return f"it is the directory of a run, whose checkpoints are at {uri}"
     below = path / "checkpoints"
     if below.is_dir():
         return f"it is the directory of a run, whose checkpoints are in {below}"
-    missing = scheme_of(storage.uri) == "file" and not path.exists()
-    return "it does not exist" if missing else "no run has saved anything there"
+    if scheme_of(storage.uri) != "file" or path.exists():
+        return "no run has saved anything there"
+    if path.parent.parent == Path.cwd():
+        return f"it does not exist (hf:{path.parent.name}/{path.name} is a model of the Hugging Face hub)"
+    return "it does not exist"
 
 
 def _status(

@@ -92,9 +92,13 @@ def test_what_has_no_checkpoints_says_what_it_is(nxdt, tmp_path):
     other.mkdir()
     (other / "config.json").write_text("{}")
     (other / "model.safetensors").write_bytes(b"")
+    (run := tmp_path / "run").mkdir()
+    (run / "config.yaml").write_text("checkpoint: {uri: 's3://bucket/run'}\n")
     for path, reason in (
         (other, f"'nxdt checkpoint import {other} DST' reads"),
-        (tmp_path / "none", "it does not exist"),
+        (run, "it is the directory of a run, whose checkpoints are at s3://bucket/run"),
+        (tmp_path / "none", "it does not exist."),
+        ("Qwen/Qwen2.5-0.5B", "hf:Qwen/Qwen2.5-0.5B is a model of the Hugging Face hub"),
     ):
         done = nxdt("checkpoint", "verify", str(path))
         assert done.returncode == 2

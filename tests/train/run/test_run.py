@@ -157,8 +157,12 @@ def test_a_finished_run_has_nothing_to_do(small_run, metric_rows, capsys):
     train(config)
     again = train(config)
     assert again.step == 2
-    assert "nothing to do" in capsys.readouterr().err
+    assert "step 2: nothing to do, trainer.max_steps is 2; raise it, or set another name" in capsys.readouterr().err
     assert len((config.run_dir / "metrics.jsonl").read_text().splitlines()) == 2
+    train(small_run("trainer.max_steps=2", f"checkpoint.resume_from={config.run_dir / 'checkpoints'}", name="other"))
+    said = capsys.readouterr().err
+    assert f"step 2 of {config.run_dir / 'checkpoints'}: nothing to do" in said
+    assert "checkpoint.weight_init_only" in said
 
 
 @pytest.mark.slow
