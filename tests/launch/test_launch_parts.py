@@ -91,7 +91,7 @@ def test_the_first_host_of_slurms_notation(hosts, first):
 
 @pytest.mark.parametrize("name", ["LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_missing_variable_is_named(name):
-    with raises(LaunchEnvironmentIncomplete, match=f"and {name} is missing"):
+    with raises(LaunchEnvironmentIncomplete, match=f"without {name}"):
         read_rank_environment({key: value for key, value in USUAL.items() if key != name})
 
 

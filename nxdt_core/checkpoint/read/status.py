@@ -5,6 +5,7 @@ Cheap: names, sizes and manifests (one listing and one small read a step). Deep:
 
 from __future__ import annotations
 
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -288,8 +289,9 @@ def nothing_at(storage: CheckpointStore, statuses: Sequence[CheckpointStatus]) -
         return f"it is the directory of a run, whose checkpoints are in {below}"
     if scheme_of(storage.uri) != "file" or path.exists():
         return "no run has saved anything there"
-    if path.parent.parent == Path.cwd():
-        return f"it does not exist (hf:{path.parent.name}/{path.name} is a model of the Hugging Face hub)"
+    owner = path.parent
+    if owner.parent == Path.cwd() and not owner.exists() and re.fullmatch("[A-Za-z0-9-]+", owner.name):
+        return f"it does not exist; a model of the Hugging Face hub is hf:{owner.name}/{path.name}"
     return "it does not exist"
 
 

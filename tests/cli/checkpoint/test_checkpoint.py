@@ -98,7 +98,7 @@ def test_what_has_no_checkpoints_says_what_it_is(nxdt, tmp_path):
         (other, f"'nxdt checkpoint import {other} DST' reads"),
         (run, "it is the directory of a run, whose checkpoints are at s3://bucket/run"),
         (tmp_path / "none", "it does not exist."),
-        ("Qwen/Qwen2.5-0.5B", "hf:Qwen/Qwen2.5-0.5B is a model of the Hugging Face hub"),
+        ("Qwen/Qwen2.5-0.5B", "a model of the Hugging Face hub is hf:Qwen/Qwen2.5-0.5B"),
     ):
         done = nxdt("checkpoint", "verify", str(path))
         assert done.returncode == 2
