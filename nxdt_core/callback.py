@@ -37,9 +37,10 @@ _GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/", "start_
 class Callback:
     """Called at the moments of a run, on every rank at the same ones; override what you need.
 
-    What a method raises is logged with the callback's name, and the run continues without the callback. An
-    :class:`nxdt_core.errors.NxdtError` ends the run instead. A method that communicates between ranks must do so on
-    all of them.
+    What a method ``on_…`` or ``close`` raises is logged with the callback's name, and the run continues without the
+    callback. An :class:`nxdt_core.errors.NxdtError` ends the run instead, as does any error of the constructor, of
+    :meth:`state_dict` or of :meth:`load_state_dict`: the run could not be resumed. A method that communicates between
+    ranks must do so on all of them.
 
     Args:
         config: dataclass of the callback's entry in the configuration; None where the component declares none.

@@ -38,8 +38,9 @@ def explain(codes: tuple[str, ...], json_output: bool) -> None:
     """
     from nxdt_core.errors.plugins import UnknownErrorCode
 
-    wanted = [_PREFIX + code.strip("[]").upper().removeprefix(_PREFIX) for code in codes]
-    explained = explanations(wanted)
+    written = [code.strip("[]").upper() for code in codes]
+    explained = explanations([*written, *(_PREFIX + code for code in written)])
+    wanted = [code if code in explained else _PREFIX + code.removeprefix(_PREFIX) for code in written]
     for code in wanted:
         if code not in explained:
             raise UnknownErrorCode(wanted=code, known=tuple(sorted(error_codes())))

@@ -43,7 +43,8 @@ class ObjectiveTraits:
     """Properties of a loss that the rest of a run depends on."""
 
     unit: str = "tokens"
-    """Unit that the loss is a mean over. For ``tokens``, metrics include its exponential, the perplexity."""
+    """Unit that the loss is a mean over. For ``tokens``, metrics include its exponential, the perplexity. A loss other
+    than plain cross-entropy has none: it sets another unit, such as ``labels``."""
     rows_per_sample: int = 1
     """Rows of a sample that it takes."""
     samples: str = ""
@@ -74,7 +75,8 @@ class Objective(ABC):
     """The target of the kind, called as ``Target(config)`` with the section ``objective``."""
 
     traits: ObjectiveTraits = ObjectiveTraits()
-    """Traits of the loss; set by an objective that is not a mean over tokens, or that compares with a reference."""
+    """Traits of the loss; set by an objective that is not a mean of cross-entropies over tokens, or compares with a
+    reference."""
     head_loss: Callable[[Any, StepContext], torch.Tensor] | None = None
     """Method of an objective that compares more than the labels and supports ``model.loss_chunk_tokens``
     (:attr:`nxdt_core.protocols.step_context.StepContext.head_loss`)."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from inspect import signature
 from pathlib import Path
 from statistics import median_high
 from typing import TYPE_CHECKING
@@ -333,12 +334,19 @@ def _built(selection: Sequence[Selected], run_dir: Path) -> dict[str, Callback]:
     """Build callbacks and loggers, by the names under which checkpoints keep their state.
 
     Raises:
+        ComponentUnusable: the target of one takes other arguments.
         NotOurCallback: one is a callback of PyTorch Lightning, or something else.
         CallbackMethodUnknown: one has a method that nothing would call.
     """
     callbacks: dict[str, Callback] = {}
     for selected in selection:
-        name, built = selected.component.qualified_name, selected.component.load_target()(selected.config, run_dir)
+        name, target = selected.component.qualified_name, selected.component.load_target()
+        try:
+            signature(target).bind(selected.config, run_dir)
+        except TypeError as error:
+            reason = f"it cannot be called as Target(config, run_dir): {error}"
+            raise selected.component.unusable("target", reason) from error
+        built = target(selected.config, run_dir)
         if not isinstance(built, Callback):
             raise NotOurCallback(name=name, found=built)
         for method in uncalled_methods(built):

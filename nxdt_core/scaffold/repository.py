@@ -3,8 +3,8 @@
 A template is a file below ``templates/<kind>`` or ``templates/common`` with the suffix ``.tmpl``. Its path there is
 that in the repository, where ``PACKAGE`` in paths becomes the name of the package and ``dot.`` before a name a dot
 (builders of wheels leave hidden files out). In paths and texts ``{{name}}``,
-``{{package}}``, ``{{Class}}``, ``{{kind}}``, ``{{core}}``, ``{{dependencies}}``, ``{{use}}`` and ``{{summary}}`` are
-replaced.
+``{{package}}``, ``{{Class}}``, ``{{CODE}}``, ``{{kind}}``, ``{{core}}``, ``{{dependencies}}``, ``{{use}}`` and
+``{{summary}}`` are replaced.
 """
 
 from __future__ import annotations
@@ -85,6 +85,7 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
         "name": name,
         "package": package,
         "Class": "".join(part.capitalize() for part in package.split("_")),
+        "CODE": name.upper(),
         "kind": kind,
         "core": core,
         "dependencies": ", ".join(required),

@@ -7,6 +7,7 @@ import click
 import pytest
 
 from nxdt_core.cli.explain import explanations
+from tests.distributions import write_distribution
 
 MISTAKES = ("model.num_layerz=3", "trainer.max_steps=many", "data.micro_batch_size=0")
 
@@ -89,6 +90,14 @@ def test_explain_prints_cause_example_and_fix(nxdt):
     assert "\nexample  " in done.stdout
     assert "\nfix      " in done.stdout
     assert "\n\ncode     NXDT-K020\n" in done.stdout
+
+
+def test_explain_takes_the_code_of_a_plugin(nxdt, site):
+    row = 'NxdtError.define("ACME-1", "A file without rows.", "{path} has no rows.", "Correct the path.")'
+    errors = f"from nxdt_core.errors import NxdtError\nNoRows = {row}\n"
+    write_distribution(site, "acme", plugins={"acme": "acme"}, files={"acme/__init__.py": "", "acme/errors.py": errors})
+    done = nxdt("explain", "acme-1")
+    assert done.stdout.startswith("code     ACME-1\ncause    A file without rows.\n"), done.stderr
 
 
 def test_explain_json_has_the_documented_shape(nxdt):

@@ -110,6 +110,7 @@ def test_every_kind_has_templates_and_code_of_one_style(tmp_path):
             text = (tmp_path / f"{kind}-{plain}" / file).read_text()
             assert "{{" not in text.replace("${{", "")
             assert not re.search(r"^\w+: \{|^nxdt ", text if file.name == "README.md" else "", re.MULTILINE), "not code"
+            assert "raise ValueError" not in text, "a mistake of a user needs an NxdtError"
             modules = re.findall(r"^from (\S+) import ", text, re.MULTILINE)
             assert len(modules) == len({*modules}), f"{file} imports a module twice"
     ruff = [sys.executable, "-m", "ruff", "check", "--isolated", "--select", "E,F,UP,B", "--line-length", "125"]

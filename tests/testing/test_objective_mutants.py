@@ -13,6 +13,7 @@ FILE = Path(__file__).parent / "mutants/objective.py"
 MEMBERS = "test_it_has_the_members_of_the_protocol"
 KNOWN, PARTS = "test_the_weight_is_known_before_the_forward_pass", "test_micro_batches_add_up_to_the_batch"
 BLANK, PACKED = "test_a_blank_sample_weighs_nothing", "test_packed_documents_count_as_padded_ones"
+WEIGHTS = "test_loss_weights_scale_the_loss"
 NARROW = "test_a_loss_of_narrow_logits_is_computed_in_float32"
 TP, CP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "cp", "zero3"))
 CAUGHT_BY = {
@@ -31,6 +32,8 @@ CAUGHT_BY = {
     "AddsNoShardsUp": {CP},
     "ReportsTheWholeOnEachRank": {CP},
     "KeepsTheFirstWeight": {KNOWN},
+    "ForgetsTheWeights": {WEIGHTS},
+    "TakesWeightsForAMask": {WEIGHTS},
     "WritesIntoItsBatch": {PARTS, "test_ignored_labels_do_not_count", NARROW, CP, ZERO3},
 }
 

@@ -115,6 +115,20 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
         assert leaf.grad is not None
         assert not leaf.grad[ignored].any(), "the loss has a gradient where the label is ignored"
 
+    def test_loss_weights_scale_the_loss(self, objective: Objective, traits: ObjectiveTraits) -> None:
+        """Divide each token's weight between two batches: where their weights add up to the whole, so do the losses."""
+        batch, logits = _batch(traits)
+        assert batch.loss_weights is not None
+        shares = torch.rand(batch.labels.shape, generator=torch.Generator().manual_seed(0))
+        parts = [replace(batch, loss_weights=batch.loss_weights * share) for share in (shares, 1 - shares)]
+        whole, first, second = (_output(objective, logits, each) for each in (batch, *parts))
+        adds_up = torch.isclose(first.weight + second.weight, whole.weight)
+        total, wanted = (
+            torch.where(adds_up, loss.detach(), 0) for loss in (first.loss_sum + second.loss_sum, whole.loss_sum)
+        )
+        where = "with the sums of their loss weights; multiply the loss of each token by its weight"
+        _assert_same({"loss_sum": total}, {"loss_sum": wanted}, where, 1e-6)
+
     def test_a_blank_sample_weighs_nothing(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """The last batch of a pass is filled up with samples that have no labels."""
         own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)

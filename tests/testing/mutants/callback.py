@@ -88,6 +88,12 @@ class SavesWhatItDoesNotLoad(Right):
 
 
 @mutant
+class LoadsNothing(Right):
+    def load_state_dict(self, state):
+        """As in the base class: a fresh one has the state of a fresh one."""
+
+
+@mutant
 class LeavesAThread(Right):
     def on_fit_start(self, run):
         threading.Thread(target=time.sleep, args=(8,), name="reporter").start()

@@ -175,6 +175,29 @@ class WritesIntoItsBatch(Right):
         return batch.loss_weights.mul_(0.5) * (batch.labels != IGNORE_INDEX)
 
 
+@mutant
+class ForgetsTheWeights(Right):
+    """Divides the sum over all labels by the sum of their weights."""
+
+    traits = ObjectiveTraits()
+
+    def weight(self, batch):
+        return batch.weight()
+
+    def __call__(self, logits, batch):
+        losses = self.losses(logits, batch) * self.learns(batch)
+        return ObjectiveOutput(loss_sum=losses.sum(), weight=batch.weight())
+
+    def learns(self, batch):
+        return batch.labels != IGNORE_INDEX
+
+
+@mutant
+class TakesWeightsForAMask(ForgetsTheWeights):
+    def learns(self, batch):
+        return super().learns(batch) & (batch.loss_weights > 0)
+
+
 def under_contract(cls):
     class Contract(ObjectiveContract):
         @pytest.fixture

@@ -7,6 +7,7 @@ from nxdt_testing.errors import raises
 from nxdt_testing.ranks import RankPool
 
 from nxdt_core import checkpoint
+from nxdt_core.errors.plugins import ComponentUnusable
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback, StepNotFinite
 from nxdt_core.run import train
 from nxdt_core.train import build
@@ -87,9 +88,12 @@ class Misspelt(Callback):
 class Ours:
     def __init__(self, config, run_dir): ...
 
+class TakesNothing(Callback):
+    def __init__(self): ...
+
 @hookimpl
 def nxdt_callbacks():
-    classes = (Seen, Stops, Saves, Fails, FailsInBoth, Ends, Misspelt, Ours)
+    classes = (Seen, Stops, Saves, Fails, FailsInBoth, Ends, Misspelt, Ours, TakesNothing)
     return [Component(name=each.__name__, target=f"{__name__}:{each.__name__}") for each in classes]
 """
 
@@ -257,6 +261,7 @@ def test_an_error_for_users_ends_the_run(run_with):
     [
         ("Misspelt", CallbackMethodUnknown, r"on_step_ended.*\n.*on_step_end"),
         ("Ours", NotOurCallback, r"Ours.*\n.*subclass of nxdt_core\.api\.Callback"),
+        ("TakesNothing", ComponentUnusable, r"TakesNothing.* called as Target\(config, run_dir\): too many positional"),
     ],
 )
 def test_what_no_run_would_call_is_refused(run_with, name, error, message):
