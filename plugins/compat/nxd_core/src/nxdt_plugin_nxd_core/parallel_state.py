@@ -10,6 +10,26 @@ import torch.distributed as dist
 from nxdt_plugin_nxd_core.arguments import binds
 from nxdt_plugin_nxd_core.config import DIMENSIONS, current_config, required_config
 
+__all__ = [
+    "get_context_model_parallel_rank",
+    "get_context_model_parallel_size",
+    "get_data_parallel_group",
+    "get_data_parallel_rank",
+    "get_data_parallel_replica_groups",
+    "get_data_parallel_size",
+    "get_expert_model_parallel_rank",
+    "get_expert_model_parallel_size",
+    "get_pipeline_model_parallel_group",
+    "get_pipeline_model_parallel_rank",
+    "get_pipeline_model_parallel_replica_groups",
+    "get_pipeline_model_parallel_size",
+    "get_tensor_model_parallel_group",
+    "get_tensor_model_parallel_rank",
+    "get_tensor_model_parallel_replica_groups",
+    "get_tensor_model_parallel_size",
+    "model_parallel_is_initialized",
+]
+
 
 def model_parallel_is_initialized() -> bool:
     """Return whether ``neuronx_distributed_config`` has built the mesh."""
@@ -79,5 +99,3 @@ def get_context_model_parallel_rank() -> int:
 
 get_expert_model_parallel_size = get_context_model_parallel_size
 get_expert_model_parallel_rank = get_context_model_parallel_rank
-
-__all__ = [name for name in globals() if "_parallel_" in name]  # these functions
