@@ -5,6 +5,7 @@ import hashlib
 import numpy as np
 
 from acme_nxdt.config import SumsConfig
+from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, SplitName
 
@@ -14,7 +15,7 @@ class SumsDataset(MapDataset):
 
     def __init__(self, count: int, first: int, context: DataContext) -> None:
         if context.tokenizer is None:
-            raise ValueError("the dataset 'sums' needs a tokenizer")
+            raise DataNeedsTokenizer(dataloader="sums")
         self.count, self.first, self.context, self.tokenizer = count, first, context, context.tokenizer
 
     def __len__(self) -> int:
