@@ -194,7 +194,7 @@ def seconds_of(value: Duration) -> float:
     if isinstance(value, str):
         parts = value.split(":")
         if len(parts) != len(_UNITS) or not all(part.isdecimal() for part in parts):
-            raise ValueError(f"{value!r} is no time")
+            raise ValueError(f"{value!r} is not a time")
         value = dict(zip(_UNITS, map(int, parts), strict=True))
     if not value.keys() <= set(_UNITS):
         raise ValueError(f"{sorted(value.keys() - set(_UNITS))} are not units")

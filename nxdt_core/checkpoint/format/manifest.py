@@ -267,7 +267,7 @@ def _from_table(table: Mapping[str, Any]) -> Manifest:
     check_places(tensors, {name: entry.size_bytes for name, entry in files.items()})
     created = table["created"]
     if type(created) is not str or datetime.fromisoformat(created).isoformat(timespec="seconds") != created:
-        raise ValueError("the value of 'created' is no time")
+        raise ValueError("the value of 'created' is not a time")
     return Manifest(
         step=_count(table["step"], "step"),
         attempt=_plain(table["attempt"]),
