@@ -116,11 +116,14 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
     if absent := [path for path in paths if not path.exists()]:
         return [f"data.tokenizer: {absent[0]} is not on this machine; its vocabulary is not compared with the model's"]
     tokenizer = selected.component.load_class(Tokenizer)(selected.config)
-    model: Any = config.selected("model").config
-    rows = getattr(model, "vocab_rows", None) or getattr(model, "vocab_size", None)  # with padding
+    rows = config.tree.get("model.vocab_size")
     if rows is not None and tokenizer.vocab_size > rows:
-        added = bool(getattr(selected.config, "added_tokens", ()))
-        raise VocabularyTooSmall(tokenizer=tokenizer.vocab_size, model=rows, added=added)
+        from nxdt_core.train import build
+
+        rows = build.model_builder(config).vocab_size  # with padding
+        if tokenizer.vocab_size > rows:
+            added = bool(build.added_tokens(config))
+            raise VocabularyTooSmall(tokenizer=tokenizer.vocab_size, model=rows, added=added)
     missing = [key for key in _ENDS if getattr(tokenizer, f"{key}_id") is None]
     return [f"data.tokenizer: it has no {_ENDS[key]} token; {key}_token names one" for key in missing]
 

@@ -24,7 +24,7 @@ from nxdt_core.config.schema import (
     Selected,
     mode_of,
 )
-from nxdt_core.config.section import FORMS, PartOf, Section, keys_of, seconds_of
+from nxdt_core.config.section import FORMS, PartOf, ScheduleSection, Section, keys_of, seconds_of
 from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import (
@@ -485,7 +485,7 @@ def find_notes(checked: Checked) -> Iterator[str]:
     if lengths is None:
         return
     horizon, last = lengths
-    ends = schedule is None or getattr(schedule.config, "reads_max_steps", True)
+    ends = schedule is None or not isinstance(schedule.config, ScheduleSection) or schedule.config.reads_max_steps
     end, steps = (_HORIZON, horizon) if ends and horizon <= last else (_LAST, last)
     warmup = checked.numbers(_WARMUP)
     if warmup is not None and 0 < steps <= warmup[0]:

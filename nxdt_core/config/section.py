@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Final, Self, TypeVar, Union, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Final, Self, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, SecretStr
 
@@ -38,6 +38,7 @@ __all__ = [
     "PartOf",
     "PositiveInt",
     "Range",
+    "ScheduleSection",
     "Secret",
     "SecretText",
     "Section",
@@ -99,6 +100,13 @@ class Section(BaseModel):
         """Return the key of the section → key of that file that it comes from, so that messages name both. Called with
         what :meth:`from_hf` has read."""
         return {}
+
+
+class ScheduleSection(Section):
+    """Base of the sections of learning-rate schedules, for those that say more about themselves."""
+
+    reads_max_steps: ClassVar[bool] = True
+    """False where ``max_steps`` does not end the schedule; notes then leave it out."""
 
 
 @dataclass(frozen=True, slots=True)

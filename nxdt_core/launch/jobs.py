@@ -15,7 +15,7 @@ from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.read import interpolate, read_part
 from nxdt_core.config.show import drop_replaced, shown_words
 from nxdt_core.config.sources import COMMAND_LINE, RECIPE_SCHEME, read_source
-from nxdt_core.config.tree import MASK, Tree
+from nxdt_core.config.tree import MASK, Tree, plain
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.launch import (
     CannotSubmit,
@@ -28,6 +28,7 @@ from nxdt_core.errors.launch import (
     SubmitFailed,
 )
 from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.launch.launchers.config import instance_of
 from nxdt_core.protocols.launcher import Job, Launcher, Submission
 from nxdt_core.system.regular_files import make_directory, read_text, replace_text
 
@@ -83,16 +84,18 @@ def prepare(
         options, wrong = read_part(cls, tree)
         if problems or wrong:
             raise ConfigError(source=label, problems=(*problems, *wrong))
-    in_file = getattr(options, "nodes", None)
+    option = plain({} if options is None else options).get
+    in_file = option("nodes")
     if nodes is not None and in_file is not None and nodes != in_file:
         raise ClusterHasOtherNodes(path=str(cluster), found=in_file, wanted=nodes)
     nodes = in_file if nodes is None else nodes
     words = (*drop_replaced(overrides), *([] if nodes is None else [f"trainer.num_nodes={nodes}"]))
     config = load(source, words)
     # A cluster with more or fewer devices per node than the layout uses wastes them, or cannot start the run.
-    devices, wanted = getattr(options, "devices", None), config.run.trainer.devices
+    devices, key, wanted = option("devices_per_node"), "devices_per_node", config.run.trainer.devices
+    if devices is None and (instance := instance_of(option("instance_type"))) is not None:
+        devices, key = instance.devices, "instance_type"
     if devices not in (None, wanted):
-        key = "devices_per_node" if getattr(options, "devices_per_node", None) is not None else "instance_type"
         where = f"{key} of {cluster}" if cluster is not None else f"--{key.replace('_', '-')}"
         raise ClusterHasOtherDevices(source=where, found=devices, wanted=wanted)
     run = config.run
@@ -100,7 +103,7 @@ def prepare(
     path = None if config.source.startswith(RECIPE_SCHEME) else Path(config.source).expanduser().absolute()
     arguments = (config.source if path is None else str(path), *shown_words(config, words))
     engine = config.selected("engine").component.record.capabilities
-    compiles = getattr(options, "compile", None)
+    compiles = option("compile")
     if compiles is None:
         compiles = "xla" in engine or bool(run.model.compile)
     job = Job(

@@ -112,7 +112,9 @@ class Launcher:
     """The target of the kind, called as ``Target()``; its module imports nothing heavy.
 
     ``nxdt launch`` lists those that override :meth:`submission`, under the record's ``name``. The record's ``config``
-    is the section of its options: keys of a cluster file and options of the command at once.
+    is the section of its options: keys of a cluster file and options of the command at once. Options that are called
+    ``nodes``, ``devices_per_node``, ``instance_type`` and ``compile`` mean for each launcher what they mean for
+    Slurm's: the command compares the first three with the run, and compiles the graphs first or not.
     """
 
     @classmethod

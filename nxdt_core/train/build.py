@@ -152,8 +152,7 @@ def tokenizer(config: ResolvedConfig, vocab_size: int | None = None) -> Tokenize
 
 def added_tokens(config: ResolvedConfig) -> Sequence[str]:
     """Return the tokens that the configuration adds to its tokenizer; with some, weights may lack rows for them."""
-    selected = config.components["tokenizer"]
-    tokens: Sequence[str] = () if selected is None else getattr(selected.config, "added_tokens", ())
+    tokens: Sequence[str] = config.tree.get("data.tokenizer.added_tokens", ())
     return tokens
 
 
@@ -211,7 +210,7 @@ def batches(
 def chat_keys(config: ResolvedConfig) -> ChatKeys:
     """Return how the run's data make text of messages and begin texts; the defaults where they hold no messages."""
     section = config.selected("dataset").config
-    return section if isinstance(section, ChatKeys) else ChatKeys(add_bos=getattr(section, "add_bos", False))
+    return section if isinstance(section, ChatKeys) else ChatKeys(add_bos=config.tree.get("data.add_bos") is True)
 
 
 def objective(config: ResolvedConfig) -> Objective:
@@ -222,9 +221,9 @@ def objective(config: ResolvedConfig) -> Objective:
     """
     made = _construct(config, "objective", Objective)
     wanted, model = made.traits.head == "score", config.selected("model")
-    if getattr(model.config, "score_head", False) != wanted:
+    if config.tree.get("model.score_head", False) != wanted:
         takes, key, value = ("scores" if wanted else "logits of a vocabulary"), "score_head", str(wanted).lower()
-        if wanted and not hasattr(model.config, key):
+        if f"model.{key}" not in config.tree:
             key, value = "name", "a model with the key score_head, such as llama"
         name = config.run.objective.name
         raise HeadDoesNotFit(objective=name, takes=takes, model=model.component.record.name, key=key, value=value)

@@ -124,7 +124,7 @@ def load_model(
     tokenizer = build.tokenizer(weights.run, build.model_builder(weights.run).vocab_size)
     if tokenizer is None:
         raise CannotGenerate(reason="its run names no tokenizer")
-    if getattr(weights.run.selected("model").config, "score_head", False):
+    if weights.run.tree.get("model.score_head"):
         raise CannotGenerate(reason="its model gives scores (model.score_head)")
     longest = build.window(weights.run)
     if window is not None and window > longest:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, ClassVar, Literal
 
-from nxdt_core.config.section import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range, Section
+from nxdt_core.config.section import NonNegativeFloat, NonNegativeInt, PartOf, PositiveInt, Range, ScheduleSection
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleHorizon
 
@@ -23,11 +23,10 @@ _SHAPES: Mapping[str, Callable[[float], float]] = {
 """Height of a decay by the share of it that is left."""
 
 
-class WarmupConfig(Section):
+class WarmupConfig(ScheduleSection):
     """Warm-up, then the full rate for ever."""
 
     reads_max_steps: ClassVar[bool] = False
-    """True if ``max_steps`` ends the schedule; a plugin's schedule without this attribute is taken to read it."""
     warmup_steps: NonNegativeInt = 0
     """Optimizer steps of linear warm-up; the first one already learns."""
 
@@ -85,7 +84,7 @@ class NoamHoldConfig(HoldConfig):
     """Exponent of the decay: 0.5 falls as Noam does, 1 faster."""
 
 
-class StepConfig(Section):
+class StepConfig(ScheduleSection):
     """Stairs: the rate is multiplied by ``gamma`` every ``step_size`` steps."""
 
     reads_max_steps: ClassVar[bool] = False
@@ -95,7 +94,7 @@ class StepConfig(Section):
     """Factor from one stair to the next."""
 
 
-class ExponentialConfig(Section):
+class ExponentialConfig(ScheduleSection):
     """The rate is multiplied by ``gamma`` at every step."""
 
     reads_max_steps: ClassVar[bool] = False

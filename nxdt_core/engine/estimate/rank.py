@@ -157,7 +157,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
         sizes=sizes,
         options=LayoutOptions.of(run, profile, sizes),
         records=profile.records,
-        packed=bool(getattr(config.selected("dataset").config, "reset_attention_mask", False)),
+        packed=config.tree.get("data.reset_attention_mask") is True,
     )
 
 

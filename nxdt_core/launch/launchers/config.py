@@ -49,6 +49,11 @@ INSTANCES: Mapping[str, Instance] = {
 """Instances by their type without SageMaker's prefix ``ml.``."""
 
 
+def instance_of(instance_type: str | None) -> Instance | None:
+    """Return the facts about an instance type; None where it is unknown."""
+    return INSTANCES.get((instance_type or "").removeprefix("ml."))
+
+
 class ClusterOptions(Section):
     """Options of every cluster."""
 
@@ -73,7 +78,7 @@ class ClusterOptions(Section):
 
     def model_post_init(self, context: Any, /) -> None:
         """Refuse an instance that nothing is known of, and mounts that are not absolute."""
-        if self.instance_type is not None and self.instance is None:
+        if self.instance_type is not None and instance_of(self.instance_type) is None:
             raise ValueError(
                 f"instance_type is {self.instance_type!r}, of which nothing is known. Write one of "
                 f"{', '.join(INSTANCES)}, or leave it out and set devices_per_node and efa"
@@ -83,21 +88,10 @@ class ClusterOptions(Section):
                 raise ValueError(f"mounts has {mount!r}. Write an absolute path, or two with a colon between them")
 
     @property
-    def instance(self) -> Instance | None:
-        """Return the facts about the instance type; None where it is unknown."""
-        return INSTANCES.get((self.instance_type or "").removeprefix("ml."))
-
-    @property
-    def devices(self) -> int | None:
-        """Devices of a node, as far as they are known."""
-        if self.devices_per_node is not None:
-            return self.devices_per_node
-        return None if self.instance is None else self.instance.devices
-
-    @property
     def efa_interfaces(self) -> int:
         """EFA interfaces of a node; 0 where EFA is off."""
-        interfaces = 0 if self.instance is None else self.instance.efa
+        instance = instance_of(self.instance_type)
+        interfaces = 0 if instance is None else instance.efa
         if self.efa is None:
             return interfaces
         return max(1, interfaces) if self.efa else 0

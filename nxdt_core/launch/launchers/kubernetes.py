@@ -14,7 +14,7 @@ from typing import Any
 import yaml
 
 from nxdt_core.errors.launch import LauncherNeedsOption
-from nxdt_core.launch.launchers.config import KubernetesOptions, header, program
+from nxdt_core.launch.launchers.config import KubernetesOptions, header, instance_of, program
 from nxdt_core.protocols.launcher import Job, Launcher, Submission
 
 MANIFEST = "job.yaml"
@@ -223,7 +223,7 @@ def _placed(job: Job, arguments: tuple[str, ...]) -> list[str]:
 
 def _limits(job: Job, options: KubernetesOptions) -> dict[str, str | int]:
     limits: dict[str, str | int] = {}
-    instance = options.instance
+    instance = instance_of(options.instance_type)
     resource = options.device_resource or (instance.resource if instance else None)
     if resource is not None:
         whole = instance is not None and resource == instance.resource and job.devices == instance.devices

@@ -33,8 +33,3 @@ class RayOptions(Section):
     """Compile the graphs first; by default where the engine is XLA's or model.compile is true."""
     max_restarts: NonNegativeInt = 3
     """Number of restarts after a loss, each from the newest checkpoint."""
-
-    @property
-    def devices(self) -> int | None:
-        """Devices of a node, as far as they are known."""
-        return self.devices_per_node
