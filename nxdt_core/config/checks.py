@@ -139,7 +139,7 @@ def find_problems(checked: Checked, kernel: Kernel, *, asks_plugins: bool) -> li
                     problems.append(ComponentFinding(**place, message=f"{message}{end}"))
     if not asks_plugins:
         return problems
-    names = {kind: found.component.qualified_name for kind, found in components.items() if found is not None}
+    names = {kind: selected.component.qualified_name for kind, selected in components.items() if selected is not None}
     context = ValidateConfigContext(config=plain(checked.tree.data), components=names, kernel=kernel)
     try:
         for plugin, findings in kernel.call("nxdt_validate_config", context=context):
@@ -167,12 +167,12 @@ def _guarded(component: RegisteredComponent, place: Place, what: str, problems: 
 
 def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
     """Yield the problems of values that are each right."""
-    given, numbers, excluded = checked.values.get, checked.numbers, checked.impossible
+    value_of, numbers, excluded = checked.values.get, checked.numbers, checked.impossible
 
     # The run's length, its validations, and what it writes on the way.
     stopping = "exp_manager.create_early_stopping_callback"
     by_steps, by_passes = "trainer.val_check_interval", "trainer.check_val_every_n_epoch"
-    if given(stopping) and given(by_steps, "") is None and given(by_passes, "") is None:
+    if value_of(stopping) and value_of(by_steps, "") is None and value_of(by_passes, "") is None:
         reason = "early stopping judges after each validation, and the run has none"
         yield excluded(stopping, by_steps, reason=reason, advice=f"Set {by_steps}.")
     for section, switch in (
@@ -180,24 +180,24 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         ("exp_manager.early_stopping_callback_params", stopping),
     ):
         monitor, mode = f"{section}.monitor", f"{section}.mode"
-        if given(switch) and given(mode, "") is None and mode_of(metric := given(monitor, "step")) is None:
+        if value_of(switch) and value_of(mode, "") is None and mode_of(metric := value_of(monitor, "step")) is None:
             reason = f"the name {metric!r} does not say whether a small or a large value is good"
             yield excluded(monitor, mode, reason=reason, advice=f"Set {mode} to min or max.")
     for steps, passes in (
         (by_steps, by_passes),
         ("checkpoint.every_n_train_steps", "checkpoint.every_n_epochs"),
     ):
-        if given(passes) and given(steps):
+        if value_of(passes) and value_of(steps):
             reason = f"it counts passes over the data, and {steps} counts steps"
             yield excluded(passes, steps, reason=reason, advice="Set one of them to null.")
     for key, advice in (
         ("trainer.max_epochs", "-1 leaves the end to trainer.max_steps."),
         ("trainer.limit_train_batches", "null takes all."),
     ):
-        if given(key) == 0:
+        if value_of(key) == 0:
             yield excluded(key, reason="0 trains nothing", advice=advice)
     local, whole = "exp_manager.log_local_rank_0_only", "exp_manager.log_global_rank_0_only"
-    if given(local) and given(whole):
+    if value_of(local) and value_of(whole):
         reason = f"it wants a log of each node, and {whole} one of the run"
         yield excluded(local, whole, reason=reason, advice="Keep one of them.")
 
@@ -226,40 +226,40 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         yield excluded(BATCH, MICRO_BATCH, reason=reason, advice=f"Write a multiple of {batch[1] * mesh.dp}.")
 
     # Sharding, weights, dtypes, what is recomputed, learning rates, sequences and files of metrics.
-    if given(_ZERO_STAGE) is not None and given(_ZERO) is False:
-        reason = f"zero_stage {given(_ZERO_STAGE)} shards, and zero1: false says not to"
+    if value_of(_ZERO_STAGE) is not None and value_of(_ZERO) is False:
+        reason = f"zero_stage {value_of(_ZERO_STAGE)} shards, and zero1: false says not to"
         yield excluded(_ZERO_STAGE, _ZERO, reason=reason, advice="Leave zero1 out, or set zero_stage to null.")
     weights, source = "checkpoint.weight_init_only", "checkpoint.resume_from"
-    if given(weights) and given(source, "") is None:
+    if value_of(weights) and value_of(source, "") is None:
         reason = f"weight_init_only takes the weights of a checkpoint, and {source} names none"
         yield excluded(weights, reason=reason, advice=f"Set {source}.")
     masters, rounded = "checkpoint.use_master_weights_in_ckpt", "checkpoint.save_bf16"
-    if given(masters) and given(rounded):
+    if value_of(masters) and value_of(rounded):
         reason = f"it wants float32 as the model's weights, and {rounded}: true wants bfloat16"
         yield excluded(masters, rounded, reason=reason, advice="Keep one of them; a resume is exact with either.")
     narrow, optimizer = "precision.optimizer_state", "model.optim.name"
-    if given(narrow) == "bfloat16" and given(optimizer) == "adamw_fp32OptState":
+    if value_of(narrow) == "bfloat16" and value_of(optimizer) == "adamw_fp32OptState":
         reason = f"it says bfloat16, and {optimizer}: adamw_fp32OptState says float32"
         advice = f"Set {optimizer} to adamw, or {narrow} to float32."
         yield excluded(narrow, optimizer, reason=reason, advice=advice)
-    if given(_RECOMPUTE) and given(_GRANULARITY) == "full":
+    if value_of(_RECOMPUTE) and value_of(_GRANULARITY) == "full":
         reason = "whole layers are recomputed under granularity 'full', so naming modules means nothing"
         advice = f"Set {_GRANULARITY} to selective, or leave the names out."
         yield excluded(_RECOMPUTE, reason=reason, advice=advice)
-    if not given(_RECOMPUTE) and given(_GRANULARITY) == "selective":
+    if not value_of(_RECOMPUTE) and value_of(_GRANULARITY) == "selective":
         reason = f"selective recomputes what {_RECOMPUTE} names, and that names nothing"
         advice = f"Name modules there, such as CoreAttention, or set {_GRANULARITY} to full."
         yield excluded(_GRANULARITY, _RECOMPUTE, reason=reason, advice=advice)
     base, adapter = "adapter.base_dtype", "adapter.name"
-    if given(base) is not None and given(adapter, "") is None:
+    if value_of(base) is not None and value_of(adapter, "") is None:
         reason = f"it quantises what an adapter freezes, and {adapter} names none"
         yield excluded(base, reason=reason, advice=f"Set {adapter}, such as lora, or leave {base} out.")
     trainable = "model.trainable"
-    if given(trainable) is not None and (named := given(adapter, "")) is not None:
+    if value_of(trainable) is not None and (named := value_of(adapter, "")) is not None:
         reason = f"{adapter}: {named} decides what is frozen"
         advice = "Leave one of them out; adapter.modules_to_save of lora names modules that train whole."
         yield excluded(trainable, adapter, reason=reason, advice=advice)
-    if given(base) is not None and mesh is not None and mesh.zero_stage == 3 and mesh.fsdp > 1:
+    if value_of(base) is not None and mesh is not None and mesh.zero_stage == 3 and mesh.fsdp > 1:
         reason = f"each rank has all codes of its layers, and {_ZERO_STAGE}: 3 would shard them"
         yield excluded(base, _ZERO_STAGE, reason=reason, advice=f"Set {_ZERO_STAGE} to 1 or 2.")
     floor, rate = f"{_SCHEDULE}.min_lr", "model.optim.lr"
@@ -271,7 +271,7 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         reason = f"sequences have {sizes[0]} tokens, the model has positions for {sizes[1]} ({longest})"
         yield excluded(length, longest, reason=reason, advice=f"Shorten {length} or raise {longest}.")
     metrics = "exp_manager.monitoring.metrics_file"
-    if isinstance(file := given(metrics), str) and not file.endswith(".prom"):
+    if isinstance(file := value_of(metrics), str) and not file.endswith(".prom"):
         reason = "node_exporter reads files whose name ends with .prom"
         yield excluded(metrics, reason=reason, advice="Name it so, such as nxdt.prom.")
 
@@ -283,8 +283,8 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         cls: Any = type(schedule.config)
         marks = {join(_SCHEDULE, name): key.mark(PartOf) for name, key in keys_of(cls).items()}
         counted = [key for key, mark in marks.items() if mark is not None and mark.key == _HORIZON]
-        parts: dict[str, Any] = {key: count for key in counted if (count := given(key))}
-        if parts and (warmup := given(_WARMUP)):
+        parts: dict[str, Any] = {key: count for key in counted if (count := value_of(key))}
+        if parts and (warmup := value_of(_WARMUP)):
             parts = {_WARMUP: warmup, **parts}
         if (total := sum(parts.values())) > horizon[0]:
             counts = " and ".join(f"{path.rpartition('.')[2]} {count}" for path, count in parts.items())
@@ -293,8 +293,8 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
             yield excluded(*reversed(parts), _HORIZON, reason=reason, advice=advice)
     record = model.component.record if model is not None else None
     modules = record.recompute_names if isinstance(record, ModelComponent) else None
-    if record is not None and modules is not None and given(_GRANULARITY) == "selective":
-        for name in given(_RECOMPUTE) or ():
+    if record is not None and modules is not None and value_of(_GRANULARITY) == "selective":
+        for name in value_of(_RECOMPUTE) or ():
             if name not in modules:
                 near = get_close_matches(name, modules, n=1)
                 found = f"{name!r}, which model {record.name!r} does not have"
@@ -302,7 +302,7 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
                 yield WrongValue(**checked.place(_RECOMPUTE), found=found, allowed=", ".join(modules), hint=hint)
     for time in ("checkpoint.train_time_interval", "trainer.max_time"):
         try:
-            if (value := given(time)) is not None:
+            if (value := value_of(time)) is not None:
                 seconds_of(value)
         except ValueError:
             yield WrongValue(**checked.place(time), found=checked.tree.describe(time), allowed=FORMS)
@@ -430,33 +430,33 @@ _SWITCHED = {
 
 def find_notes(checked: Checked) -> Iterator[str]:
     """Yield the lines that name keys without an effect, of a configuration without problems."""
-    given, engine, schedule = checked.values.get, checked.components["engine"], checked.components["schedule"]
+    value_of, engine, schedule = checked.values.get, checked.components["engine"], checked.components["schedule"]
     xla = engine is not None and "xla" in engine.component.record.capabilities
-    if engine is not None and not xla and given("trainer.lnc") is not None:
+    if engine is not None and not xla and value_of("trainer.lnc") is not None:
         yield f"trainer.lnc: no effect, since the engine {engine.component.record.name!r} does not read it"
-    if not xla and given("compiler_cache_url") is not None and not given("model.compile"):
+    if not xla and value_of("compiler_cache_url") is not None and not value_of("model.compile"):
         yield "compiler_cache_url: no effect, since model.compile is false"
     for switch, (section, cls) in _SWITCHED.items():
-        if not given(switch):
+        if not value_of(switch):
             keys = keys_of(cls).items()
-            changed = [path for name, key in keys if given(path := join(section, name), key.default) != key.default]
+            changed = [path for name, key in keys if value_of(path := join(section, name), key.default) != key.default]
             yield from _idle(changed, f"{switch} is not set")
     for size, names in _READ_ABOVE_ONE.items():
-        if given(size) == 1:
-            settings = [key for key in names if (value := given(key)) is True or (value and value != 1)]
+        if value_of(size) == 1:
+            settings = [key for key in names if (value := value_of(key)) is True or (value and value != 1)]
             yield from _idle(settings, f"{size} is 1")
     heads = checked.numbers("model.num_kv_heads", TP, _KV_REPLICATOR)
     if heads is not None and heads[1] > 1 and heads[2] > (needed := max(1, heads[1] // heads[0])):
         copies = "no copies" if needed == 1 else f"{needed} copies"
         yield f"{_KV_REPLICATOR}: {copies} are made, since {TP} is {heads[1]} and model.num_kv_heads {heads[0]}"
-    if given(_REGATHER) and given(TP) != 1 and not given(_SP):
+    if value_of(_REGATHER) and value_of(TP) != 1 and not value_of(_SP):
         yield from _idle([_REGATHER], f"{_SP} is false")
-    elif given(_REGATHER) and given(TP) != 1 and given(_GRANULARITY) == "full":
+    elif value_of(_REGATHER) and value_of(TP) != 1 and value_of(_GRANULARITY) == "full":
         yield from _idle([_REGATHER], f"{_GRANULARITY} is full, and layers that are recomputed gather again")
 
     # ZeRO without ranks to shard over, and tokens exchanged for experts that are never full.
     sizes = checked.mesh_sizes()
-    sharding = [key for key in (_ZERO, _ZERO_STAGE) if checked.tree.origin(key).kind != "default" and given(key)]
+    sharding = [key for key in (_ZERO, _ZERO_STAGE) if checked.tree.origin(key).kind != "default" and value_of(key)]
     if checked.numbers(*WORLD) == (1, 1):
         yield from _idle(sharding, "one process has nothing to shard")
     elif sizes is not None and sizes.fsdp == 1:
@@ -465,9 +465,9 @@ def find_notes(checked: Checked) -> Iterator[str]:
         yield from _idle([REPLICAS], f"{_ZERO} is false and every data parallel rank holds a whole copy")
     shuffle, factor = f"{_STRATEGY}.token_shuffle_group_size", "model.moe.capacity_factor"
     groups = checked.numbers(shuffle, "model.moe.num_experts")
-    if groups is not None and groups[0] != 1 and (given(factor) or 0) <= 0:
+    if groups is not None and groups[0] != 1 and (value_of(factor) or 0) <= 0:
         yield f"{shuffle}: tokens travel for nothing, since {factor} bounds no expert"
-    if given(_RECOMPUTE) and given(_GRANULARITY, "") is None:
+    if value_of(_RECOMPUTE) and value_of(_GRANULARITY, "") is None:
         yield from _idle([_RECOMPUTE], f"{_GRANULARITY} is not set")
 
     # Pipeline schedules that run with few micro-batches and then mostly wait; others are refused.
@@ -491,7 +491,7 @@ def find_notes(checked: Checked) -> Iterator[str]:
     if warmup is not None and 0 < steps <= warmup[0]:
         yield f"{_WARMUP}: the rate only rises, since {end} is {steps} and warm-up takes {warmup[0]} steps"
     if not ends and horizon != last:
-        yield from _idle([_HORIZON], f"the schedule {given(f'{_SCHEDULE}.name')} does not read it")
+        yield from _idle([_HORIZON], f"the schedule {value_of(f'{_SCHEDULE}.name')} does not read it")
     elif horizon > last:
         yield f"{_HORIZON}: the schedule ends at step {horizon}, but the run ends earlier: {_LAST} is {last}"
     elif horizon < last:

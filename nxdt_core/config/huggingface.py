@@ -139,16 +139,16 @@ def with_published_model(tree: Tree, view: Tree) -> tuple[Tree, bool]:
     if described and not os.path.isfile(directory / "config.json"):
         return tree, False
     value = f"${{{PUBLISHED}}}" if has_interpolation(named) else named
-    given: dict[str, Any] = {"checkpoint": {"weight_init_only": True}, "model": {"model_config": value}}
+    values: dict[str, Any] = {"checkpoint": {"weight_init_only": True}, "model": {"model_config": value}}
     tokenizer = tree.get("data.tokenizer", {})
     other = not isinstance(tokenizer, dict) or tokenizer.keys() & {"library", "model", "type", "vocab_file"}
     if not other and any(os.path.isfile(directory / name) for name in _TOKENIZER):
-        given["data"] = {"tokenizer": {"library": "huggingface", "model": value}}
+        values["data"] = {"tokenizer": {"library": "huggingface", "model": value}}
     written = origin.at(PUBLISHED)["place"]
     default_origin = Origin(kind="hf", where=PUBLISHED, line=origin.line, written=written, directory=origin.directory)
     if tree.get("model") is None:  # a section without keys
         tree.remove("model")
-    below = Tree.of(given, default_origin)
+    below = Tree.of(values, default_origin)
     below.merge(tree)
     return below, True
 
@@ -159,7 +159,7 @@ def fill_recipe(tree: Tree, hf: HFConfig) -> list[str]:
     gave += ["tokenizer", "chat template"] if _is_published(tree, "data.tokenizer.model") else []
     of_model = (tree.get("model.max_position_embeddings"), *map(hf.values.get, _POSITIONS))
     defaults: dict[str, Any] = {
-        "data.seq_length": min([_SEQ_LENGTH, *(each for each in of_model if type(each) is int)]),
+        "data.seq_length": min([_SEQ_LENGTH, *(length for length in of_model if type(length) is int)]),
         "data.global_batch_size": _BATCH,
     }
     if tree.get("model.optim.name") in (None, "adam", "adamw"):
@@ -270,6 +270,6 @@ def merge_hf_values(tree: Tree, cls: type | None, hf: HFConfig) -> list[ConfigPr
     names = section.hf_names(hf.values) if values else {}
     for name, value in (values or {}).items():
         if name in lacking or ("." in name and f"model.{name}" not in tree):
-            own = theirs if (theirs := names.get(name, "")) in hf.values else ""
-            tree.set(f"model.{name}", value, Origin(kind="hf", where=str(hf.path), own=own))
+            key_there = name_there if (name_there := names.get(name, "")) in hf.values else ""
+            tree.set(f"model.{name}", value, Origin(kind="hf", where=str(hf.path), own=key_there))
     return []

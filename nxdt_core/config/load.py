@@ -126,8 +126,8 @@ def load(
     if any(interpolations(tree.data)):
         view = tree.copy()
         interpolate(view, wanted=("name", "exp_manager", _RESUMES, PUBLISHED))
-    if view.get(_RESUMES) is True and isinstance(given := view.get("exp_manager", {}), dict):
-        manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **given})
+    if view.get(_RESUMES) is True and isinstance(written_manager := view.get("exp_manager", {}), dict):
+        manager, _ = read_part(ExpManagerConfig, {"name": view.get("name"), **written_manager})
     hub.begin(None if manager is None else manager.run_dir / "config.yaml")
     try:
         tree, published = with_published_model(tree, view)
@@ -176,8 +176,8 @@ def load(
     extensions, extension_notes = _select_extensions(tree, kernel, problems)
     sections = {slot.kind: slot.section for slot in SLOTS}
     components = {
-        kind: None if found is None else Selected(component=found, config=instances.get(sections[kind]))
-        for kind, found in selected.items()
+        kind: None if component is None else Selected(component=component, config=instances.get(sections[kind]))
+        for kind, component in selected.items()
     }
     checked = Checked(values, tree, components)
     problems += find_problems(checked, kernel, asks_plugins=not problems)
@@ -253,8 +253,8 @@ def read_file(path: Path, overrides: Mapping[str, Any] | None = None, sections: 
         tree.set(key, value, replace(COMMAND_LINE, line=tree.origin(key).line if key in tree else 0))
     for key in sections:
         if not isinstance(tree.get(key), (dict, type(None))):
-            place, found = tree.origin(key).at(key), tree.describe(key)
-            problems.append(WrongValue(**place, found=found, allowed="a mapping"))
+            place, described = tree.origin(key).at(key), tree.describe(key)
+            problems.append(WrongValue(**place, found=described, allowed="a mapping"))
     if problems:
         raise ConfigError(source=str(path), problems=tuple(problems))
     resolved = tree.copy()
@@ -411,10 +411,10 @@ def _collect(
 
 def _merged(tree: Tree, above: Iterable[Tree]) -> Tree:
     """Return a tree with others merged over it."""
-    found = tree.copy()
-    for each in above:
-        found.merge(each)
-    return found
+    merged = tree.copy()
+    for layer in above:
+        merged.merge(layer)
+    return merged
 
 
 def _refused(label: str, problems: Iterable[ConfigProblem]) -> ConfigError:
@@ -435,8 +435,8 @@ def _refused(label: str, problems: Iterable[ConfigProblem]) -> ConfigError:
             group = misfits[problem.cause.of]  # one problem of values that one other value does not divide
             fitting = math.gcd(*(misfit.number for misfit in group))
             values = ", ".join(f"{name} {number}" for name, number in {m.name: m.number for m in group}.items())
-            own = f"Set it to {fitting} or a divisor of it" if fitting > 1 else "Set it to 1"
-            reason, advice = f"{group[0].divisor} fits none of {values}", f"{own}, or change those values."
+            remedy = f"Set it to {fitting} or a divisor of it" if fitting > 1 else "Set it to 1"
+            reason, advice = f"{group[0].divisor} fits none of {values}", f"{remedy}, or change those values."
             problem = ImpossibleCombination(**group[0].place, reason=reason, advice=advice)
         distinct.setdefault((problem.place, problem.key, problem.row()), problem)
     if not distinct:

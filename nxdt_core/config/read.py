@@ -110,34 +110,38 @@ def fill(tree: Tree, cls: type, keys: Keys | None = None) -> Keys:
 
 def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys) -> None:
     tree.shown.pop(path, None)  # a section is shown key by key
-    given = tree.get(path)
+    section_values = tree.get(path)
     section = keys.names.get(path, "")
-    own = keys.classes.get(section)
-    declared = {**keys_of(cls), **(keys_of(own) if own is not None else {})}
-    if own is not None:
-        keys.models.append((path, own))
+    component_cls = keys.classes.get(section)
+    declared = {**keys_of(cls), **(keys_of(component_cls) if component_cls is not None else {})}
+    if component_cls is not None:
+        keys.models.append((path, component_cls))
     ordered: dict[str, Any] = {}
     for name, key in declared.items():
         at = (*path, name)
         keys.names[at] = join(section, name)
-        value = given.get(name)
+        value = section_values.get(name)
         if key.section is not None and (isinstance(value, dict) or (value is None and not key.optional)):
             if value is None:
-                tree.set(at, {}, tree.origins[at] if name in given else DEFAULT)
+                tree.set(at, {}, tree.origins[at] if name in section_values else DEFAULT)
             _fill(tree, key.section, at, keys)
         else:
             keys.leaves[at] = key
             if value is None and not key.optional and (key.default is not REQUIRED or key.marks):
-                given.pop(name, None)  # null leaves such a key unset
-            if name not in given and key.default is not REQUIRED and key.mark(DefaultsTo) is None:
-                of_component = key.owner is own and key.section is None
-                tree.set(at, key.default, replace(DEFAULT, where=own.__name__) if of_component and own else DEFAULT)
-        if name in given:
-            ordered[name] = given[name]
-    unknown = {name: value for name, value in given.items() if name not in ordered}
+                section_values.pop(name, None)  # null leaves such a key unset
+            if name not in section_values and key.default is not REQUIRED and key.mark(DefaultsTo) is None:
+                of_component = key.owner is component_cls and key.section is None
+                tree.set(
+                    at,
+                    key.default,
+                    replace(DEFAULT, where=component_cls.__name__) if of_component and component_cls else DEFAULT,
+                )
+        if name in section_values:
+            ordered[name] = section_values[name]
+    unknown = {name: value for name, value in section_values.items() if name not in ordered}
     keys.unknown.update({(*path, name): tuple(declared) for name in unknown})
-    given.clear()
-    given |= ordered | unknown
+    section_values.clear()
+    section_values |= ordered | unknown
 
 
 _VARIABLES: ContextVar[list[str]] = ContextVar("variables of the environment that OmegaConf has read")
@@ -357,7 +361,7 @@ def read(tree: Tree, keys: Keys, prefix: str = "") -> tuple[dict[str, Any], list
             values.get(path[:-1])[path[-1]] = ""  # JSON has no form of it
         if unusable or value is UNRESOLVED:
             around = (path[:depth] for depth in range(len(path) + 1))
-            at = next((each for each in around if each in keys.leaves), ())
+            at = next((above for above in around if above in keys.leaves), ())
             if at and value is UNRESOLVED:  # reported where it could not be resolved
                 problems[at] = None
             elif at and keys.leaves[at].section is None:  # not below an unknown key, nor in place of a section
@@ -374,9 +378,9 @@ def read(tree: Tree, keys: Keys, prefix: str = "") -> tuple[dict[str, Any], list
         if any(path == at[: len(path)] and at[len(path)] in keys_of(cls) for at in problems if len(at) > len(path)):
             instances[path] = None  # with another value in place of a wrong one, what the component says would mislead
     wrong = set(problems)
-    for at, known in keys.unknown.items():
+    for at, siblings in keys.unknown.items():
         if dotted(at[:-1]) not in keys.open:
-            problems[at] = _unknown_key(tree, at, known, keys, prefix)
+            problems[at] = _unknown_key(tree, at, siblings, keys, prefix)
     for below, (text, shown) in located.items():
         tree.set(below, text, tree.origins[below], shown)
     # In the order of the schema; an unknown key comes after those of its section.
@@ -395,13 +399,13 @@ def read(tree: Tree, keys: Keys, prefix: str = "") -> tuple[dict[str, Any], list
 
 def _values_of(cls: type, values: Mapping[str, Any], path: KeyPath, keys: Keys) -> dict[str, Any]:
     """Return those of the values of a section that a model reads."""
-    found = {}
+    read_values = {}
     for name, key in keys_of(cls).items():
         if name in values:
-            found[name] = value = values[name]
+            read_values[name] = value = values[name]
             if key.section is not None and isinstance(value, dict) and (*path, name) not in keys.leaves:
-                found[name] = _values_of(key.section, value, (*path, name), keys)
-    return found
+                read_values[name] = _values_of(key.section, value, (*path, name), keys)
+    return read_values
 
 
 def read_part(cls: type, part: Tree | Mapping[str, Any], path: str = "") -> tuple[Any, list[ConfigProblem]]:
@@ -501,7 +505,7 @@ def _hint(tree: Tree, at: KeyPath, key: Key, types: set[str], where: str) -> str
     if isinstance(value, float) and where in _SHARES:
         return _SHARES[where]
     if isinstance(value, dict):
-        joined = next((name for name, each in value.items() if each is None and ":" in name), "")
+        joined = next((name for name, item in value.items() if item is None and ":" in name), "")
         return f"Write a space after the colon: {{{joined.replace(':', ': ', 1)}}}." if joined else ""
     if types & _NUMBERS and isinstance(value, (str, float)):
         try:

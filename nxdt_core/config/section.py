@@ -332,13 +332,13 @@ def marked(kinds: tuple[type, ...], annotation: Any, value: Any, path: KeyPath) 
             if name in value:
                 yield from marked(kinds, key.annotation, value[name], (*path, name))
     elif origin in TABLES and len(arguments) == 2 and isinstance(value, dict):
-        for name, each in value.items():
-            yield from marked(kinds, arguments[1], each, (*path, name))
+        for name, item in value.items():
+            yield from marked(kinds, arguments[1], item, (*path, name))
     elif origin in LISTS and isinstance(value, list) and arguments:
         fixed = origin is tuple and arguments[-1] is not Ellipsis
         of_items = arguments if fixed else arguments[:1] * len(value)
-        for number, (of_item, each) in enumerate(zip(of_items, value, strict=False)):
-            yield from marked(kinds, of_item, each, (*path, number))
+        for number, (of_item, item) in enumerate(zip(of_items, value, strict=False)):
+            yield from marked(kinds, of_item, item, (*path, number))
 
 
 _ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
@@ -353,14 +353,14 @@ def _schema_of(cls: Any) -> dict[str, Any]:
 def _plain(schema: Any, defs: Mapping[str, Any]) -> Any:
     """Return a schema with definitions in place of references to them."""
     if isinstance(schema, list):
-        return [_plain(each, defs) for each in schema]
+        return [_plain(part, defs) for part in schema]
     if not isinstance(schema, dict):
         return schema
     if "$ref" in schema:
         return _plain(defs[schema["$ref"].rpartition("/")[2]], defs)
-    kept = {name: each for name, each in schema.items() if name not in ("title", "default", "description")}
-    properties = {name: _plain(each, defs) for name, each in schema.get("properties", {}).items()}
-    return {name: properties if name == "properties" else _plain(each, defs) for name, each in kept.items()}
+    constraints = {name: part for name, part in schema.items() if name not in ("title", "default", "description")}
+    properties = {name: _plain(part, defs) for name, part in schema.get("properties", {}).items()}
+    return {name: properties if name == "properties" else _plain(part, defs) for name, part in constraints.items()}
 
 
 def _described(schema: Mapping[str, Any]) -> str:

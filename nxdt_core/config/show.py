@@ -28,10 +28,10 @@ from nxdt_core.kernel import Kernel
 def field_docs(cls: Any) -> dict[str, str]:
     """Return one paragraph for each field that is documented; that of a subclass wins."""
     described = {name: info.description for name, info in cls.__pydantic_fields__.items()}
-    found: dict[str, str] = {}
+    docs: dict[str, str] = {}
     for klass in reversed(cls.__mro__):
-        found.update(_docs_of_module(klass.__module__).get(klass.__qualname__, {}))
-    texts = {key.name: described.get(key.attribute) or found.get(key.attribute) for key in keys_of(cls).values()}
+        docs.update(_docs_of_module(klass.__module__).get(klass.__qualname__, {}))
+    texts = {key.name: described.get(key.attribute) or docs.get(key.attribute) for key in keys_of(cls).values()}
     return {name: " ".join(text.split()) for name, text in texts.items() if text}
 
 
@@ -91,10 +91,10 @@ def _section(cls: type, path: str, kernel: Kernel, sections: dict[str, Any]) -> 
         spelled += [f"{plugin}:{name}" for plugin in (component.plugin, component.dist) for name in spelled]
         names |= dict.fromkeys(spelled)
         try:
-            own = usable_class(component)
+            component_cls = usable_class(component)
         except NxdtError:  # its own section cannot be described; choosing it says why
             continue
-        whole = {**keys_of(cls), **(keys_of(own) if own is not None else {})}
+        whole = {**keys_of(cls), **(keys_of(component_cls) if component_cls is not None else {})}
         keys = {name: _property(key, join(path, name), kernel, sections) for name, key in whole.items()}
         everything |= keys
         chosen = {"properties": {slot.selector: {"enum": spelled}}, "required": [slot.selector]}
@@ -187,9 +187,9 @@ _WORD = re.compile(r"[^\s'\"]+")
 def without_credentials(text: str) -> str:
     """Return the text with credentials of the addresses in it masked; references to variables stay."""
 
-    def masked(found: re.Match[str]) -> str:
-        user = found[0].partition("/")[2].lstrip("/")
-        return found[0] if _REFERENCE.fullmatch(user) else f"{found['scheme']}://{MASK}@"
+    def masked(match: re.Match[str]) -> str:
+        user = match[0].partition("/")[2].lstrip("/")
+        return match[0] if _REFERENCE.fullmatch(user) else f"{match['scheme']}://{MASK}@"
 
     def in_word(word: re.Match[str]) -> str:
         searched, at, rest = word[0].rpartition("@")  # behind it, each search would reach the end in vain
@@ -209,11 +209,11 @@ def hide_credentials(tree: Tree) -> Iterator[ConfigProblem]:
             continue
         if value == MASK:
             yield SecretNotKept(**tree.origins[path].at(dotted(path)))
-        found = _CREDENTIALS.match(value) if "://" in value else None
-        if found is None or (path in tree.shown and path[0] != "checkpoint"):
+        match = _CREDENTIALS.match(value) if "://" in value else None
+        if match is None or (path in tree.shown and path[0] != "checkpoint"):
             continue
         masked = without_credentials(value)
-        yield CredentialsInAddress(**tree.origins[path].at(dotted(path)), found=masked, scheme=found["scheme"].lower())
+        yield CredentialsInAddress(**tree.origins[path].at(dotted(path)), found=masked, scheme=match["scheme"].lower())
         tree.shown.setdefault(path, masked)
 
 
@@ -262,25 +262,25 @@ def hide_secrets(text: str) -> str:
 def hide_secrets_in(error: BaseException) -> None:
     """Hide secrets in what an error carries, and in the errors that led to it: other libraries quote what they get."""
 
-    def hidden(found: Any) -> Any:
-        if isinstance(found, str):
-            return hide_secrets(found)
-        texts = type(found) in (tuple, list) and all(isinstance(item, str) for item in found)
-        return type(found)(map(hide_secrets, found)) if texts else found
+    def hidden(value: Any) -> Any:
+        if isinstance(value, str):
+            return hide_secrets(value)
+        texts = type(value) in (tuple, list) and all(isinstance(item, str) for item in value)
+        return type(value)(map(hide_secrets, value)) if texts else value
 
     pending, seen = [error], set[int]()
     while pending:
-        each = pending.pop()
-        if id(each) in seen:
+        raised = pending.pop()
+        if id(raised) in seen:
             continue
-        seen.add(id(each))
-        each.args = tuple(map(hidden, each.args))
-        for name, found in [*vars(each).items(), ("filename", getattr(each, "filename", None))]:
-            if isinstance(found, BaseException):
-                pending.append(found)
-            elif name != "key" and hidden(found) != found:
-                setattr(each, name, hidden(found))
-        pending += [linked for linked in (each.__cause__, each.__context__) if linked is not None]
+        seen.add(id(raised))
+        raised.args = tuple(map(hidden, raised.args))
+        for name, value in [*vars(raised).items(), ("filename", getattr(raised, "filename", None))]:
+            if isinstance(value, BaseException):
+                pending.append(value)
+            elif name != "key" and hidden(value) != value:
+                setattr(raised, name, hidden(value))
+        pending += [linked for linked in (raised.__cause__, raised.__context__) if linked is not None]
 
 
 def notes_on_secrets(tree: Tree) -> Iterator[str]:
@@ -314,10 +314,10 @@ def drop_replaced(words: Sequence[str]) -> list[str]:
 
     What has no effect may hold a secret that the configuration no longer knows.
     """
-    found: list[str] = []
+    effective: list[str] = []
     for word in words:
         key, equals, value = word.partition("=")
         if equals and not word.startswith("-") and not value.lstrip().startswith("{"):
-            found = [each for each in found if each.partition("=")[0] != key]
-        found.append(word)
-    return found
+            effective = [earlier for earlier in effective if earlier.partition("=")[0] != key]
+        effective.append(word)
+    return effective

@@ -116,7 +116,7 @@ def find_recipe(kernel: Kernel, name: str, named: Place | None = None) -> Recipe
     meant.sort(key=lambda recipe: recipe.plugin)
     if len(meant) == 1:
         return meant[0]
-    others = (each for each in kernel.plugins if each.state not in ("ok", "shadowed") and plugin in ("", each.name))
+    others = (other for other in kernel.plugins if other.state not in ("ok", "shadowed") and plugin in ("", other.name))
     reason, advice, candidates = "no plugin has a recipe of that name", "", tuple[str, ...]()
     if len({recipe.plugin for recipe in meant}) == 1:
         files = " and ".join(f"'{recipe.path}'" for recipe in meant)
@@ -223,8 +223,8 @@ def file_problem(
     if isinstance(error, UnicodeDecodeError):
         reason = f"byte {error.start} is no UTF-8"
     else:
-        said = getattr(error, "strerror", None) or str(error)
-        reason = said[:1].lower() + said[1:]
+        text = getattr(error, "strerror", None) or str(error)
+        reason = text[:1].lower() + text[1:]
     return ConfigUnreadable(**place, path=str(path), reason=reason)
 
 
@@ -340,8 +340,8 @@ def converted(
             raise _unknown(source.label, kernel)
         return source, overrides, {}, ()
     component, migration = recognising
-    given = {dotted(at): value for override in overrides for at, value in override.leaves()}
-    done = migration.migrate(path, path, kernel, given)
+    overriding = {dotted(at): value for override in overrides for at, value in override.leaves()}
+    done = migration.migrate(path, path, kernel, overriding)
     tree, _ = parse_yaml(done.text, source.label)
     before = {row.target: row.key for row in done.keys if row.target}
     _place(tree, (), source.tree, before, Origin(kind="plugin", where=component.dist))
@@ -349,17 +349,19 @@ def converted(
     notes = [f"{source.label}: read as a file of {done.program}, as nxdt config migrate writes it: {counts}"]
     for row in done.keys:
         # why an override is left out is said once it is known that nxdt does not have its key, either
-        if row.verdict == "changed" or (row.verdict in ("added", "ignored", "unsupported") and row.key not in given):
+        if row.verdict == "changed" or (
+            row.verdict in ("added", "ignored", "unsupported") and row.key not in overriding
+        ):
             place = f"{source.label}:{row.line}" if row.line else source.label
-            place = str(COMMAND_LINE) if row.key in given else place
+            place = str(COMMAND_LINE) if row.key in overriding else place
             value = f" ({row.value})" if row.value else ""
             notes.append(f"{place}: {row.key}{value}: {row.verdict}; {row.reason}")
     rows = {row.key: row for row in done.keys if row.verdict != "added"}
     words, unread = list[Tree](), dict[KeyPath, str]()
-    for each in overrides:
+    for override in overrides:
         words.append(Tree({}, {(): COMMAND_LINE}))
-        for at, value in each.leaves():
-            origin, key = each.origins[at], dotted(at)
+        for at, value in override.leaves():
+            origin, key = override.origins[at], dotted(at)
             parts = (dotted(at[:depth]) for depth in range(len(at), 0, -1))
             answer = next((rows[part] for part in parts if part in rows), None)
             target = (answer.target or key) if answer is not None and answer.key == key else key
@@ -381,11 +383,11 @@ def _place(tree: Tree, path: KeyPath, file: Tree, before: Mapping[str, str], add
     """
     value, name = tree.get(path), dotted(path)
     below = [_place(tree, (*path, key), file, before, added) for key in value] if isinstance(value, dict) else []
-    there = before.get(name, name)
+    old_name = before.get(name, name)
     first = next((origin for origin in below if origin.kind == "file"), added)
-    origin = file.origin(there) if there in file else first
+    origin = file.origin(old_name) if old_name in file else first
     if not below:
-        tree.origins |= {each: origin for each, _ in walk(value, path)}
+        tree.origins |= {at: origin for at, _ in walk(value, path)}
     tree.origins[path] = origin
     return origin
 
@@ -432,18 +434,18 @@ def explained(
         if not isinstance(problem, UnknownKey):
             yield problem
             continue
-        migrations = [each for _, each in _usable(kernel)] if migrations is None else migrations
+        migrations = [migration for _, migration in _usable(kernel)] if migrations is None else migrations
         leaves, answered = list[UnknownKey](), False
         if isinstance(tree.get(problem.key), dict):
             paths = [(*parts_of(problem.key), *at) for at, _ in tree.copy(problem.key).leaves()]
             leaves = [UnknownKey(**tree.origin(at).at(dotted(at)), known=problem.known) for at in paths]
-        for each in (problem, *leaves):
-            answers = (migration.explain(each.key, known) for migration in migrations)
+        for fault in (problem, *leaves):
+            answers = (migration.explain(fault.key, known) for migration in migrations)
             meaning = next((answer for answer in answers if answer is not None), None)
             if meaning is not None:
-                answered = answered or each is not problem
-                each.candidates = (meaning.name,) if meaning.name else ()
-                each.unneeded, each.program = meaning.unneeded, meaning.program
+                answered = answered or fault is not problem
+                fault.candidates = (meaning.name,) if meaning.name else ()
+                fault.unneeded, fault.program = meaning.unneeded, meaning.program
         yield from leaves if answered else [problem]
 
 

@@ -77,9 +77,9 @@ class Tree:
     def copy(self, path: str | KeyPath = ()) -> Tree:
         """Return a tree of the values below a path, which can be changed without changing this one."""
         parts = parts_of(path)
-        below = [(each[len(parts) :], each) for each, _ in walk(self.get(parts), parts)]
-        origins = {at: self.origins[each] for at, each in below}
-        return Tree(plain(self.get(parts)), origins, {at: self.shown[each] for at, each in below if each in self.shown})
+        below = [(old[len(parts) :], old) for old, _ in walk(self.get(parts), parts)]
+        origins = {at: self.origins[old] for at, old in below}
+        return Tree(plain(self.get(parts)), origins, {at: self.shown[old] for at, old in below if old in self.shown})
 
     def get(self, path: str | KeyPath, default: Any = None) -> Any:
         """Return the value at a dotted path or key path, or ``default`` where there is none."""
@@ -133,16 +133,16 @@ class Tree:
         A mapping of a file keeps its line when another source adds to it: there a key of it is missing. A section whose
         lines are all commented out, a key without a value, changes nothing.
         """
-        own, over, origin = self.get(path), above.get(path), above.origins[path]
-        if isinstance(own, dict) and isinstance(over, dict):
+        mine, theirs, origin = self.get(path), above.get(path), above.origins[path]
+        if isinstance(mine, dict) and isinstance(theirs, dict):
             if self.origins[path].kind != "file":
                 self.origins[path] = origin
-            for key in over:
+            for key in theirs:
                 self.merge(above, (*path, key))
-        elif not (isinstance(own, dict) and over is None and origin.kind == "file" and not origin.text):
-            self.set(path, over, origin)
-            self.origins |= {below: above.origins[below] for below, _ in walk(over, path)}
-            self.shown |= {below: above.shown[below] for below, _ in walk(over, path) if below in above.shown}
+        elif not (isinstance(mine, dict) and theirs is None and origin.kind == "file" and not origin.text):
+            self.set(path, theirs, origin)
+            self.origins |= {below: above.origins[below] for below, _ in walk(theirs, path)}
+            self.shown |= {below: above.shown[below] for below, _ in walk(theirs, path) if below in above.shown}
 
     def leaves(self) -> Iterator[tuple[KeyPath, Any]]:
         """Yield path and value of everything that is not a mapping; an empty mapping counts as a value."""
@@ -363,7 +363,9 @@ class _Document:
         content: dict[str, Any] = {}
         origins: dict[str, Origin] = {}
         brought = [value for key, value in node.value if key.tag == _MERGE]
-        parts = [part for each in brought for part in (each.value if isinstance(each, yaml.SequenceNode) else [each])]
+        parts = [
+            part for source in brought for part in (source.value if isinstance(source, yaml.SequenceNode) else [source])
+        ]
         for mapping in reversed(parts):
             value = self.value(mapping, path, self.origins[path])
             if isinstance(value, dict):
