@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from nxdt_testing.model_contract import ModelContract
+from nxdt_testing.runs.layouts import LAYOUTS, compare
 from nxdt_testing.runs.run import fresh
 from torch import nn
 
@@ -41,3 +44,10 @@ def test_scales_of_a_norm_are_no_matrix() -> None:
     _count(_Builder())
     with pytest.raises(AssertionError, match="count six for each weight"):
         _count(_NotANorm())
+
+
+def test_what_keeps_a_rank_from_training_is_said() -> None:
+    three = replace(LAYOUTS["tp"], settings=("distributed_strategy.tensor_model_parallel_size=3",))
+    (problem,) = compare(SmallBuilder(), three)
+    assert problem.startswith("it cannot be trained: ")
+    assert "NXDT-C016" in problem
