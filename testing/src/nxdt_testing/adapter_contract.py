@@ -94,10 +94,10 @@ class AdapterContract(ComponentContract, TriesLayouts):
         with torch.device("meta"):
             plain, module = builder.build(), builder.build()
             adapter.apply(module, builder.plan())
-        wanted, found = (
-            {name: p.shape for name, p in each.named_parameters(remove_duplicate=False)} for each in (plain, module)
+        wanted, adapted = (
+            {name: p.shape for name, p in part.named_parameters(remove_duplicate=False)} for part in (plain, module)
         )
-        missing = sorted(name for name, shape in wanted.items() if found.get(name) != shape)
+        missing = sorted(name for name, shape in wanted.items() if adapted.get(name) != shape)
         assert not missing, f"the adapted model has no {missing[0]!r} of the base's shape; keep names and shapes"
         elsewhere = sorted(name for name, parameter in module.named_parameters() if not parameter.is_meta)
         assert not elsewhere, f"the parameter {elsewhere[0]!r} is not on the meta device, where apply() is called"
@@ -115,7 +115,7 @@ class AdapterContract(ComponentContract, TriesLayouts):
             f"it trains {thawed[0]!r} of the base; freeze it, or name it in trains_of_base where that is meant"
         )
         idle = [
-            pattern for pattern in self.trains_of_base if not any(matches_any((pattern,), each) for each in trained)
+            pattern for pattern in self.trains_of_base if not any(matches_any((pattern,), path) for path in trained)
         ]
         assert not idle, f"it trains nothing that matches {idle[0]!r} of trains_of_base"
 
@@ -125,14 +125,14 @@ class AdapterContract(ComponentContract, TriesLayouts):
         adapter.apply(module, builder.plan())
         rules = [*adapter.init_rules(), *builder.init_rules()]
         base = {name for name, _ in builder.build().named_parameters(remove_duplicate=False)}
-        own = [(name, parameter) for name, parameter in module.named_parameters() if name not in base]
+        added = [(name, parameter) for name, parameter in module.named_parameters() if name not in base]
         patterns = [rule.pattern for rule in adapter.init_rules()]
-        unruled = [name for name, _ in own if not matches_any(patterns, name)]
+        unruled = [name for name, _ in added if not matches_any(patterns, name)]
         assert not unruled, f"no rule of init_rules() is for {unruled[0]!r}"
-        initialize(own, rules, 1)
-        values = copied(own)
-        initialize(own, rules, 1)
-        again = differing(dict(own), values)
+        initialize(added, rules, 1)
+        values = copied(added)
+        initialize(added, rules, 1)
+        again = differing(dict(added), values)
         assert not again, f"{again[0]!r} starts otherwise with the same seed"
 
     def test_it_changes_nothing_at_first(self, run: Run, builder: ModelBuilder, batches: Sequence[Batch]) -> None:
@@ -143,8 +143,8 @@ class AdapterContract(ComponentContract, TriesLayouts):
     def test_training_moves_its_own_parameters_and_no_others(self, run: Run, batches: Sequence[Batch]) -> None:
         """After some steps the loss is lower, all that trains has moved, and the base is bitwise the same."""
         moved = {name for name, change in run.steps(batches, _STEPS).moved().items() if change.any()}
-        own = run.model.added | {name for name in moved if matches_any(self.trains_of_base, name)}
-        frozen = sorted(moved - own)
+        may_move = run.model.added | {name for name in moved if matches_any(self.trains_of_base, name)}
+        frozen = sorted(moved - may_move)
         assert not frozen, f"training changes {frozen[0]!r}, which is frozen"
         trained = {name for name, parameter in run.model.named_parameters() if parameter.requires_grad}
         still = sorted(trained - moved)
@@ -171,8 +171,8 @@ class AdapterContract(ComponentContract, TriesLayouts):
         wanted = run.steps(batches, _STEPS).logits(batches)
         with _started(builder, factory(section)) as again:
             again.model.load_state_dict(run.model.state_dict())
-            found = again.logits(batches)
-        _assert_close(found, wanted, "in a model that loads the trained weights; keep what is trained in parameters")
+            logits = again.logits(batches)
+        _assert_close(logits, wanted, "in a model that loads the trained weights; keep what is trained in parameters")
 
     def test_it_resumes_from_its_own_section(self, adapter: Adapter, section: Any) -> None:
         """``check_resume`` accepts what the same configuration wrote."""
@@ -207,6 +207,6 @@ def _started(builder: ModelBuilder, *adapters: Adapter) -> Run:
     return Run(config, builder=builder, policy=EXACT, adapters=adapters)
 
 
-def _assert_close(found: torch.Tensor, wanted: torch.Tensor, where: str) -> None:
-    difference = float((found - wanted).abs().max())
-    assert torch.allclose(found, wanted, rtol=_RTOL, atol=_ATOL), f"logits differ by up to {difference:.3g} {where}"
+def _assert_close(actual: torch.Tensor, expected: torch.Tensor, where: str) -> None:
+    difference = float((actual - expected).abs().max())
+    assert torch.allclose(actual, expected, rtol=_RTOL, atol=_ATOL), f"logits differ by up to {difference:.3g} {where}"

@@ -58,8 +58,8 @@ class _InRuns:
     """True if the entry is one of ``exp_manager.loggers``."""
 
     def _config(self, directory: Path, name: str, **trainer: Any) -> ResolvedConfig:
-        given, logged = ({}, {"loggers": [self.entry]}) if self.is_logger else ({"callbacks": [self.entry]}, {})
-        return small_config(directory, name, plugins=self.plugins, trainer={**given, **trainer}, exp_manager=logged)
+        callbacks, logged = ({}, {"loggers": [self.entry]}) if self.is_logger else ({"callbacks": [self.entry]}, {})
+        return small_config(directory, name, plugins=self.plugins, trainer={**callbacks, **trainer}, exp_manager=logged)
 
     def _run(self, directory: Path, name: str, **trainer: Any) -> dict[int, float]:
         """Train, and return the losses."""
@@ -159,13 +159,13 @@ class LoggerContract(_InRuns):
         with no_thread_left():
             self._run(tmp_path, "halves", max_steps=_HALF)
             run_dir = train_small(self._config(tmp_path, "halves"))
-        own = losses(run_dir)
-        wrong = difference(own, _plain(tmp_path), "without the logger")
+        expected = losses(run_dir)
+        wrong = difference(expected, _plain(tmp_path), "without the logger")
         assert not wrong, wrong
-        found = {step: metrics[_LOSS] for step, metrics in self.read(run_dir).items() if _LOSS in metrics}
-        missing = sorted(own.keys() - found.keys())
+        logged = {step: metrics[_LOSS] for step, metrics in self.read(run_dir).items() if _LOSS in metrics}
+        missing = sorted(expected.keys() - logged.keys())
         assert not missing, f"it lacks the losses of the steps {missing}; a resumed run adds to what is there"
-        wrong = difference(found, own, "in the run", rtol=_CLOSE)
+        wrong = difference(logged, expected, "in the run", rtol=_CLOSE)
         assert not wrong, f"of the losses that were logged {wrong}"
 
     def test_it_takes_numbers_that_are_not_finite(self, tmp_path: Path) -> None:

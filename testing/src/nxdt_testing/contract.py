@@ -28,18 +28,18 @@ class ComponentContract:
 
 
 @contextmanager
-def no_error(said: str, *, but: type[Exception] = AssertionError) -> Iterator[None]:
+def no_error(message: str, *, but: type[Exception] = AssertionError) -> Iterator[None]:
     """Fail the test with ``said`` and the exception, where the block raises one that is not ``but``, nor asserts."""
     try:
         yield
     except (AssertionError, but):
         raise
     except Exception as error:
-        pytest.fail(f"{said} {type(error).__name__}: {error}")
+        pytest.fail(f"{message} {type(error).__name__}: {error}")
 
 
 @contextmanager
-def global_random_numbers_kept(said: str) -> Iterator[None]:
+def global_random_numbers_kept(message: str) -> Iterator[None]:
     """Fail the test with ``said`` where the block draws from the global generators of Python, NumPy or torch, or seeds
     them.
 
@@ -55,7 +55,7 @@ def global_random_numbers_kept(said: str) -> Iterator[None]:
     before = states()
     yield
     changed = [name for name, state in states().items() if state != before[name]]
-    assert not changed, f"{said} the global random numbers of {', '.join(changed)}; use a separate generator"
+    assert not changed, f"{message} the global random numbers of {', '.join(changed)}; use a separate generator"
 
 
 def copied(state: Mapping[str, Any] | Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -79,11 +79,11 @@ class DatasetContract:
     @pytest.fixture
     def samples(self, make: Callable[[], Dataset]) -> list[Sample]:
         """Return the first samples of the dataset."""
-        found = _first(make(), _SAMPLES)
-        assert len(found) == _SAMPLES, (
-            f"the fixture 'make' opens {len(found)} samples, and the contract needs {_SAMPLES}; open more data"
+        samples = _first(make(), _SAMPLES)
+        assert len(samples) == _SAMPLES, (
+            f"the fixture 'make' opens {len(samples)} samples, and the contract needs {_SAMPLES}; open more data"
         )
-        return found
+        return samples
 
     @pytest.fixture
     def by_index(self, make: Callable[[], Dataset]) -> MapDataset:
@@ -258,7 +258,7 @@ class MirroredBytes(ByteTokenizer):
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """Return the ids of each text with their places in it."""
-        return [replace(each, ids=255 - np.asarray(each.ids)) for each in super().locate(texts)]
+        return [replace(located, ids=255 - np.asarray(located.ids)) for located in super().locate(texts)]
 
     def fingerprint(self) -> str:
         """Return the digest of what decides the ids."""
@@ -307,7 +307,7 @@ def take_steps(
 
 def _run(dataset: Dataset, steps: int, rank: int = 0, size: int = 1, **more: Any) -> tuple[Any, dict[str, Any]]:
     """The samples that this rank sees at each step, and the state behind them."""
-    given = {"global_batch_size": _GLOBAL_BATCH, "seed": 5, "rank": rank, "size": size, **more}
-    batches, behind = take_steps(dataset, steps, **given)
+    settings = {"global_batch_size": _GLOBAL_BATCH, "seed": 5, "rank": rank, "size": size, **more}
+    batches, behind = take_steps(dataset, steps, **settings)
     rows = [[(batch, row) for batch in step for row in range(len(batch.input_ids))] for step in batches]
     return [[_content(batch.map(lambda field: field[row])) for batch, row in step] for step in rows], behind  # noqa: B023

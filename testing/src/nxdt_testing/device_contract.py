@@ -102,8 +102,8 @@ class DeviceContract:
     def test_it_says_whether_this_machine_has_such_a_device(self, profile: DeviceProfile) -> None:
         """Every start of a run asks, also on machines without one."""
         with no_error("is_available must return a bool on every machine; it raised"):
-            found = profile.operations.is_available(profile.device_type)
-        assert isinstance(found, bool), f"is_available must return a bool; it returned {found!r}"
+            available = profile.operations.is_available(profile.device_type)
+        assert isinstance(available, bool), f"is_available must return a bool; it returned {available!r}"
 
     def test_its_operations_answer(self, profile: DeviceProfile, device: torch.device) -> None:
         """Index, name and sizes of memory, or None where the device has none."""
@@ -129,10 +129,10 @@ class DeviceContract:
         state = profile.operations.rng_state(device)
         if state is None:
             pytest.skip("it has no generator")
-        kept = state.clone()
+        saved = state.clone()
         first = torch.rand(8, device=device)
         torch.rand(8, device=device)
-        profile.operations.set_rng_state(kept, device)
+        profile.operations.set_rng_state(saved, device)
         again = torch.rand(8, device=device)
         assert torch.equal(first, again), "after set_rng_state the device draws other numbers than after rng_state"
 

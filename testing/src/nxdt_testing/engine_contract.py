@@ -83,8 +83,8 @@ class EngineContract(EngineRuns):
     @pytest.fixture
     def settings(self) -> Settings:
         """Return the settings with which each rank builds the run."""
-        made = Settings(engine=self.engine, plugins=self.plugins, accelerator=self.accelerator)
-        return replace(made, policy=EXACT) if self.float64 else made
+        settings = Settings(engine=self.engine, plugins=self.plugins, accelerator=self.accelerator)
+        return replace(settings, policy=EXACT) if self.float64 else settings
 
     @pytest.fixture
     def batches(self) -> list[Batch]:
@@ -94,8 +94,8 @@ class EngineContract(EngineRuns):
     @pytest.fixture
     def run(self, settings: Settings) -> Iterator[Run]:
         """Yield a model and its optimizer in one process."""
-        with settings.run() as made:
-            yield made
+        with settings.run() as run:
+            yield run
 
     # Training in one process
 
@@ -108,10 +108,10 @@ class EngineContract(EngineRuns):
         losses, norms, weights = _by_hand(run.config, settings.policy, batches, max_norm)
         assert run.losses == pytest.approx(losses, rel=settings.tolerance)
         assert run.norms == pytest.approx(norms, rel=10 * settings.tolerance)
-        found = dict(run.model.named_parameters())
-        assert found.keys() == weights.keys()
+        parameters = dict(run.model.named_parameters())
+        assert parameters.keys() == weights.keys()
         for name, weight in weights.items():
-            torch.testing.assert_close(elements(found[name]), weight, rtol=1e-4, atol=1e-5, msg=name)
+            torch.testing.assert_close(elements(parameters[name]), weight, rtol=1e-4, atol=1e-5, msg=name)
 
     def test_the_loss_is_a_mean_over_the_whole_global_batch(self, run: Run, batches: list[Batch]) -> None:
         """``weight`` is the number of loss tokens of all micro-batches, which have different numbers."""
@@ -173,11 +173,11 @@ class EngineContract(EngineRuns):
 
     def test_log_probs_are_those_of_the_labels(self, run: Run, batches: list[Batch]) -> None:
         """0 at positions without a label; without a gradient."""
-        for batch, found in zip(batches, run.model.log_probs(batches), strict=True):
+        for batch, log_probs in zip(batches, run.model.log_probs(batches), strict=True):
             logits, counts = run.model.forward(batch.input_ids).float().to(HOST), batch.labels != IGNORE_INDEX
             expected = -cross_entropies(logits, batch.labels) * counts
-            torch.testing.assert_close(found.float().to(HOST), expected, rtol=1e-4, atol=1e-4)
-            assert not found.requires_grad
+            torch.testing.assert_close(log_probs.float().to(HOST), expected, rtol=1e-4, atol=1e-4)
+            assert not log_probs.requires_grad
 
     # Surroundings
 
@@ -200,13 +200,13 @@ class EngineContract(EngineRuns):
         config = settings.config()
         engine = config.selected("engine").component.load_class(ParallelEngine)
         try:
-            found = engine.estimate(config, run_parts(config))
+            estimate = engine.estimate(config, run_parts(config))
         except EngineWithoutEstimate:
             pytest.skip("the engine gives no estimate")
-        assert found.parameters == sum(
+        assert estimate.parameters == sum(
             parameter.numel() for parameter in build.model_builder(config).build().parameters()
         )
-        assert found.micro_batches == 4
+        assert estimate.micro_batches == 4
 
 
 def _by_hand(

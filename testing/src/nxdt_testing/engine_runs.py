@@ -193,23 +193,23 @@ class EngineRuns:
 
     def test_weights_that_are_loaded_are_those_that_were_saved(self, run: Run, settings: Settings) -> None:
         """Into a model with others."""
-        kept = copied(run.model.state_dict())
+        saved = copied(run.model.state_dict())
         with settings.run(seed=SEED + 1) as other:
-            assert differing(other.model.state_dict(), kept)
-            other.model.load_state_dict(kept)
-            assert not differing(other.model.state_dict(), kept)
+            assert differing(other.model.state_dict(), saved)
+            other.model.load_state_dict(saved)
+            assert not differing(other.model.state_dict(), saved)
 
     def test_weights_of_another_model_are_refused(self, run: Run) -> None:
         """Missing and extra names, where loading is strict, and other shapes always."""
-        kept = copied(run.model.state_dict())
-        name = next(iter(kept))
-        others = {key: value for key, value in kept.items() if key != name}
-        for wrong in (others, {**kept, "nobody.weight": kept[name]}):
+        unchanged = copied(run.model.state_dict())
+        name = next(iter(unchanged))
+        others = {key: value for key, value in unchanged.items() if key != name}
+        for wrong in (others, {**unchanged, "nobody.weight": unchanged[name]}):
             with pytest.raises(NxdtError):
                 run.model.load_state_dict(wrong)
             run.model.load_state_dict(wrong, strict=False)
         with pytest.raises(NxdtError):
-            run.model.load_state_dict({**kept, name: kept[name][:1]}, strict=False)
+            run.model.load_state_dict({**unchanged, name: unchanged[name][:1]}, strict=False)
 
     def test_a_resumed_run_continues_as_the_one_that_was_not_stopped(
         self, settings: Settings, batches: list[Batch]

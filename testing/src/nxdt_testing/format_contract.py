@@ -95,17 +95,17 @@ class FormatContract:
     def test_every_parameter_is_listed_once_and_whole(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """Under its global name, with the shape that the model gives it; tied parameters under their owner."""
         listed = _section(reader.listing(builder), "model")
-        assert {name: held.shape for name, held in listed.items()} == _shapes(builder)
-        assert [name for name, held in listed.items() if held.region != TensorSlice.whole(held.shape)] == []
-        assert {held.dtype for held in listed.values()} <= set(ITEM_BYTES)
+        assert {name: entry.shape for name, entry in listed.items()} == _shapes(builder)
+        assert [name for name, entry in listed.items() if entry.region != TensorSlice.whole(entry.shape)] == []
+        assert {entry.dtype for entry in listed.values()} <= set(ITEM_BYTES)
 
     def test_optimizer_state_is_of_parameters(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """``<parameter>/<kind>``, as large as its parameter or one number."""
         shapes = _shapes(builder)
-        for name, held in _section(reader.listing(builder), "optim").items():
+        for name, entry in _section(reader.listing(builder), "optim").items():
             parameter, _, kind = name.rpartition("/")
             assert kind
-            assert held.shape in (shapes[parameter], ())
+            assert entry.shape in (shapes[parameter], ())
 
     def test_weights_can_be_listed_alone(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """Without optimizer state, and all of them."""
@@ -118,8 +118,8 @@ class FormatContract:
         listing = reader.listing(builder)
         places = list(listing)[::-1]
         for place, tensor in zip(places, reader.read(places), strict=True):
-            held = listing[place]
-            assert (tuple(tensor.shape), str(tensor.dtype)) == (held.shape, f"torch.{held.dtype}"), place
+            entry = listing[place]
+            assert (tuple(tensor.shape), str(tensor.dtype)) == (entry.shape, f"torch.{entry.dtype}"), place
             assert tensor.device == HOST
             assert tensor.is_contiguous()
             assert tensor.isfinite().all()
@@ -134,7 +134,7 @@ class FormatContract:
 
     def test_the_model_takes_the_weights(self, reader: CheckpointReader, builder: ModelBuilder) -> None:
         """Each parameter gets its own state, and not all are equal."""
-        weights = {name: each for (section, name), each in _read(reader, builder).items() if section == "model"}
+        weights = {name: tensor for (section, name), tensor in _read(reader, builder).items() if section == "model"}
         built = builder.build()
         missing, unexpected = built.load_state_dict(weights, strict=False)
         users = {user for _, user in builder.plan().tied}
@@ -153,7 +153,7 @@ def _shapes(builder: ModelBuilder) -> dict[str, tuple[int, ...]]:
 
 
 def _section(listing: Listing, section: str) -> dict[str, ShardInfo]:
-    return {name: held for (of, name), held in listing.items() if of == section}
+    return {name: entry for (of, name), entry in listing.items() if of == section}
 
 
 def _read(reader: CheckpointReader, builder: ModelBuilder) -> dict[tuple[str, str], torch.Tensor]:

@@ -136,26 +136,30 @@ class LauncherContract(ComponentContract):
     def test_every_process_has_its_rank(self, places: Sequence[RankEnvironment]) -> None:
         """Rank, number of processes, and number of the device on its node."""
         for rank, place in enumerate(places):
-            found = (place.rank, place.world_size, place.local_rank)
+            ranks = (place.rank, place.world_size, place.local_rank)
             wanted = (rank, len(places), rank % _DEVICES)
-            assert found == wanted, f"rank {rank} must have rank, world_size, local_rank {wanted}; it has {found}"
+            assert ranks == wanted, f"rank {rank} must have rank, world_size, local_rank {wanted}; it has {ranks}"
 
     def test_all_processes_meet_at_one_address(self, places: Sequence[RankEnvironment]) -> None:
         """The host and the port of rank 0's store are the same in all, and usable."""
-        found = {(place.master_addr, place.master_port) for place in places}
-        assert len(found) == 1, f"the processes of a run must get one master_addr and master_port; they got {found}"
-        ((host, port),) = found
+        addresses = {(place.master_addr, place.master_port) for place in places}
+        assert len(addresses) == 1, (
+            f"the processes of a run must get one master_addr and master_port; they got {addresses}"
+        )
+        ((host, port),) = addresses
         right = host and isinstance(port, int) and 0 < port < 65536
         assert right, f"rank 0 must have a host, and a port from 1 to 65535; they are {host!r} and {port!r}"
 
     def test_wrong_and_missing_variables_are_errors(self, joining: Launcher, environments: _Environments) -> None:
         """A variable that is needed, and is missing or invalid, raises an error of nxdt and no other exception."""
         right = environments[1]
-        wrong = [(f"no {name}", {each: right[each] for each in right if each != name}) for name in right]
+        wrong = [
+            (f"no {name}", {variable: right[variable] for variable in right if variable != name}) for name in right
+        ]
         wrong += [(f"{name}={value!r}", {**right, name: value}) for name in right for value in _NONSENSE]
         for name, changed in wrong:
-            said = f"with {name} join must return None or raise an NxdtError, such as BadLaunchVariable; it raised"
-            with suppress(NxdtError), no_error(said, but=NxdtError):
+            message = f"with {name} join must return None or raise an NxdtError, such as BadLaunchVariable; it raised"
+            with suppress(NxdtError), no_error(message, but=NxdtError):
                 place = joining.join(changed)
                 assert place is None or 0 <= place.rank < place.world_size, f"with {name} join returned {place}"
 
@@ -199,9 +203,9 @@ class LauncherContract(ComponentContract):
 
     def test_a_submission_writes_and_starts_nothing(self, submit: _Submit, job: Job) -> None:
         """`nxdt launch` writes the files, and calls the command where the user asks for it."""
-        with side_effects() as found:
+        with side_effects() as effects:
             submit(job)
-        assert not found, f"submission must only return text; it {found[0]}"
+        assert not effects, f"submission must only return text; it {effects[0]}"
 
     def test_the_files_of_a_job_name_the_launcher(self, factory: _Factory, submission: Submission) -> None:
         """Processes ask the launcher of a plugin where ``NXDT_LAUNCHER`` has its name."""
@@ -224,13 +228,13 @@ def _assert_has(submission: Submission, words: Sequence[str]) -> None:
             texts += [leaf for tree in trees for leaf in _leaves(tree)]
     for word in words:
         wanted = (f"'{word}", f'"{word}') if " " in word else (word,)  # quoted, unless it is a string of YAML
-        found = any(text == word or any(each in text for each in wanted) for text in texts)
+        present = any(text == word or any(word_wanted in text for word_wanted in wanted) for text in texts)
         quote = " as one word: quote it, as shlex.join does" if " " in word else ""
-        assert found, f"no file has the argument {word!r}{quote}; the job calls: nxdt {' '.join(words)}"
+        assert present, f"no file has the argument {word!r}{quote}; the job calls: nxdt {' '.join(words)}"
 
 
 def _leaves(tree: Any) -> list[str]:
     if isinstance(tree, str):
         return [tree]
     inner = tree.values() if isinstance(tree, Mapping) else tree if isinstance(tree, list) else ()
-    return [leaf for each in inner for leaf in _leaves(each)]
+    return [leaf for item in inner for leaf in _leaves(item)]

@@ -55,8 +55,8 @@ class MetricContract(ComponentContract):
         """Rows of two evaluations have the same columns."""
         first = _computed(factory(), "right").keys()
         for answers in _ANSWERS:
-            found = _computed(factory(), answers).keys()
-            assert found == first, f"{answers} answers have the names {sorted(found)}, right ones {sorted(first)}"
+            names = _computed(factory(), answers).keys()
+            assert names == first, f"{answers} answers have the names {sorted(names)}, right ones {sorted(first)}"
 
     def test_it_computes_the_same_again(self, factory: Callable[[], Metric]) -> None:
         """From the answers of one call alone: no state, and no random numbers that are not seeded."""
@@ -68,17 +68,17 @@ class MetricContract(ComponentContract):
 
     def test_it_leaves_the_answers_as_they_are(self, factory: Callable[[], Metric]) -> None:
         """Other metrics get the same lists."""
-        wanted, given = (list(each) for each in _ANSWERS["half"])
-        factory().compute(wanted, given)
-        assert (wanted, given) == tuple(map(list, _ANSWERS["half"])), (
-            f"compute must not change the answers; it left {wanted} and {given}"
+        expected, predicted = (list(answers) for answers in _ANSWERS["half"])
+        factory().compute(expected, predicted)
+        assert (expected, predicted) == tuple(map(list, _ANSWERS["half"])), (
+            f"compute must not change the answers; it left {expected} and {predicted}"
         )
 
 
 def _computed(metric: Metric, answers: str) -> Mapping[str, float]:
-    wanted, given = _ANSWERS[answers]
+    expected, predicted = _ANSWERS[answers]
     with no_error(f"for {answers} answers compute raised"):
-        found = metric.compute(list(wanted), list(given))
-    assert isinstance(found, Mapping), f"compute must return numbers by name; it returned {found!r}"
-    assert found, f"compute returned no number for {answers} answers"
-    return found
+        numbers = metric.compute(list(expected), list(predicted))
+    assert isinstance(numbers, Mapping), f"compute must return numbers by name; it returned {numbers!r}"
+    assert numbers, f"compute returned no number for {answers} answers"
+    return numbers

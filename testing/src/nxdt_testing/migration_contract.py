@@ -74,18 +74,20 @@ class MigrationContract(ComponentContract):
         assert key, "recognise must return the key that shows whose file it is; it returned nothing"
         assert key.partition(".")[0] in tree, f"recognise returned {key!r}, which the file does not have"
         for other in ({}, _OURS):
-            found = factory().recognise(other)
-            assert found == "", f"recognise must return '' for {dict(other)}, a file for nxdt; it returned {found!r}"
+            recognised = factory().recognise(other)
+            assert recognised == "", (
+                f"recognise must return '' for {dict(other)}, a file for nxdt; it returned {recognised!r}"
+            )
 
     def test_what_another_program_wrote_is_refused(self, factory: Callable[[], Migration], tmp_path: Path) -> None:
         """A file of no program and text that is not YAML end in an error of nxdt."""
         for text in ("hello: world\n", "a: [1\n", ""):
             path = tmp_path / "other.yaml"
             path.write_text(text, encoding="utf-8")
-            said = f"the file {text!r} must be refused by an NxdtError;"
-            with suppress(NxdtError), no_error(said, but=NxdtError):
-                found = factory().migrate(path, tmp_path / "out.yaml", Kernel.start(), {})
-                pytest.fail(f"the file {text!r} is not one of the program, and migrate returned {found.text!r}")
+            message = f"the file {text!r} must be refused by an NxdtError;"
+            with suppress(NxdtError), no_error(message, but=NxdtError):
+                migrated = factory().migrate(path, tmp_path / "out.yaml", Kernel.start(), {})
+                pytest.fail(f"the file {text!r} is not one of the program, and migrate returned {migrated.text!r}")
 
     def test_every_key_is_accounted_for(self, migrated: MigratedConfig, source: Path) -> None:
         """With a verdict and its line; one that is lost has a reason or its value."""
@@ -94,10 +96,10 @@ class MigrationContract(ComponentContract):
         rows = {row.key: row for row in migrated.keys}
         paths = set(_paths(yaml.safe_load(text)))
         for path in sorted(paths):
-            said = path  # a row is about a key, or about the section or list that it is in
-            while said and said not in rows:
-                said = said[: max(said.rfind("."), said.rfind("["), 0)]
-            assert said, f"the report says nothing of the key {path!r}"
+            ancestor = path  # a row is about a key, or about the section or list that it is in
+            while ancestor and ancestor not in rows:
+                ancestor = ancestor[: max(ancestor.rfind("."), ancestor.rfind("["), 0)]
+            assert ancestor, f"the report says nothing of the key {path!r}"
         for row in migrated.keys:
             assert row.verdict in get_args(Verdict), f"{row.key}: {row.verdict!r} is not a verdict"
             if row.key in paths and row.line:
@@ -115,8 +117,8 @@ class MigrationContract(ComponentContract):
             if row.verdict == "renamed" and not row.target:
                 assert row.reason, f"{row.key} is renamed; say by which key: a target, or a reason such as 'a.b: true'"
             elif row.verdict in (*_MOVED, "added"):
-                kept = any(path == place or path.startswith((f"{place}.", f"{place}[")) for path in paths)
-                assert kept, f"{row.key} is {row.verdict}, and the file has no key {place}"
+                present = any(path == place or path.startswith((f"{place}.", f"{place}[")) for path in paths)
+                assert present, f"{row.key} is {row.verdict}, and the file has no key {place}"
             elif row.verdict in _LOST and row.key not in {key.target for key in migrated.keys}:
                 assert row.key not in paths, f"{row.key} is {row.verdict}, and the file has it nevertheless"
 
@@ -126,9 +128,9 @@ class MigrationContract(ComponentContract):
         """The caller writes the text."""
         target, kernel = tmp_path / "ours.yaml", Kernel.start()
         first = factory().migrate(source, target, kernel, {})
-        with side_effects() as found:
+        with side_effects() as effects:
             again = factory().migrate(source, target, kernel, {})
-        assert not found, f"migrate must only return text; it {found[0]}"
+        assert not effects, f"migrate must only return text; it {effects[0]}"
         assert again == first, "the same file gives another result when it is migrated again"
 
     def test_an_override_replaces_the_value_of_the_file(
@@ -142,8 +144,8 @@ class MigrationContract(ComponentContract):
             return
         value, place = theirs.get(row.key) + 1, row.target or row.key
         changed = factory().migrate(source, migrated.target, Kernel.start(), {row.key: value, _UNKNOWN: 1})
-        found = Tree.of(yaml.safe_load(changed.text), DEFAULT).get(place)
-        assert found == value, f"with the override {row.key}={value}, {place} must be {value}; it is {found!r}"
+        new_value = Tree.of(yaml.safe_load(changed.text), DEFAULT).get(place)
+        assert new_value == value, f"with the override {row.key}={value}, {place} must be {value}; it is {new_value!r}"
         others = [key.key for key in changed.keys if key.key.startswith(_UNKNOWN)]
         assert not others, f"the report must not have {_UNKNOWN!r}, an override whose key the program does not have"
 
@@ -151,16 +153,18 @@ class MigrationContract(ComponentContract):
         self, factory: Callable[[], Migration], migrated: MigratedConfig
     ) -> None:
         """A key that was renamed has its name here, or nothing is said of it."""
-        found = factory().explain(_UNKNOWN, ())
-        assert found is None, f"explain must return None for {_UNKNOWN!r}, which no program has; it returned {found}"
+        explanation = factory().explain(_UNKNOWN, ())
+        assert explanation is None, (
+            f"explain must return None for {_UNKNOWN!r}, which no program has; it returned {explanation}"
+        )
         for row in migrated.keys:
             if row.verdict == "renamed":
                 meaning = factory().explain(row.key, (row.target,))
                 assert meaning is None or isinstance(meaning, KeyMeaning), (
                     f"explain must return a KeyMeaning or None; it returned {meaning!r} for {row.key}"
                 )
-                said = meaning is None or bool(meaning.name) != bool(meaning.unneeded)
-                assert said, f"{meaning} of {row.key} must have either a name or a reason why it is not needed"
+                complete = meaning is None or bool(meaning.name) != bool(meaning.unneeded)
+                assert complete, f"{meaning} of {row.key} must have either a name or a reason why it is not needed"
 
     def test_it_says_nothing_of_an_environment_without_its_variables(self, factory: Callable[[], Migration]) -> None:
         """`nxdt train` prints the note."""

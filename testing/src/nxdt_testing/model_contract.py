@@ -130,8 +130,8 @@ class ModelContract(ModelPlan, TriesLayouts):
             model(ids)
         assert not cast.by, f"a float32 forward pass makes {cast.by[0]}"
         for dtype in (torch.float64, torch.bfloat16):
-            found = model.to(dtype)(ids).dtype
-            assert found == dtype, f"the logits of a model in {dtype} are {found}"
+            dtype_of_logits = model.to(dtype)(ids).dtype
+            assert dtype_of_logits == dtype, f"the logits of a model in {dtype} are {dtype_of_logits}"
 
     def test_it_computes_the_same_in_training_and_evaluation(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Without dropout, a validation judges the function that is trained."""
@@ -216,13 +216,13 @@ class ModelContract(ModelPlan, TriesLayouts):
         plan = builder.plan()
         dense = everything = 0
         for path, part in model.named_modules():
-            own = [
+            matrices = [
                 (parameter.numel(), parameter.ndim > 1 and not matches_any(plan.norms, f"{path}.{name}".lstrip(".")))
                 for name, parameter in part.named_parameters(recurse=False)
             ]
-            everything += sum(size for size, _ in own)
+            everything += sum(size for size, _ in matrices)
             if not isinstance(part, nn.Embedding) and not matches_any(plan.experts.modules, path):
-                dense += sum(size for size, is_matrix in own if is_matrix)
+                dense += sum(size for size, is_matrix in matrices if is_matrix)
         without_sequence = 2 * short - long
         assert 6 * dense <= without_sequence <= 6 * everything, (
             f"without the sequence's share flops_per_token is {without_sequence:g}; count six for each weight that a "
@@ -235,14 +235,14 @@ class ModelContract(ModelPlan, TriesLayouts):
         self, builder: ModelBuilder, exchange: ModelBuilder, model: nn.Module, tmp_path: Path
     ) -> None:
         """Under one name each, bit for bit; rows that fill a parameter up are not in the directory."""
-        found, state = sources(builder), model.state_dict()
-        names = [name for source in found for name in source.hf_names]
+        tensors, state = sources(builder), model.state_dict()
+        names = [name for source in tensors for name in source.hf_names]
         assert len(set(names)) == len(names)
         save_hf(tmp_path / "out", builder, state)
         again = load_hf(tmp_path / "out", builder)
         users = {user for _, user in builder.plan().tied}
         assert again.keys() == {name for name, _ in model.named_parameters(remove_duplicate=False)} - users
-        for source in found:
+        for source in tensors:
             rows = source.sections[0] if source.transform == "pad" else None
             assert torch.equal(again[source.name][:rows], state[source.name][:rows]), source.name
 
@@ -271,9 +271,9 @@ class ModelContract(ModelPlan, TriesLayouts):
         other = built(again).eval()
         other.load_state_dict(load_hf(tmp_path / "out", again), strict=False)  # of tied parameters it has one
         ids = tokens(again, 2, 9)
-        found = other(ids)
-        expected = model(ids)[..., : found.shape[-1]]  # rows that fill a vocabulary up are not written
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
+        logits = other(ids)
+        expected = model(ids)[..., : logits.shape[-1]]  # rows that fill a vocabulary up are not written
+        torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-6)
 
     def _declared(self, builder: ModelBuilder) -> frozenset[str]:
         if self.capabilities is not None:

@@ -73,8 +73,8 @@ class ModelPlan:
     def test_vectors_do_not_decay_unless_asked(self, model: nn.Module, plan: ParallelPlan) -> None:
         """Scales of norms are in ``norms``, biases in ``no_weight_decay``; matrices decay."""
         for name, parameter in model.named_parameters():
-            kept = matches_any((*plan.norms, *plan.no_weight_decay), name)
-            assert kept or parameter.ndim > 1, f"{name} would decay"
+            exempt = matches_any((*plan.norms, *plan.no_weight_decay), name)
+            assert exempt or parameter.ndim > 1, f"{name} would decay"
 
     def test_parameters_that_are_one_are_named_as_tied(self, model: nn.Module, plan: ParallelPlan) -> None:
         """All of them, and no others."""
@@ -107,22 +107,22 @@ class ModelPlan:
         for names in choices if plan.pipeline is None else [*choices, ()]:
             module = fresh(builder)
             apply_recompute(module, plan, granularity="selective" if names else "full", names=names)
-            found = _gradients(module, ids)
-            assert not differing(found, wanted), names or "whole layers"
+            gradients = _gradients(module, ids)
+            assert not differing(gradients, wanted), names or "whole layers"
 
     # Pipelines
 
     def test_stages_have_the_names_and_weights_of_the_whole(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Each parameter is on one stage, a tied one also where it is used, drawn there as in the whole."""
         whole = dict(model.named_parameters(remove_duplicate=False))
-        found: Counter[str] = Counter()
+        counts: Counter[str] = Counter()
         for stage in _stages(builder):
             initialize(stage.named_parameters(), complete_init_rules(builder, whole), SEED)
             for name, parameter in stage.named_parameters(remove_duplicate=False):
-                found[name] += 1
+                counts[name] += 1
                 user_of = [owner for owner, user in builder.plan().tied if user == name]
                 assert torch.equal(parameter, whole[name]) or user_of, name
-        assert found == dict.fromkeys(whole, 1)
+        assert counts == dict.fromkeys(whole, 1)
 
     def test_stages_in_turn_compute_what_the_whole_does(self, builder: ModelBuilder, model: nn.Module) -> None:
         """Stages begin with hidden states [batch, seq, hidden_size] and get the positions of the batch."""

@@ -74,8 +74,12 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
 
     def test_the_weight_is_known_before_the_forward_pass(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """Micro-batches are divided by the sum of their weights, packed and blank ones too."""
-        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
-        for samples in ([[each] for each in own], [own[:2], own[2:], []], [own[:1]]):
+        samples_of_micro_batches = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        for samples in (
+            [[each] for each in samples_of_micro_batches],
+            [samples_of_micro_batches[:2], samples_of_micro_batches[2:], []],
+            [samples_of_micro_batches[:1]],
+        ):
             batch, logits = in_rows(samples, 2 * _LENGTH, traits)
             before, output = objective.weight(batch), _output(objective, logits, batch)
             after = output.weight
@@ -121,7 +125,7 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
         assert batch.loss_weights is not None
         shares = torch.rand(batch.labels.shape, generator=torch.Generator().manual_seed(0))
         parts = [replace(batch, loss_weights=batch.loss_weights * share) for share in (shares, 1 - shares)]
-        whole, first, second = (_output(objective, logits, each) for each in (batch, *parts))
+        whole, first, second = (_output(objective, logits, part) for part in (batch, *parts))
         adds_up = torch.isclose(first.weight + second.weight, whole.weight)
         total, wanted = (
             torch.where(adds_up, loss.detach(), 0) for loss in (first.loss_sum + second.loss_sum, whole.loss_sum)
@@ -131,9 +135,9 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
 
     def test_a_blank_sample_weighs_nothing(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """The last batch of a pass is filled up with samples that have no labels."""
-        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
-        batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
-        filled, more = in_rows([*([each] for each in own), []], _LENGTH, traits)
+        samples = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        batch, logits = in_rows([[sample] for sample in samples], _LENGTH, traits)
+        filled, more = in_rows([*([sample] for sample in samples), []], _LENGTH, traits)
         before, after = _figures(_output(objective, logits, batch)), _figures(_output(objective, more, filled))
         _assert_same(after, before, "without a blank sample in addition")
         blank, logits = in_rows([[]], _LENGTH, traits)
@@ -142,11 +146,16 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
 
     def test_packed_documents_count_as_padded_ones(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """A document's loss does not depend on what shares its row; ``document_ids`` say which tokens it has."""
-        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
-        batch, logits = in_rows([[each] for each in own], _LENGTH, traits)
-        packed, packed_logits = in_rows([own[:2], own[2:]], _LENGTH, traits)
-        padded, found = _figures(_output(objective, logits, batch)), _figures(_output(objective, packed_logits, packed))
-        _assert_same(found, padded, f"of {len(own)} documents that are padded to a row each and not packed into two")
+        samples = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        batch, logits = in_rows([[sample] for sample in samples], _LENGTH, traits)
+        packed, packed_logits = in_rows([samples[:2], samples[2:]], _LENGTH, traits)
+        padded, packed_figures = (
+            _figures(_output(objective, logits, batch)),
+            _figures(_output(objective, packed_logits, packed)),
+        )
+        _assert_same(
+            packed_figures, padded, f"of {len(samples)} documents that are padded to a row each and not packed into two"
+        )
 
     def test_metrics_are_detached_sums(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """They are kept until the next log line, and must not keep a graph."""
@@ -164,18 +173,21 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
         """Sums over many tokens in bfloat16 would lose most of their digits."""
         batch, logits = _batch(traits)
         narrow = logits.bfloat16()
-        wanted, found = _figures(_output(objective, narrow.float(), batch)), _figures(_output(objective, narrow, batch))
+        expected, actual = (
+            _figures(_output(objective, narrow.float(), batch)),
+            _figures(_output(objective, narrow, batch)),
+        )
         for name in ("loss_sum", "weight"):
-            assert found[name].dtype in (torch.float32, torch.float64), (
-                f"{name} of bfloat16 logits is {found[name].dtype}"
+            assert actual[name].dtype in (torch.float32, torch.float64), (
+                f"{name} of bfloat16 logits is {actual[name].dtype}"
             )
         where = "of the same numbers in float32; use nxdt_core.models.loss"
-        _assert_same(found, {"loss_sum": wanted["loss_sum"]}, where, _CLOSE_FLOAT32)
+        _assert_same(actual, {"loss_sum": expected["loss_sum"]}, where, _CLOSE_FLOAT32)
 
     def test_its_gradient_is_finite(self, objective: Objective, traits: ObjectiveTraits) -> None:
         """Also where the model is certain, rightly or wrongly, and the batch has a blank sample."""
-        own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
-        batch, logits = in_rows([*([each] for each in own), []], _LENGTH, traits)
+        samples = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+        batch, logits = in_rows([*([sample] for sample in samples), []], _LENGTH, traits)
         for scale in (1.0, 1e4):
             leaf = (scale * logits).float().requires_grad_(True)
             loss = _output(objective, leaf, batch).loss_sum.sum()
@@ -197,16 +209,16 @@ class ObjectiveContract(ComponentContract, TriesLayouts):
         if traits.head == "score":
             pytest.skip("the decoder of these tests gives logits")
         builder = small_decoder()
-        own = documents(traits, (8, 7, 9, 6, 7, 8, 8, 8), vocabulary=builder.vocab_size)
-        batches = [in_rows([own[number : number + 2]], 16, traits)[0] for number in range(0, 8, 2)]
+        samples = documents(traits, (8, 7, 9, 6, 7, 8, 8, 8), vocabulary=builder.vocab_size)
+        batches = [in_rows([samples[number : number + 2]], 16, traits)[0] for number in range(0, 8, 2)]
         parts = Parts(factory=factory, section=section)
         self.assert_agrees(layout, builder, pytestconfig, objective=parts, batches=batches)
 
 
 def _batch(traits: ObjectiveTraits) -> tuple[Batch, torch.Tensor]:
     """Return a batch of some documents, each in its own row."""
-    own = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
-    return in_rows([[each] for each in own], _LENGTH, traits)
+    samples = documents(traits, _LENGTHS, vocabulary=_VOCABULARY)
+    return in_rows([[sample] for sample in samples], _LENGTH, traits)
 
 
 def _rows(batch: Batch, rows: slice) -> Batch:
@@ -220,13 +232,13 @@ def _output(objective: Objective, logits: torch.Tensor, batch: Batch) -> Objecti
 
 def _figures(output: ObjectiveOutput) -> Mapping[str, torch.Tensor]:
     """Everything that is summed, by name."""
-    found = {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}
-    return {name: value.detach() for name, value in found.items()}
+    figures = {"loss_sum": output.loss_sum, "weight": output.weight, **output.metrics}
+    return {name: value.detach() for name, value in figures.items()}
 
 
 def _assert_same(
-    found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], where: str, close: float = _CLOSE
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor], where: str, close: float = _CLOSE
 ) -> None:
-    for name, figure in wanted.items():
-        same = torch.allclose(found[name].double(), figure.double(), rtol=close, atol=close)
-        assert same, f"{name} is {found[name].tolist()}, and {figure.tolist()} {where}"
+    for name, figure in expected.items():
+        same = torch.allclose(actual[name].double(), figure.double(), rtol=close, atol=close)
+        assert same, f"{name} is {actual[name].tolist()}, and {figure.tolist()} {where}"

@@ -61,15 +61,15 @@ class OptimizerContract(ComponentContract, TriesLayouts):
 
     def test_it_has_the_groups_that_it_was_given(self, factory: OptimizerFactory, section: Any) -> None:
         """In their order, each with its parameters and learning rate."""
-        given = _groups(_parameters(), section)
-        optimizer = factory(_copies(given), section)
+        groups = _groups(_parameters(), section)
+        optimizer = factory(_copies(groups), section)
         assert isinstance(optimizer, torch.optim.Optimizer), (
             f"the factory returns a {type(optimizer).__name__}; return a torch.optim.Optimizer"
         )
-        found = [(list(map(id, group["params"])), group["lr"]) for group in optimizer.param_groups]
-        wanted = [(list(map(id, group["params"])), group["lr"]) for group in given]
-        assert found == wanted, (
-            f"the optimizer has {len(found)} groups that are not the {len(wanted)} given ones; pass them to "
+        actual = [(list(map(id, group["params"])), group["lr"]) for group in optimizer.param_groups]
+        wanted = [(list(map(id, group["params"])), group["lr"]) for group in groups]
+        assert actual == wanted, (
+            f"the optimizer has {len(actual)} groups that are not the {len(wanted)} given ones; pass them to "
             "torch.optim.Optimizer.__init__, since rates and decays are those of the groups"
         )
 
@@ -224,9 +224,9 @@ def _set_gradients(parameters: dict[str, nn.Parameter], step: int) -> None:
 
 def _groups(parameters: dict[str, nn.Parameter], section: Any) -> list[ParameterGroup]:
     decay = getattr(section, "weight_decay", 0.0)
-    kept = [name for name in parameters if name not in _UNDECAYED]
+    decayed = [name for name in parameters if name not in _UNDECAYED]
     return [
-        ParameterGroup(params=[parameters[n] for n in kept], names=kept, lr=section.lr, weight_decay=decay),
+        ParameterGroup(params=[parameters[n] for n in decayed], names=decayed, lr=section.lr, weight_decay=decay),
         ParameterGroup(
             params=[parameters[n] for n in _UNDECAYED], names=list(_UNDECAYED), lr=section.lr / 2, weight_decay=0.0
         ),

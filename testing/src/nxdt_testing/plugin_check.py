@@ -110,12 +110,12 @@ def check_directory(path: Path) -> list[Result]:
 
 def contracts(plugin: str, kernel: Kernel | None = None) -> dict[str, type]:
     """Return test classes by name, one for each contract that applies to an installed plugin of a kernel."""
-    found: dict[str, type] = {"Test plugin": type("Contract", (PluginContract,), {"plugin": plugin})}
+    contracts: dict[str, type] = {"Test plugin": type("Contract", (PluginContract,), {"plugin": plugin})}
     kernel = kernel or Kernel.start()
     for kind, (contract, members) in _CONTRACTS.items():
-        for each in kernel.registry.all(kind):
-            if each.plugin == plugin:
-                found[f"Test {kind} {each.record.name}"] = _of(contract, each, members(each.record))
+        for component in kernel.registry.all(kind):
+            if component.plugin == plugin:
+                contracts[f"Test {kind} {component.record.name}"] = _of(contract, component, members(component.record))
     for recipe in list_recipes(kernel):
         if recipe.plugin == plugin and recipe.name.endswith(_TINY):
             try:
@@ -124,8 +124,8 @@ def contracts(plugin: str, kernel: Kernel | None = None) -> dict[str, type]:
                 continue
             model = config.selected("model").component
             if model.plugin == plugin:
-                found.setdefault(f"Test model {model.record.name}", _of_model(config, model))
-    return found
+                contracts.setdefault(f"Test model {model.record.name}", _of_model(config, model))
+    return contracts
 
 
 def _of_model(config: ResolvedConfig, component: RegisteredComponent) -> type:
@@ -157,14 +157,14 @@ def _section(component: RegisteredComponent) -> Any:
     cls = component.load_config()
     if cls is None:
         return None
-    own = keys_of(cls)
-    given = {name: value for name, value in {"lr": _RATE, "weight_decay": 0.1}.items() if name in own}
-    given |= {name: 0.0 for name in own if name == "dropout" or name.endswith("_dropout")}
-    required = [name for name, key in own.items() if key.default is REQUIRED]
-    missing = [name for name in required if name not in given]
+    keys = keys_of(cls)
+    values = {name: value for name, value in {"lr": _RATE, "weight_decay": 0.1}.items() if name in keys}
+    values |= {name: 0.0 for name in keys if name == "dropout" or name.endswith("_dropout")}
+    required = [name for name, key in keys.items() if key.default is REQUIRED]
+    missing = [name for name in required if name not in values]
     if missing:
         pytest.skip(f"{cls.__name__} has no default for {', '.join(missing)}: subclass the contract in your tests")
-    return cls(**given)
+    return cls(**values)
 
 
 def _run(*arguments: str) -> list[Result]:
@@ -200,12 +200,12 @@ class _Collected:
 
 def _last(report: pytest.TestReport | pytest.CollectReport) -> str:
     """The reason of a skip, or what was raised, in one line."""
-    found: Any = report.longrepr
-    if isinstance(found, tuple):
-        return str(found[2]).removeprefix("Skipped: ")
-    crash = getattr(found, "reprcrash", None)
-    text = str(crash.message if crash is not None else found).strip().splitlines() or [""]
+    representation: Any = report.longrepr
+    if isinstance(representation, tuple):
+        return str(representation[2]).removeprefix("Skipped: ")
+    crash = getattr(representation, "reprcrash", None)
+    text = str(crash.message if crash is not None else representation).strip().splitlines() or [""]
     if text[0] == "AssertionError":  # an assertion without a message: the statement says what did not hold
-        lines = getattr(found.reprtraceback.reprentries[-1], "lines", ())
+        lines = getattr(representation.reprtraceback.reprentries[-1], "lines", ())
         text = [line[1:].strip() for line in lines if line.startswith(">")] or text
     return text[0].removeprefix("AssertionError: ").removeprefix("Failed: ")

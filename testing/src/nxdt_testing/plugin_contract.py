@@ -83,16 +83,16 @@ class PluginContract:
     @pytest.fixture
     def info(self) -> PluginInfo:
         """Return the plugin as this process finds it."""
-        found = [plugin for plugin in _started(*sys.path).plugins if plugin.name == self.plugin]
-        assert found, f"no plugin is called {self.plugin!r}; install its distribution"
-        return found[0]
+        plugins = [plugin for plugin in _started(*sys.path).plugins if plugin.name == self.plugin]
+        assert plugins, f"no plugin is called {self.plugin!r}; install its distribution"
+        return plugins[0]
 
     @pytest.fixture
     def components(self) -> Sequence[RegisteredComponent]:
         """Return what it offers."""
         registry = _started(*sys.path).registry
-        every = [each for kind in registry.kinds() for each in registry.all(kind.name)]
-        return [each for each in every if each.plugin == self.plugin]
+        every = [component for kind in registry.kinds() for component in registry.all(kind.name)]
+        return [component for component in every if component.plugin == self.plugin]
 
     @pytest.fixture
     def sections(self, components: Sequence[RegisteredComponent]) -> Sequence[tuple[RegisteredComponent, type]]:
@@ -117,16 +117,16 @@ class PluginContract:
     def test_its_entry_module_is_light(self, info: PluginInfo) -> None:
         """Importing it takes at most 15 ms of CPU time after ``nxdt_core.api``: every command imports it."""
         module = info.module.partition(":")[0]
-        found = math.inf  # CPU seconds of a new process
+        fastest = math.inf  # CPU seconds of a new process
         for _ in range(_ATTEMPTS):
             try:
-                found = min(found, float(in_new_process(_IMPORT, module)))
+                fastest = min(fastest, float(in_new_process(_IMPORT, module)))
             except RuntimeError:
                 pytest.skip(f"{module} cannot be imported")
-            if found <= _LIGHT_S:
+            if fastest <= _LIGHT_S:
                 break
-        assert found <= _LIGHT_S, (
-            f"importing {module} takes {1000 * found:.0f} ms of CPU time; at most {1000 * _LIGHT_S:.0f} are allowed: "
+        assert fastest <= _LIGHT_S, (
+            f"importing {module} takes {1000 * fastest:.0f} ms of CPU time; at most {1000 * _LIGHT_S:.0f} are allowed: "
             "move imports and computations into the modules that targets name"
         )
 
@@ -168,8 +168,8 @@ class PluginContract:
 
     def test_every_section_comes_back_from_a_file(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """Its defaults, written as YAML and read again, are the same; one with required keys has no defaults."""
-        for each, cls in sections:
-            if any(key.default is REQUIRED for key in _keys(each, cls).values()):
+        for component, cls in sections:
+            if any(key.default is REQUIRED for key in _keys(component, cls).values()):
                 continue
             tree = Tree({}, {(): DEFAULT})
             fill(tree, cls)
@@ -186,8 +186,8 @@ class PluginContract:
 
     def test_every_section_has_a_json_schema(self, sections: Sequence[tuple[RegisteredComponent, type]]) -> None:
         """Editors complete and check keys by it; it leaves a section out that has a type which YAML does not have."""
-        for each, cls in sections:
-            for name, key in _keys(each, cls).items():
+        for component, cls in sections:
+            for name, key in _keys(component, cls).items():
                 if key.section is not None:
                     continue
                 with no_error(f"the JSON Schema of {cls.__name__}.{name} has a value that JSON has not:"):
@@ -217,10 +217,10 @@ class PluginContract:
 
     def test_its_readme_says_how_to_install_it(self, info: PluginInfo) -> None:
         """Check that the README has a line ``pip install NAME``."""
-        found = distribution(info.dist)  # not its parsed metadata: libraries put parsers there that drop the README
-        text = found.read_text("METADATA") or found.read_text("PKG-INFO") or ""
-        said = any("pip install" in line and info.dist in line for line in text.splitlines())
-        assert said, f"the README has no line 'pip install {info.dist}'"
+        installed = distribution(info.dist)  # not its parsed metadata: libraries put parsers there that drop the README
+        text = installed.read_text("METADATA") or installed.read_text("PKG-INFO") or ""
+        explained = any("pip install" in line and info.dist in line for line in text.splitlines())
+        assert explained, f"the README has no line 'pip install {info.dist}'"
 
 
 @cache

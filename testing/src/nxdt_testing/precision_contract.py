@@ -59,8 +59,8 @@ class PrecisionContract(ComponentContract):
         assert policy.name, "the policy has no name, which errors and logs print"
         for name in ("parameters", "gradients", "optimizer_state", "autocast"):
             dtype = getattr(policy, name)
-            known = dtype in _DTYPES or (name == "autocast" and dtype is None)
-            assert known, f"{name} is {dtype!r}; use one of {', '.join(_DTYPES)} as text"
+            valid = dtype in _DTYPES or (name == "autocast" and dtype is None)
+            assert valid, f"{name} is {dtype!r}; use one of {', '.join(_DTYPES)} as text"
 
     def test_the_same_section_gives_the_same_policy(self, factory: PrecisionFactory, section: Any) -> None:
         """All ranks call the factory, and a resumed run again."""
@@ -91,8 +91,8 @@ class PrecisionContract(ComponentContract):
     def test_it_trains_as_float32_does(self, policy: PrecisionPolicy) -> None:
         """Losses of some steps agree within the rounding of 8 bits."""
         wanted, _ = _trained(_FLOAT32)
-        found, _ = _trained(policy)
-        wrong = difference(found, wanted, "in float32", rtol=_CLOSE)
+        losses, _ = _trained(policy)
+        wrong = difference(losses, wanted, "in float32", rtol=_CLOSE)
         assert not wrong, wrong
 
     def test_small_updates_are_not_lost(self, policy: PrecisionPolicy) -> None:
@@ -100,8 +100,8 @@ class PrecisionContract(ComponentContract):
         if not self.keeps_small_updates:
             pytest.skip("it loses updates below the rounding of its parameters on purpose")
         _, wanted = _trained(_FLOAT32, lr=_SMALL_LR, steps=_SMALL_STEPS)
-        _, found = _trained(policy, lr=_SMALL_LR, steps=_SMALL_STEPS)
-        along = sum(float((found[name] * wanted[name]).sum()) for name in wanted)
+        _, weights = _trained(policy, lr=_SMALL_LR, steps=_SMALL_STEPS)
+        along = sum(float((weights[name] * wanted[name]).sum()) for name in wanted)
         share = along / sum(float(update.square().sum()) for update in wanted.values())
         assert share >= _KEPT, (
             f"after {_SMALL_STEPS} steps at a rate of {_SMALL_LR:g} weights have moved {share:.0%} of the way that "

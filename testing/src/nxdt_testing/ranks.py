@@ -119,8 +119,8 @@ class RankPool:
             RanksFailed: a rank raised, died or did not end in time; all are stopped then.
         """
         for attempt in range(1, _ATTEMPTS + 1):
-            kept = _lasting.pop(self.size, None) if self.lasting else None
-            ranks = kept or _Ranks(self.size)
+            lasting = _lasting.pop(self.size, None) if self.lasting else None
+            ranks = lasting or _Ranks(self.size)
             try:
                 results = _Run(function, arguments, ranks, threads, environment or {}).results(timeout_s)
             except BaseException as failed:

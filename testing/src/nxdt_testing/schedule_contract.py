@@ -60,7 +60,7 @@ class ScheduleContract(ComponentContract):
     ) -> None:
         """The run multiplies its peak rate with them, so that they do not grow with it."""
         doubled = factory(section, replace(horizon, lr=2 * horizon.lr))
-        largest, again = (max(map(each, range(horizon.max_steps))) for each in (schedule, doubled))
+        largest, again = (max(map(rates, range(horizon.max_steps))) for rates in (schedule, doubled))
         assert again < 1.5 * largest or again == 0, (
             f"the largest factor is {largest:g}, and {again:g} in a run of twice the rate; return a factor on the peak "
             "rate, and not the rate"
@@ -90,8 +90,10 @@ class ScheduleContract(ComponentContract):
         whole = {step: schedule(step) for step in range(horizon.max_steps)}
         second = range(horizon.max_steps // 2, horizon.max_steps)
         resumed = factory(section, horizon)
-        found = {step: resumed(step) for step in second}
-        wrong = difference(found, {step: whole[step] for step in second}, "in a run that was not stopped", of="factor")
+        factors = {step: resumed(step) for step in second}
+        wrong = difference(
+            factors, {step: whole[step] for step in second}, "in a run that was not stopped", of="factor"
+        )
         assert not wrong, f"after a resume {wrong}; keep nothing between steps"
 
     def test_schedules_of_two_runs_share_nothing(
@@ -99,10 +101,10 @@ class ScheduleContract(ComponentContract):
     ) -> None:
         """One of another length, built later, leaves the first as it was."""
         alone = {step: schedule(step) for step in range(horizon.max_steps)}
-        mine, found = factory(section, horizon), {}
+        mine, interleaved = factory(section, horizon), {}
         other = factory(section, ScheduleHorizon(max_steps=2 * horizon.max_steps, lr=2 * horizon.lr))
         for step in alone:
             other(step)
-            found[step] = mine(step)
-        wrong = difference(found, alone, "where no second run has a schedule", of="factor")
+            interleaved[step] = mine(step)
+        wrong = difference(interleaved, alone, "where no second run has a schedule", of="factor")
         assert not wrong, f"{wrong}; keep options in the schedule and not in its module or class"

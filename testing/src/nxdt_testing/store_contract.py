@@ -75,17 +75,17 @@ def write_on_rank(open_store: Opener) -> tuple[list[bool], dict[str, int], set[s
         Whether this rank's ``put_if_absent`` created the object of each round; sizes of what it wrote, by key; and all
         keys, once every process has written.
     """
-    storage, own, won = open_store(), {}, []
+    storage, sizes, won = open_store(), {}, []
     with process_group():
         rank = dist.get_rank()
         for round_ in range(_ROUNDS):
             key, size = f"shared/{round_}/rank-{rank}", 1000 * rank + round_
             dist.barrier()
             write(storage, key, bytes(size))
-            own[key] = size
+            sizes[key] = size
             won.append(storage.put_if_absent(f"shared/{round_}/manifest", bytes([rank]) * 4096))
         dist.barrier()
-        return won, own, {info.key for info in storage.list()}
+        return won, sizes, {info.key for info in storage.list()}
 
 
 class StoreContract:
@@ -136,9 +136,9 @@ class StoreContract:
         with storage.open_write("a/large") as stream:
             for start in range(0, size, 700_001):
                 stream.write(data[start : start + 700_001])
-        found = storage.stat("a/large")
-        assert found is not None
-        assert found.size_bytes == size
+        info = storage.stat("a/large")
+        assert info is not None
+        assert info.size_bytes == size
         assert read(self.reopen(storage), "a/large") == data
         border = max(0, (parts - 1) * self.part_bytes - 10)
         for start, length in ((border, 20), (border, None), (size - 1, 5), (1, size - 2)):
@@ -365,10 +365,10 @@ class StoreContract:
         for round_, won in enumerate(zip(*(report[0] for report in reports), strict=True)):
             assert won.count(True) == 1, f"round {round_}: {won}"
             assert read(storage, f"shared/{round_}/manifest") == bytes([won.index(True)]) * 4096
-        written = {key: size for _, own, _ in reports for key, size in own.items()}
-        found = {info.key: info.size_bytes for info in storage.list()}
-        assert written.items() <= found.items()
-        assert all(listed == found.keys() for _, _, listed in reports)
+        written = {key: size for _, sizes, _ in reports for key, size in sizes.items()}
+        stored = {info.key: info.size_bytes for info in storage.list()}
+        assert written.items() <= stored.items()
+        assert all(listed == stored.keys() for _, _, listed in reports)
 
     def test_concurrent_writers_of_one_key_leave_one_whole_object(self, storage: CheckpointStore) -> None:
         """The object is that of the last writer to finish, never a mixture."""

@@ -61,26 +61,28 @@ class TaskContract(ComponentContract):
 
     def test_an_unknown_task_is_an_error_before_a_model_is_loaded(self, factory: _Factory, path: str | None) -> None:
         """Loading takes minutes; the error names the task."""
-        said = ""
+        message = ""
         try:
             factory((*self.tasks, _UNKNOWN), path)
         except Exception as error:
-            said = str(error) or type(error).__name__
-        assert said, "a task that the suite does not have must be an error when the suite is made"
-        assert _UNKNOWN in said, f"the error about an unknown task must name it: {said}"
+            message = str(error) or type(error).__name__
+        assert message, "a task that the suite does not have must be an error when the suite is made"
+        assert _UNKNOWN in message, f"the error about an unknown task must name it: {message}"
 
     def test_each_task_has_finite_numbers_by_name(
         self, factory: _Factory, path: str | None, model: LoadedModel
     ) -> None:
         """`nxdt evaluate` prints them in a row per task; it may have texts as well."""
-        found = factory(self.tasks, path).run(model, limit=1)
-        assert isinstance(found, Mapping), f"run must return figures by task; it returned {found!r}"
-        missing = [task for task in self.tasks if task not in found]
+        figures_of_tasks = factory(self.tasks, path).run(model, limit=1)
+        assert isinstance(figures_of_tasks, Mapping), (
+            f"run must return figures by task; it returned {figures_of_tasks!r}"
+        )
+        missing = [task for task in self.tasks if task not in figures_of_tasks]
         assert not missing, f"run returned nothing of the task {missing[0]!r}"
-        for task, figures in found.items():
-            numbers = {name: each for name, each in figures.items() if isinstance(each, (int, float))}
+        for task, figures in figures_of_tasks.items():
+            numbers = {name: number for name, number in figures.items() if isinstance(number, (int, float))}
             assert numbers, f"the task {task!r} has no number: {figures!r}"
-            wrong = [name for name, each in numbers.items() if not math.isfinite(each)]
+            wrong = [name for name, number in numbers.items() if not math.isfinite(number)]
             assert not wrong, f"{wrong[0]} of the task {task!r} is {numbers[wrong[0]]!r}, which is not finite"
             with no_error(f"the figures of the task {task!r} must be plain values:"):
                 json.dumps({task: dict(figures)})

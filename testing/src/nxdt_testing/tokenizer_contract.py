@@ -100,37 +100,37 @@ class TokenizerContract:
     def test_a_text_comes_back(self, tokenizer: Tokenizer) -> None:
         """Round trip of each text."""
         for text in self.texts:
-            found = tokenizer.decode(tokenizer.encode(text))
-            assert found == text, f"the text {text!r} comes back as {found!r}"
+            decoded = tokenizer.decode(tokenizer.encode(text))
+            assert decoded == text, f"the text {text!r} comes back as {decoded!r}"
         long = self.texts[0] * _REPEATED
-        found = tokenizer.decode(tokenizer.encode(long))
-        assert found == long, (
-            f"a text of {len(long)} characters comes back with {len(found)}; do not truncate: the run cuts texts"
+        decoded = tokenizer.decode(tokenizer.encode(long))
+        assert decoded == long, (
+            f"a text of {len(long)} characters comes back with {len(decoded)}; do not truncate: the run cuts texts"
         )
 
     def test_ids_are_plain_and_below_the_vocabulary_size(self, tokenizer: Tokenizer) -> None:
         """The model has a row of its embedding for each; ids are Python numbers, of texts and of specials."""
-        found = {id_ for text in self.texts for id_ in tokenizer.encode(text)}
-        found |= {id_ for id_ in _specials(tokenizer).values() if id_ is not None}
-        for id_ in found:
+        ids_seen = {id_ for text in self.texts for id_ in tokenizer.encode(text)}
+        ids_seen |= {id_ for id_ in _specials(tokenizer).values() if id_ is not None}
+        for id_ in ids_seen:
             assert type(id_) is int, f"the id {id_!r} is a {type(id_).__name__}; return Python integers"
             assert 0 <= id_ < tokenizer.vocab_size, f"the id {id_} is not below vocab_size, {tokenizer.vocab_size}"
 
     def test_two_symbols_never_have_one_id(self, tokenizer: Tokenizer) -> None:
         """Characters of the texts, of ASCII where the vocabulary is of every text, and special tokens."""
         symbols = {*"".join(self.texts), *(map(chr, range(33, 127)) if self.every_text else ())}
-        known: dict[tuple[int, ...], str] = {
+        symbol_of: dict[tuple[int, ...], str] = {
             (id_,): f"the token of {role}" for role, id_ in _specials(tokenizer).items() if id_ is not None
         }
         for symbol in sorted(symbols):
             ids = tuple(tokenizer.encode(symbol))
-            other = known.setdefault(ids, repr(symbol))
+            other = symbol_of.setdefault(ids, repr(symbol))
             assert other == repr(symbol), f"{symbol!r} and {other} have the ids {list(ids)}"
 
     def test_a_batch_equals_its_texts(self, tokenizer: Tokenizer) -> None:
         """In their order, without padding; a batch of nothing is nothing."""
-        found = [list(ids) for ids in tokenizer.encode_batch(list(self.texts))]
-        assert found == [tokenizer.encode(text) for text in self.texts], (
+        batch = [list(ids) for ids in tokenizer.encode_batch(list(self.texts))]
+        assert batch == [tokenizer.encode(text) for text in self.texts], (
             "encode_batch gives other ids than encode for the same texts; neither may pad, cut or reorder them"
         )
         assert not list(tokenizer.encode_batch([])), "encode_batch of no texts gives something"
@@ -148,8 +148,8 @@ class TokenizerContract:
         specials = [id_ for id_ in _specials(tokenizer).values() if id_ is not None]
         ids = tokenizer.encode(self.texts[0])
         for left_out in (*specials, tokenizer.vocab_size, tokenizer.vocab_size + 1000, -1):
-            found = tokenizer.decode([left_out, *ids, left_out])
-            assert found == self.texts[0], f"decode gives {found!r} where {left_out} is around {self.texts[0]!r}"
+            decoded = tokenizer.decode([left_out, *ids, left_out])
+            assert decoded == self.texts[0], f"decode gives {decoded!r} where {left_out} is around {self.texts[0]!r}"
 
     def test_a_text_that_utf8_cannot_express_is_taken(self, tokenizer: Tokenizer) -> None:
         """Data hold lone surrogates; a run must not end there."""
@@ -189,8 +189,10 @@ class TokenizerContract:
                 assert 0 <= start <= end <= len(text), (
                     f"token {number} of {text!r} has the place {start} to {end} of {len(text)} characters"
                 )
-            for name, each in (("starts", located.starts), ("ends", located.ends)):
-                assert (each[1:] >= each[:-1]).all(), f"the {name} of the tokens of {text!r} descend: {each.tolist()}"
+            for name, positions in (("starts", located.starts), ("ends", located.ends)):
+                assert (positions[1:] >= positions[:-1]).all(), (
+                    f"the {name} of the tokens of {text!r} descend: {positions.tolist()}"
+                )
             assert not len(ids) or located.ends[-1] == len(text), (
                 f"the last token of {text!r} ends before the text does"
             )
@@ -199,8 +201,8 @@ class TokenizerContract:
         """Special tokens that a template writes become the tokens that the model knows."""
         reserved = list(chat.reserved_tokens())
         for token in reserved:
-            (found,) = chat.locate([f"a{token}b"])
-            inside = found.ids[found.ends == 1 + len(token)].tolist()
+            (located,) = chat.locate([f"a{token}b"])
+            inside = located.ids[located.ends == 1 + len(token)].tolist()
             assert inside, f"no token ends where the special token {token!r} ends"
             assert chat.spell(inside[-1:]) == token, (
                 f"the text {token!r} becomes {chat.spell(inside[-1:])!r} and not the special token"
@@ -209,17 +211,17 @@ class TokenizerContract:
         for role, id_ in _specials(tokenizer).items():
             spelled = named.get(f"{role}_token")
             if spelled is not None and spelled in reserved:
-                (found,) = chat.locate([spelled])
-                assert found.ids.tolist() == [id_], (
-                    f"{role}_token is {spelled!r} with the ids {found.ids.tolist()}, and {role}_id is {id_}"
+                (located,) = chat.locate([spelled])
+                assert located.ids.tolist() == [id_], (
+                    f"{role}_token is {spelled!r} with the ids {located.ids.tolist()}, and {role}_id is {id_}"
                 )
 
     def test_spelled_text_has_its_special_tokens(self, chat: Tokenizer) -> None:
         """Text with a special token is spelled as it was written, for people who read it."""
         text = self.texts[0]
         for token in ("", *chat.reserved_tokens()):
-            (found,) = chat.locate([f"{text}{token}"])
-            spelled = chat.spell(found.ids.tolist())
+            (located,) = chat.locate([f"{text}{token}"])
+            spelled = chat.spell(located.ids.tolist())
             assert spelled == f"{text}{token}", f"{text + token!r} is spelled {spelled!r}"
 
     def test_its_chat_template_renders_a_conversation(self, chat: Tokenizer) -> None:
@@ -229,10 +231,10 @@ class TokenizerContract:
             return
         runner = TemplateRunner(ChatTemplate(template, "of the tokenizer"), chat.special_tokens())
         text, _ = runner.run(_MESSAGES, place="the contract's conversation")
-        missing = [each["content"] for each in _MESSAGES if each["content"] not in text]
+        missing = [message["content"] for message in _MESSAGES if message["content"] not in text]
         assert not missing, f"the text of the template lacks the message {missing[0]!r}"
-        (found,) = chat.locate([text])
-        assert len(found.ids), "the text of the template has no tokens"
+        (located,) = chat.locate([text])
+        assert len(located.ids), "the text of the template has no tokens"
 
     # Export
 

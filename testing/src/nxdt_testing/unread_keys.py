@@ -97,9 +97,9 @@ def unread_keys_of_package(cls: type) -> list[str]:
     """
     package = cls.__module__.partition(".")[0]
     names = _names_of_package(package)
-    own = {name for name, key in keys_of(cls).items() if key.owner.__module__.partition(".")[0] == package}
+    keys_of_package = {name for name, key in keys_of(cls).items() if key.owner.__module__.partition(".")[0] == package}
     unread = () if names.take_all else unread_keys(cls, names)
-    return [name for name in unread if name in own and not _core_reads(name)]
+    return [name for name in unread if name in keys_of_package and not _core_reads(name)]
 
 
 @cache

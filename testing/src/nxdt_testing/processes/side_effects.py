@@ -40,12 +40,12 @@ def side_effects() -> Iterator[Sequence[str]]:
     if not _installed:
         sys.addaudithook(_note)
         _installed.append(True)
-    found: list[str] = []
-    _lists.append(found)
+    effects: list[str] = []
+    _lists.append(effects)
     try:
-        yield found
+        yield effects
     finally:
-        _lists.remove(found)
+        _lists.remove(effects)
 
 
 def _note(event: str, arguments: tuple[Any, ...]) -> None:
@@ -61,8 +61,8 @@ def _note(event: str, arguments: tuple[Any, ...]) -> None:
         cached = "__pycache__" in str(path)  # bytecode that Python keeps of imported modules does not count
         phrase = f"writes {path}" if not cached and flags & (os.O_WRONLY | os.O_RDWR) else ""
     if phrase:
-        for each in _lists:
-            each.append(phrase)
+        for effects in _lists:
+            effects.append(phrase)
 
 
 def in_new_process(code: str, *arguments: str, **environment: str) -> str:
@@ -71,7 +71,7 @@ def in_new_process(code: str, *arguments: str, **environment: str) -> str:
     Raises:
         RuntimeError: it failed; with its standard error.
     """
-    inherited = {**os.environ, "PYTHONPATH": os.pathsep.join(each for each in sys.path if each), **environment}
+    inherited = {**os.environ, "PYTHONPATH": os.pathsep.join(folder for folder in sys.path if folder), **environment}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env=inherited, capture_output=True, text=True, check=False, timeout=60)
     if done.returncode != 0:

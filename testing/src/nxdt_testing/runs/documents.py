@@ -37,16 +37,20 @@ def in_rows(
 
     Rows are filled up to ``length``; a sample without documents is a blank one.
     """
-    rows = [_row([each[row] for each in sample], length) for sample in samples for row in range(_rows(traits))]
+    rows = [
+        _row([logits_of_row[row] for logits_of_row in sample], length)
+        for sample in samples
+        for row in range(_rows(traits))
+    ]
     logits = [row.pop("logits") for row in rows]
     fields: dict[str, Any] = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     if traits.reference is None:
         del fields["reference_log_probs"]
     values = dict.fromkeys(traits.values, fields["values"])
     del fields["values"]
-    vocabulary = max(each.shape[1] for each in logits)
+    vocabulary = max(logits_of_row.shape[1] for logits_of_row in logits)
     batch = Batch(**fields, values=values, rows_per_sample=_rows(traits))
-    return batch, torch.stack([each.expand(-1, vocabulary) for each in logits])
+    return batch, torch.stack([logits_of_row.expand(-1, vocabulary) for logits_of_row in logits])
 
 
 def _rows(traits: ObjectiveTraits) -> int:

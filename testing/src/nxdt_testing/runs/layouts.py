@@ -122,10 +122,10 @@ class _Work:
         batches = self.batches or global_batch(self.builder.vocab_size, length, documents=self.layout.documents)
         with Run(config, builder=self.builder, policy=EXACT, adapters=adapters, optimizer=self.optimizer) as run:
             run.steps(batches, _STEPS, objective=objective)
-            held = run.model.state_dict()
+            state = run.model.state_dict()
             if self.optimizer is not None:
-                check_shared_state(run.optimizer.state_dict(), held, run.engine.ranks)
-            places = {name: local_shard_of(each, name).region.offsets for name, each in held.items()}
+                check_shared_state(run.optimizer.state_dict(), state, run.engine.ranks)
+            places = {name: local_shard_of(value, name).region.offsets for name, value in state.items()}
             moved = run.moved()
         names = [] if objective is None else run.metrics[0]
         return Trained(
@@ -156,21 +156,21 @@ def compare(
     single = replace(layout, needs=frozenset(), settings=(), ranks=1, exhaustive=False)
     alone = _train_alone(pickle.dumps(replace(work, layout=single)))
     # Modules and files of the classes and functions of the work, which may be a test's, in no package.
-    given = [part for part in (work.optimizer, work.objective, work.adapter) if part is not None]
-    defined = [type(builder), *(each for part in given for each in (part.factory, type(part.section)))]
-    modules = [str(each.__module__) for each in defined]
+    parts_given = [part for part in (work.optimizer, work.objective, work.adapter) if part is not None]
+    defined = [type(builder), *(item for part in parts_given for item in (part.factory, type(part.section)))]
+    modules = [str(item.__module__) for item in defined]
     homes = [(name, getattr(sys.modules.get(name), "__file__", None) or "") for name in modules]
     try:
-        found = RankPool(layout.ranks, lasting=True).run(train_on_rank, homes, pickle.dumps(work), timeout_s=timeout_s)
+        ranks = RankPool(layout.ranks, lasting=True).run(train_on_rank, homes, pickle.dumps(work), timeout_s=timeout_s)
     except RanksFailed as failed:
         return [f"it cannot be trained: {failed}"]
     where = "in one process"
-    said = [difference(each.losses, alone.losses, where, rtol=_LOSS * rtol / _UPDATE) for each in found]
+    differences = [difference(item.losses, alone.losses, where, rtol=_LOSS * rtol / _UPDATE) for item in ranks]
     for name, wanted in alone.metrics.items():
         of = f"metric {name!r}"
-        numbers = [each.metrics.get(name, {}) for each in found]
-        said += [difference(number, wanted, where, of=of, rtol=_METRIC, atol=_METRIC) for number in numbers]
-    return [*[each for each in said if each][:1], *_updates_that_differ(alone, found, rtol)]
+        numbers = [item.metrics.get(name, {}) for item in ranks]
+        differences += [difference(number, wanted, where, of=of, rtol=_METRIC, atol=_METRIC) for number in numbers]
+    return [*[item for item in differences if item][:1], *_updates_that_differ(alone, ranks, rtol)]
 
 
 _run_config = cache(run_config)
@@ -211,8 +211,8 @@ class TriesLayouts:
             pytest.skip(f"this run of pytest leaves {layout} out; run all with --samples=all")
         wrong = compare(builder, LAYOUTS[layout], timeout_s=self.hangs_s, **parts)
         settings = " ".join(LAYOUTS[layout].settings)
-        said = "; ".join(wrong)  # behind the advice, since the stacks of ranks that hang are long
-        assert not wrong, f"in the layout {settings} it does not train as in one process. {advice}\n{said}"
+        differences = "; ".join(wrong)  # behind the advice, since the stacks of ranks that hang are long
+        assert not wrong, f"in the layout {settings} it does not train as in one process. {advice}\n{differences}"
 
 
 def component_of(builder: ModelBuilder) -> RegisteredComponent | None:
@@ -227,14 +227,14 @@ def component_of(builder: ModelBuilder) -> RegisteredComponent | None:
 def planned_capabilities(plan: ParallelPlan) -> frozenset[str]:
     """Return the capabilities of a model that ``plan`` has entries for."""
     styles = set(plan.tensor.values())
-    found = {
+    planned = {
         "tp": bool(plan.tensor),
         "sp": bool(plan.sequence_norms) and bool(styles & {"vocab_head", "score_head"}),
         "pp": plan.pipeline is not None,
         "cp": bool(plan.attention_cores),
         "ep": bool(plan.experts.modules),
     }
-    return frozenset(name for name, has in found.items() if has and name not in plan.refused)
+    return frozenset(name for name, has in planned.items() if has and name not in plan.refused)
 
 
 def has_lora() -> bool:
@@ -251,13 +251,13 @@ def _kernel() -> Kernel:
     return Kernel.start()
 
 
-def _updates_that_differ(alone: Trained, found: Iterable[Trained], rtol: float) -> list[str]:
+def _updates_that_differ(alone: Trained, ranks: Iterable[Trained], rtol: float) -> list[str]:
     """Name the parameters that are updated otherwise, those that differ most first."""
     whole = {name: value for name, (_, value) in alone.updates.items()}
     floor = _FLOOR * max((float(value.abs().max()) for value in whole.values() if value.numel()), default=0.0)
     worst: dict[str, float] = {}
-    for each in found:
-        for name, (offsets, update) in each.updates.items():
+    for rank in ranks:
+        for name, (offsets, update) in rank.updates.items():
             if update.numel() == 0:
                 continue
             expected = whole[name][
@@ -266,9 +266,9 @@ def _updates_that_differ(alone: Trained, found: Iterable[Trained], rtol: float) 
             size = max(rtol * float(whole[name].abs().max()), floor)
             worst[name] = max(worst.get(name, 0.0), float((update - expected).abs().max()) / size)
     wrong = sorted((name for name, share in worst.items() if not share <= 1), key=lambda name: -worst[name])
-    missing = sorted(whole.keys() - {name for each in found for name in each.updates})
-    said = [f"no rank holds {', '.join(missing)}"] if missing else []
+    missing = sorted(whole.keys() - {name for rank in ranks for name in rank.updates})
+    differences = [f"no rank holds {', '.join(missing)}"] if missing else []
     if wrong:
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
-        said.append(f"these parameters are updated otherwise: {', '.join(wrong[:4])}{more}")
-    return said
+        differences.append(f"these parameters are updated otherwise: {', '.join(wrong[:4])}{more}")
+    return differences

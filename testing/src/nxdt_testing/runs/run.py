@@ -131,16 +131,16 @@ def _rows(batch: Batch, first: int, count: int) -> Batch:
     return batch.map(lambda tensor: tensor[first : first + count])
 
 
-def elements(held: Any, name: str = "a tensor") -> torch.Tensor:
+def elements(value: Any, name: str = "a tensor") -> torch.Tensor:
     """Return this rank's elements of a tensor or piece, on the host."""
-    return local_shard_of(held, name).tensor.detach().to(HOST)
+    return local_shard_of(value, name).tensor.detach().to(HOST)
 
 
-def differing(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+def differing(actual: Mapping[str, Any], expected: Mapping[str, Any]) -> list[str]:
     """Return the names of two states whose tensors are not bitwise equal, or that only one of them has."""
-    both = found.keys() & wanted.keys()
-    names = [*wanted, *(name for name in found if name not in both)]
-    return [n for n in names if n not in both or not torch.equal(elements(found[n]), elements(wanted[n]))]
+    both = actual.keys() & expected.keys()
+    names = [*expected, *(name for name in actual if name not in both)]
+    return [n for n in names if n not in both or not torch.equal(elements(actual[n]), elements(expected[n]))]
 
 
 class Run:
@@ -167,13 +167,13 @@ class Run:
     ) -> None:
         self.config = config
         self.engine = build.engine(config)
-        given = build.adapters(config) if adapters is None else adapters
+        adapters_of_run = build.adapters(config) if adapters is None else adapters
         with ExitStack() as unless_built:  # an error of what is tested leaves no process group to later tests
             unless_built.callback(self._give_up)
             self.engine.start()
             builder, policy = builder or build.model_builder(config), policy or build.precision(config)
-            self.model = self.engine.initialize_model(builder, precision=policy, seed=seed, adapters=given)
-            for adapter in given:
+            self.model = self.engine.initialize_model(builder, precision=policy, seed=seed, adapters=adapters_of_run)
+            for adapter in adapters_of_run:
                 adapter.begin(self.model, config, self.engine.ranks)
             if optimizer is None:
                 self.optimizer = initialize_parallel_optimizer(config, self.engine, self.model)
@@ -215,9 +215,9 @@ class Run:
         max_norm: float | None = None,
     ) -> Self:
         """Train ``count`` times on this rank's share of one global batch, at ``factor`` of the rate; returns itself."""
-        own = len(batches) // self.engine.rank_info.dp_size
-        first = self.engine.rank_info.dp_rank * own
-        share = batches[first : first + own]
+        batches_of_rank = len(batches) // self.engine.rank_info.dp_size
+        first = self.engine.rank_info.dp_rank * batches_of_rank
+        share = batches[first : first + batches_of_rank]
         for _ in range(count):
             done = train_step(
                 self.model, self.optimizer, share, objective or CausalLM(), factor, self.state, max_norm=max_norm
@@ -234,7 +234,7 @@ class Run:
 
     def weights(self) -> dict[str, torch.Tensor]:
         """Return copies of this rank's elements of all parameters, masters where there are some."""
-        return copied((name, elements(held, name)) for name, held in self.model.state_dict().items())
+        return copied((name, elements(value, name)) for name, value in self.model.state_dict().items())
 
     def moved(self) -> dict[str, torch.Tensor]:
         """Return the change of each parameter since the start, in float64."""

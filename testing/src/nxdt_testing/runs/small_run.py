@@ -70,10 +70,12 @@ def no_thread_left() -> Iterator[None]:
     """Fail where the block leaves threads that keep a process from ending."""
     before = set(threading.enumerate())
     yield
-    left = [each for each in threading.enumerate() if each not in before and not each.daemon and each.is_alive()]
-    for each in left:
-        each.join(_GRACE_S)
-    left = [each for each in left if each.is_alive()]
+    left = [
+        thread for thread in threading.enumerate() if thread not in before and not thread.daemon and thread.is_alive()
+    ]
+    for thread in left:
+        thread.join(_GRACE_S)
+    left = [thread for thread in left if thread.is_alive()]
     assert not left, f"the thread {left[0].name!r} is still running; end it with the run, or make it a daemon"
 
 
