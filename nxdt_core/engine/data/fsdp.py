@@ -1,16 +1,4 @@
-"""Collectives that replace FSDP2's own: gathers of weights in fewer bytes, and sums of gradients by exchange.
-
-Weights of matrix products are sent in the dtype that the products cast them to anyway. Under autocast that is
-autocast's dtype. Where a precision policy computes products in one byte per element, it is that, under scaling factors
-of whole weights (:func:`scaled_weights`). The largest elements of all shards are found over the ranks in one
-all-reduce, once per pass, before the first gather needs them. Products are bitwise those of the weight itself, so
-results do not change. Norms, embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they
-are.
-
-:class:`PendingReduceScatters` are for devices whose process groups have no fast reduce-scatter.
-
-
-Data parallelism: FSDP2 over a stage's layers, and how far each ZeRO stage lets it shard.
+"""Data parallelism by FSDP2 over a stage's layers: how far each ZeRO stage lets it shard, and its collectives.
 
 All ZeRO stages use one mechanism. They differ in when gradients are reduced and when gathered weights are freed:
 
@@ -25,6 +13,13 @@ stage  gradients are reduce-scattered       weights between steps        optimiz
 
 With a pipeline, its stages control FSDP2 in the same way (:mod:`nxdt_core.engine.pipeline.stage`). (Rajbhandari et
 al. 2020, arXiv:1910.02054.)
+
+Weights of matrix products are sent in the dtype that the products cast them to anyway. Under autocast that is
+autocast's dtype. Where a precision policy computes products in one byte per element, it is that, under scaling factors
+of whole weights (:func:`scaled_weights`). The largest elements of all shards are found over the ranks in one
+all-reduce, once per pass, before the first gather needs them. Products are bitwise those of the weight itself, so
+results do not change. Norms, embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they
+are. :class:`PendingReduceScatters` are for devices whose process groups have no fast reduce-scatter.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Parameters of a pipeline stage on one rank: how many elements it computes with and how many of them it stores.
+"""The memory of one rank at the fullest moment of a step, by what it is for.
 
-The bytes of one rank at the fullest moment of a step, by what they are for.
+It follows from the parameters of the rank's pipeline stages (how many elements the rank computes with, and how many of
+them it stores), from the optimizer's state, and from what a micro-batch keeps
+(:mod:`nxdt_core.engine.estimate.trace`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The workload of an estimate: a model, its training and its layout, read from a configuration.
+"""One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each.
 
-One pipeline rank on the meta device: its stages in their layout, and a micro-batch through each.
-
-Its process group is stock torch's ``fake`` backend, of any size in one process; its collectives do nothing.
+:class:`Workload` is what that depends on: a model, its training and its layout, read from a configuration. The rank's
+process group is stock torch's ``fake`` backend, of any size in one process; its collectives do nothing.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""Stock pipeline schedules by the names of the configuration, and what they cost in idle time.
+"""Stock pipeline schedules by the names of the configuration: what they cost in idle time, and where to cut for them.
 
-The choice of pipeline cuts where the configuration names none: the longest rank is as short as possible.
-
-The head of a large vocabulary costs as much as several layers, and the embedding is only looked up. With equally many
-layers per stage all ranks would wait for the last one in every micro-batch.
+Where the configuration names no cuts, they are chosen such that the longest rank is as short as possible. The head of a
+large vocabulary costs as much as several layers, and the embedding is only looked up. With equally many layers per
+stage all ranks would wait for the last one in every micro-batch.
 
 Costs are those of the estimate: operations of one training token. They follow from the shapes of the whole model and
 the configuration alone, so that all ranks find the same cuts without asking each other.

@@ -1,9 +1,8 @@
-"""Pipeline stages: which layers each has, and the module that is left of a model when the rest is taken out.
+"""Pipeline stages: which layers each has, the module that is left of a model when the rest is taken out, and tied
+parameters whose two copies are on the first and the last stage.
 
-Tied parameters whose two copies are on the first and the last pipeline stage.
-
-Both start from one draw (the owner's name) and get the same gradient, the sum of both, so that equal updates keep them
-equal. On which rank a copy counts in norms and checkpoints is the business of who counts: the owner's alone.
+Both copies start from one draw (the owner's name) and get the same gradient, the sum of both, so that equal updates
+keep them equal. Norms and checkpoints count the owner's copy alone.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Passes over a global batch: its weight, the losses of this rank's micro-batches, and their sums over all ranks.
 
-This rank's pipeline stages run under the library's schedules: hidden states are sent, each rank reads its own batches.
-
+The rank's pipeline stages run under the library's schedules: hidden states are sent, each rank reads its own batches.
 The library fixes the number and the shape of micro-batches when its model is built, so there is one for each that
 occurs. It divides each loss by their number, and leaves the sums of gradients to the caller.
 

@@ -1,6 +1,6 @@
-"""The module: a rotary decoder with dense feed-forward blocks. Plain torch, nothing parallel.
+"""The components ``llama``, ``mistral``, ``qwen2`` and ``qwen3``: how they are built, sharded and exchanged.
 
-The components ``llama``, ``mistral``, ``qwen2`` and ``qwen3``: how a module is built, sharded and exchanged.
+All are rotary decoders with dense feed-forward blocks, in plain torch.
 """
 
 from __future__ import annotations

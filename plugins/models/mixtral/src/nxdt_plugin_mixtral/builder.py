@@ -1,6 +1,6 @@
-"""The module: a rotary decoder with mixtures of experts. Plain torch, nothing parallel.
+"""The component ``mixtral``: how it is built, sharded, initialised and exchanged.
 
-The component ``mixtral``: builds the module and says how it may be sharded, initialised and exchanged.
+It is a rotary decoder with mixtures of experts, in plain torch.
 """
 
 from __future__ import annotations

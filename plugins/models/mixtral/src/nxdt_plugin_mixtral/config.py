@@ -1,6 +1,6 @@
-"""Section ``model.moe``: how tokens are routed to experts. No torch here.
+"""Section ``model`` of a Mixtral, and ``model.moe``: how tokens are routed to experts.
 
-Section ``model`` of a Mixtral. No torch here: ``nxdt config check`` reads this module.
+No torch here: ``nxdt config check`` reads this module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The sections of the policy ``float8`` and of the optimizer ``adamw_8bit``. No torch here.
+"""The sections of the policy ``float8`` and of the optimizer ``adamw_8bit``.
 
-The policy ``float8``. torch is imported when a model is laid out.
+No torch here: it is imported when a model is laid out.
 """
 
 from __future__ import annotations
