@@ -149,7 +149,7 @@ class Component:
             if (value := getattr(self, reference, None)) is not None:
                 _check(self, reference, value, _TARGET)
         for words in ("capabilities", "requires", "requires_of_model"):
-            names = getattr(self, words, frozenset())
+            names: object = getattr(self, words, frozenset())
             # A plain text would count as the set of its letters.
             if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
                 raise BadComponentRecord(record=type(self).__name__, field=words, found=names)
