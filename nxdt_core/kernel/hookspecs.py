@@ -166,7 +166,7 @@ def nxdt_engines() -> Iterable[EngineComponent]:
 def nxdt_devices() -> Iterable[Component]:
     """Describe device types, selected by ``trainer.accelerator``. The target is a
     :class:`nxdt_core.distributed.devices.DeviceProfile`, and ``name`` is what torch calls the type."""
-    return [Component(name="xpu", target="my_plugin.device:PROFILE", summary="Intel GPUs")]
+    return [Component(name="acme", target="my_plugin.device:PROFILE", summary="accelerators of Acme")]
 
 
 @hookspec
