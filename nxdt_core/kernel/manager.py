@@ -120,24 +120,21 @@ class Kernel:
             while not complete:
                 # A plugin that fails takes its kinds with it, so that those that fill them are looked at again.
                 kinds, complete = dict(_OWN), True
-                for candidate in candidates:
-                    if candidate.plugin.state == "ok":
-                        kinds.update(candidate.kinds)
-                for candidate in candidates:
+                usable = [candidate for candidate in candidates if candidate.plugin.state == "ok"]
+                for candidate in usable:
+                    kinds.update(candidate.kinds)
+                for candidate in usable:
                     complete &= candidate.attempt(candidate.fill_kinds, kinds)
-        plugins: list[PluginInfo] = []
-        components: list[RegisteredComponent] = []
-        for candidate in candidates:
-            plugins.append(candidate.plugin)
-            if candidate.plugin.state == "ok":
-                components += (*candidate.components, *candidate.added)
-            elif by_key.get(candidate.plugin.key) is candidate:
-                manager.unregister(name=candidate.plugin.key)
+        for key, candidate in by_key.items():
+            if candidate.plugin.state != "ok":
+                manager.unregister(name=key)
+        plugins = tuple(candidate.plugin for candidate in candidates)
+        components = [component for candidate in usable for component in (*candidate.components, *candidate.added)]
         unusable = [plugin for plugin in plugins if plugin.state not in ("ok", "blocked")]
         if strict and unusable:
             raise PluginsUnusable(problems=tuple(f"{diagnose(plugin)} ({advise(plugin)})" for plugin in unusable))
         registry = Registry(kinds=tuple(kinds.values()), components=components, plugins=plugins, policy=policy)
-        return cls(plugins=tuple(plugins), registry=registry, manager=manager, policy=policy)
+        return cls(plugins=plugins, registry=registry, manager=manager, policy=policy)
 
     def call(self, hook: str, **arguments: object) -> Iterator[tuple[PluginInfo, Any]]:
         """Call a hook's implementations in pluggy's order.
