@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nxdt_core.errors.configuration import ConfigProblem, Misfit, Place
 from nxdt_core.errors.launch import EngineCannotCompileAhead, EngineWithoutEstimate
@@ -47,9 +47,6 @@ __all__ = [
     "RankInfo",
     "Settings",
 ]
-
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +145,6 @@ class ParallelEngine(ABC):
             config: the section ``model.optim``.
             decay_norms: whether norms take weight decay.
         """
-
-    def broadcast_object(self, value: _T) -> _T:
-        """Return rank 0's value on every rank (JSON-able)."""
-        return self.ranks.broadcast_object(value)
 
     def shutdown(self) -> None:
         """Leave the process group; may be called twice."""
