@@ -79,9 +79,7 @@ class GraphOrigins:
         )
 
     def __sub__(self, other: GraphOrigins) -> GraphOrigins:
-        return GraphOrigins(
-            new=self.new - other.new, found=self.found - other.found, not_kept=self.not_kept - other.not_kept
-        )
+        return self + GraphOrigins(new=-other.new, found=-other.found, not_kept=-other.not_kept)
 
     def __str__(self) -> str:
         text = f"{self.new} new, {self.found} from the cache"
