@@ -36,7 +36,7 @@ from nxdt_core.errors.plugins import KitsMissing, PipMissing, UnknownPlugin
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.hookspecs import HOOKS
 from nxdt_core.kernel.lock import editable_source, write_lock
-from nxdt_core.kernel.plugin import LOCAL, advise, diagnose, names, plugin_hints, plugin_notes
+from nxdt_core.kernel.plugin import LOCAL, advise, diagnose, names, plugin_notes
 from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
@@ -102,7 +102,8 @@ def list_(kind: str | None, json_output: bool) -> None:
         table.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), cell))
     header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY NOT")
     print_table(header, table, optional=("DIST", "VERSION"))
-    for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
+    hints = [f"plugin {plugin.label}: {hint}" for plugin in kernel.plugins for hint in plugin.hints]
+    for note in (*plugin_notes(kernel.plugins), *hints):
         print_note(note)
 
 
