@@ -28,13 +28,8 @@ def _components(
     ]
 
 
-@hookimpl
-def nxdt_datasets() -> list[Component]:
-    """Declare the loader for models that are not trained."""
-    summary = "no data: describes a model that is not trained, as imported checkpoints do"
-    return [Component(name="none", target="nxdt_core.data.sampler:NoData", summary=summary)]
-
-
+# A row of these tables is a line or two.
+# fmt: off
 @hookimpl
 def nxdt_tokenizers() -> list[Component]:
     """Declare the tokenizers of published models, and UTF-8 bytes."""
@@ -42,22 +37,75 @@ def nxdt_tokenizers() -> list[Component]:
         "nxdt_core.data.tokenizers.",
         "nxdt_core.data.tokenizers.config:",
         ("byte", "byte:ByteTokenizer", "ByteTokenizerConfig", "UTF-8 bytes and three special tokens; needs no files"),
-        (
-            *("huggingface", "huggingface:HuggingFaceTokenizer", "HuggingFaceTokenizerConfig"),
-            *("tokenizer.json or a pretrained directory", "hf"),
-        ),
-        (
-            *("megatron", "huggingface:MegatronTokenizer", "MegatronTokenizerConfig"),
-            "GPT-2's byte-level BPE from vocab.json and merges.txt",
-        ),
-        (
-            *("sentencepiece", "sentencepiece:SentencePieceTokenizer", "SentencePieceTokenizerConfig"),
-            "a SentencePiece model file, with tokens appended where they are asked for",
-        ),
-        (
-            *("tiktoken", "tiktoken:TiktokenTokenizer", "TiktokenTokenizerConfig"),
-            "a file of BPE ranks, such as Llama 3's tokenizer.model",
-        ),
+        ("huggingface", "huggingface:HuggingFaceTokenizer", "HuggingFaceTokenizerConfig",
+         "tokenizer.json or a pretrained directory", "hf"),
+        ("megatron", "huggingface:MegatronTokenizer", "MegatronTokenizerConfig",
+         "GPT-2's byte-level BPE from vocab.json and merges.txt"),
+        ("sentencepiece", "sentencepiece:SentencePieceTokenizer", "SentencePieceTokenizerConfig",
+         "a SentencePiece model file, with tokens appended where they are asked for"),
+        ("tiktoken", "tiktoken:TiktokenTokenizer", "TiktokenTokenizerConfig",
+         "a file of BPE ranks, such as Llama 3's tokenizer.model"),
+    )
+
+
+@hookimpl
+def nxdt_optimizers() -> list[Component]:
+    """Declare torch's, and those that look at whole parameters."""
+    return _components(
+        "nxdt_core.train.optimizers.",
+        "nxdt_core.train.optimizers.config:",
+        ("adamw", "elementwise:adamw", "AdamWConfig",
+         "AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), torch's fused or foreach kernels"),
+        ("adamw_fp32OptState", "elementwise:adamw_fp32_state", "AdamWConfig",
+         "AdamW with float32 state over parameters of any dtype"),
+        ("adam", "elementwise:adam", "AdamConfig", "Adam (Kingma & Ba 2015, arXiv:1412.6980), torch's"),
+        ("sgd", "elementwise:sgd", "SGDConfig", "gradient descent with momentum, torch's"),
+        ("adafactor", "whole_parameters:Adafactor", "AdafactorConfig",
+         "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), factored over whole matrices in any layout"),
+        ("lion", "elementwise:Lion", "LionConfig", "Lion (Chen et al. 2023, arXiv:2302.06675)"),
+        ("muon", "whole_parameters:Muon", "MuonConfig",
+         "Muon (Jordan et al. 2024) for whole hidden matrices in any layout, AdamW for the rest"),
+        ("novograd", "whole_parameters:Novograd", "NovogradConfig",
+         "NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286)"),
+        ("adadelta", "elementwise:adadelta", "AdadeltaConfig", "Adadelta (Zeiler 2012, arXiv:1212.5701), torch's"),
+        ("adamax", "elementwise:adamax", "AdamaxConfig", "Adamax (Kingma & Ba 2015, arXiv:1412.6980), torch's"),
+        ("adagrad", "elementwise:adagrad", "AdagradConfig", "Adagrad (Duchi et al. 2011), torch's"),
+        ("rmsprop", "elementwise:rmsprop", "RMSpropConfig", "RMSprop (Tieleman & Hinton 2012), torch's"),
+        ("rprop", "elementwise:rprop", "RpropConfig", "Rprop (Riedmiller & Braun 1993), torch's"),
+        capabilities=frozenset({"sharded"}),
+    )
+
+
+@hookimpl
+def nxdt_schedules() -> list[Component]:
+    """Declare curves under NeMo's and torch's names."""
+    return _components(
+        "nxdt_core.train.schedules:",
+        "nxdt_core.train.schedules:",
+        ("CosineAnnealing", "cosine_annealing", "CosineAnnealingConfig",
+         "linear warm-up, cosine to min_lr, constant_steps at min_lr", "cosine"),
+        ("LinearAnnealingWithWarmUp", "linear_annealing", "AnnealingConfig",
+         "linear warm-up, then linear to min_lr", "linear", "WarmupAnnealing"),
+        ("PolynomialDecayAnnealing", "polynomial", "PolynomialConfig",
+         "linear warm-up, hold_steps at lr, then a power of what is left to min_lr",
+         "polynomial", "PolynomialHoldDecayAnnealing"),
+        ("SquareAnnealing", "square_annealing", "SquareAnnealingConfig",
+         "linear warm-up, then the square of what is left, at least min_lr"),
+        ("SquareRootAnnealing", "square_root_annealing", "AnnealingConfig",
+         "linear warm-up, then the root of what is left of the whole run, at least min_lr"),
+        ("WSD", "warmup_stable_decay", "WSDConfig", "warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)", "wsd"),
+        ("constant", "constant", "WarmupConfig", "linear warm-up, then constant"),
+        ("WarmupPolicy", "warmup_policy", "AnnealingConfig", "linear warm-up, then lr; min_lr after max_steps"),
+        ("WarmupHoldPolicy", "warmup_hold", "HoldConfig",
+         "linear warm-up, then lr, for hold_steps at least; min_lr after max_steps", "WarmupHold"),
+        ("InverseSquareRootAnnealing", "inverse_square_root", "AnnealingConfig",
+         "linear warm-up, then falling with the root of the step; min_lr after max_steps", "inverse_square_root"),
+        ("NoamAnnealing", "noam", "NoamConfig",
+         "the curve of Vaswani et al. 2017, arXiv:1706.03762; lr is a factor", "Noam"),
+        ("NoamHoldAnnealing", "noam_hold", "NoamHoldConfig",
+         "linear warm-up, hold_steps at lr, then a power of the step (Kim et al. 2022, arXiv:2206.00888)"),
+        ("StepLR", "stairs", "StepConfig", "torch's: gamma every step_size steps"),
+        ("ExponentialLR", "exponential", "ExponentialConfig", "torch's: gamma at every step"),
     )
 
 
@@ -74,93 +122,43 @@ def nxdt_devices() -> list[Component]:
 
 
 @hookimpl
-def nxdt_optimizers() -> list[Component]:
-    """Declare torch's, and those that look at whole parameters."""
+def nxdt_callbacks() -> list[Component]:
+    """Declare the callbacks."""
     return _components(
-        "nxdt_core.train.optimizers.",
-        "nxdt_core.train.optimizers.config:",
-        (
-            *("adamw", "elementwise:adamw", "AdamWConfig"),
-            "AdamW (Loshchilov & Hutter 2019, arXiv:1711.05101), torch's fused or foreach kernels",
-        ),
-        (
-            *("adamw_fp32OptState", "elementwise:adamw_fp32_state", "AdamWConfig"),
-            "AdamW with float32 state over parameters of any dtype",
-        ),
-        ("adam", "elementwise:adam", "AdamConfig", "Adam (Kingma & Ba 2015, arXiv:1412.6980), torch's"),
-        ("sgd", "elementwise:sgd", "SGDConfig", "gradient descent with momentum, torch's"),
-        (
-            *("adafactor", "whole_parameters:Adafactor", "AdafactorConfig"),
-            "Adafactor (Shazeer & Stern 2018, arXiv:1804.04235), factored over whole matrices in any layout",
-        ),
-        ("lion", "elementwise:Lion", "LionConfig", "Lion (Chen et al. 2023, arXiv:2302.06675)"),
-        (
-            *("muon", "whole_parameters:Muon", "MuonConfig"),
-            "Muon (Jordan et al. 2024) for whole hidden matrices in any layout, AdamW for the rest",
-        ),
-        (
-            *("novograd", "whole_parameters:Novograd", "NovogradConfig"),
-            "NovoGrad (Ginsburg et al. 2019, arXiv:1905.11286)",
-        ),
-        ("adadelta", "elementwise:adadelta", "AdadeltaConfig", "Adadelta (Zeiler 2012, arXiv:1212.5701), torch's"),
-        ("adamax", "elementwise:adamax", "AdamaxConfig", "Adamax (Kingma & Ba 2015, arXiv:1412.6980), torch's"),
-        ("adagrad", "elementwise:adagrad", "AdagradConfig", "Adagrad (Duchi et al. 2011), torch's"),
-        ("rmsprop", "elementwise:rmsprop", "RMSpropConfig", "RMSprop (Tieleman & Hinton 2012), torch's"),
-        ("rprop", "elementwise:rprop", "RpropConfig", "Rprop (Riedmiller & Braun 1993), torch's"),
-        capabilities=frozenset({"sharded"}),
+        "nxdt_core.run.",
+        "nxdt_core.run.",
+        ("generations", "callbacks.generations:Generations", "callbacks.config:GenerationsConfig",
+         "what the model writes behind some prompts, at each validation"),
+        ("tensorboard", "loggers:TensorBoard", "", "TensorBoard event files in the run's directory"),
+        ("wandb", "loggers:Wandb", "loggers:WandbConfig", "Weights & Biases; needs nxdt-core[wandb]"),
+        ("mlflow", "loggers:MLflow", "loggers:MLFlowConfig", "MLflow; needs nxdt-core[mlflow]"),
     )
 
 
 @hookimpl
-def nxdt_schedules() -> list[Component]:
-    """Declare curves under NeMo's and torch's names."""
+def nxdt_launchers() -> list[Component]:
+    """Declare the schedulers, and the variables of processes that others have started."""
     return _components(
-        "nxdt_core.train.schedules:",
-        "nxdt_core.train.schedules:",
-        (
-            *("CosineAnnealing", "cosine_annealing", "CosineAnnealingConfig"),
-            *("linear warm-up, cosine to min_lr, constant_steps at min_lr", "cosine"),
-        ),
-        (
-            *("LinearAnnealingWithWarmUp", "linear_annealing", "AnnealingConfig"),
-            *("linear warm-up, then linear to min_lr", "linear", "WarmupAnnealing"),
-        ),
-        (
-            *("PolynomialDecayAnnealing", "polynomial", "PolynomialConfig"),
-            "linear warm-up, hold_steps at lr, then a power of what is left to min_lr",
-            *("polynomial", "PolynomialHoldDecayAnnealing"),
-        ),
-        (
-            *("SquareAnnealing", "square_annealing", "SquareAnnealingConfig"),
-            "linear warm-up, then the square of what is left, at least min_lr",
-        ),
-        (
-            *("SquareRootAnnealing", "square_root_annealing", "AnnealingConfig"),
-            "linear warm-up, then the root of what is left of the whole run, at least min_lr",
-        ),
-        ("WSD", "warmup_stable_decay", "WSDConfig", "warm-up, stable, decay (Hu et al. 2024, arXiv:2404.06395)", "wsd"),
-        ("constant", "constant", "WarmupConfig", "linear warm-up, then constant"),
-        ("WarmupPolicy", "warmup_policy", "AnnealingConfig", "linear warm-up, then lr; min_lr after max_steps"),
-        (
-            *("WarmupHoldPolicy", "warmup_hold", "HoldConfig"),
-            *("linear warm-up, then lr, for hold_steps at least; min_lr after max_steps", "WarmupHold"),
-        ),
-        (
-            *("InverseSquareRootAnnealing", "inverse_square_root", "AnnealingConfig"),
-            "linear warm-up, then falling with the root of the step; min_lr after max_steps",
-            "inverse_square_root",
-        ),
-        (
-            *("NoamAnnealing", "noam", "NoamConfig"),
-            *("the curve of Vaswani et al. 2017, arXiv:1706.03762; lr is a factor", "Noam"),
-        ),
-        (
-            *("NoamHoldAnnealing", "noam_hold", "NoamHoldConfig"),
-            "linear warm-up, hold_steps at lr, then a power of the step (Kim et al. 2022, arXiv:2206.00888)",
-        ),
-        ("StepLR", "stairs", "StepConfig", "torch's: gamma every step_size steps"),
-        ("ExponentialLR", "exponential", "ExponentialConfig", "torch's: gamma at every step"),
+        "nxdt_core.launch.launchers.",
+        "nxdt_core.launch.launchers.config:",
+        ("slurm", "slurm:SlurmLauncher", "SlurmOptions", "write a batch job for Slurm, which starts tasks with srun"),
+        ("kubernetes", "kubernetes:KubernetesLauncher", "KubernetesOptions",
+         "write an indexed Job for Kubernetes, or Kubeflow's TrainJob or PyTorchJob"),
+        ("hyperpod", "slurm:HyperPodLauncher", "HyperPodOptions",
+         "write a job for SageMaker HyperPod, with Slurm or EKS"),
+        ("local", "local:LocalLauncher", "LocalOptions", "run the nodes as processes of this machine"),
+        ("environment", "local:EnvironmentLauncher", "",
+         "RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them", "torchrun"),
+        ("mpi", "local:MPILauncher", "", "variables of mpirun: Open MPI, MVAPICH, MPICH, Intel MPI"),
     )
+# fmt: on
+
+
+@hookimpl
+def nxdt_datasets() -> list[Component]:
+    """Declare the loader for models that are not trained."""
+    summary = "no data: describes a model that is not trained, as imported checkpoints do"
+    return [Component(name="none", target="nxdt_core.data.sampler:NoData", summary=summary)]
 
 
 @hookimpl
@@ -257,43 +255,3 @@ def nxdt_engines() -> list[EngineComponent]:
             rules="nxdt_core.engine.layout_rules:find_impossible_layouts",
         )
     ]
-
-
-@hookimpl
-def nxdt_callbacks() -> list[Component]:
-    """Declare the callbacks."""
-    return _components(
-        "nxdt_core.run.",
-        "nxdt_core.run.",
-        (
-            *("generations", "callbacks.generations:Generations", "callbacks.config:GenerationsConfig"),
-            "what the model writes behind some prompts, at each validation",
-        ),
-        ("tensorboard", "loggers:TensorBoard", "", "TensorBoard event files in the run's directory"),
-        ("wandb", "loggers:Wandb", "loggers:WandbConfig", "Weights & Biases; needs nxdt-core[wandb]"),
-        ("mlflow", "loggers:MLflow", "loggers:MLFlowConfig", "MLflow; needs nxdt-core[mlflow]"),
-    )
-
-
-@hookimpl
-def nxdt_launchers() -> list[Component]:
-    """Declare the schedulers, and the variables of processes that others have started."""
-    return _components(
-        "nxdt_core.launch.launchers.",
-        "nxdt_core.launch.launchers.config:",
-        ("slurm", "slurm:SlurmLauncher", "SlurmOptions", "write a batch job for Slurm, which starts tasks with srun"),
-        (
-            *("kubernetes", "kubernetes:KubernetesLauncher", "KubernetesOptions"),
-            "write an indexed Job for Kubernetes, or Kubeflow's TrainJob or PyTorchJob",
-        ),
-        (
-            *("hyperpod", "slurm:HyperPodLauncher", "HyperPodOptions"),
-            "write a job for SageMaker HyperPod, with Slurm or EKS",
-        ),
-        ("local", "local:LocalLauncher", "LocalOptions", "run the nodes as processes of this machine"),
-        (
-            *("environment", "local:EnvironmentLauncher", ""),
-            *("RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT, as torchrun sets them", "torchrun"),
-        ),
-        ("mpi", "local:MPILauncher", "", "variables of mpirun: Open MPI, MVAPICH, MPICH, Intel MPI"),
-    )
