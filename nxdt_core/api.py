@@ -71,6 +71,11 @@ _COMMAND = re.compile(f"{_NAME.pattern}( {_NAME.pattern})?")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
+def _check(record: object, field: str, value: object, pattern: re.Pattern[str]) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise BadComponentRecord(record=type(record).__name__, field=field, found=value)
+
+
 CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = {
     "engine": {
         "dp": "trains on several data parallel ranks, which read different samples",
@@ -136,23 +141,18 @@ class Component:
     policy is not float32 throughout."""
 
     def __post_init__(self) -> None:
+        """Check the fields, those of the subclasses below included."""
         for name in (self.name, *self.aliases):
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise BadComponentRecord(record=type(self).__name__, field="name", found=name)
-        self._check_reference("target", self.target)
-        if self.config is not None:
-            self._check_reference("config", self.config)
-        self._check_names("capabilities", self.capabilities)
-        self._check_names("requires", self.requires)
-
-    def _check_reference(self, field: str, reference: object) -> None:
-        if not isinstance(reference, str) or not _TARGET.fullmatch(reference):
-            raise BadComponentRecord(record=type(self).__name__, field=field, found=reference)
-
-    def _check_names(self, field: str, names: object) -> None:
-        """A plain text would count as the set of its letters."""
-        if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
-            raise BadComponentRecord(record=type(self).__name__, field=field, found=names)
+            _check(self, "name", name, _NAME)
+        _check(self, "target", self.target, _TARGET)
+        for reference in ("config", "rules"):
+            if (value := getattr(self, reference, None)) is not None:
+                _check(self, reference, value, _TARGET)
+        for words in ("capabilities", "requires", "requires_of_model"):
+            names: object = getattr(self, words, frozenset())
+            # A plain text would count as the set of its letters.
+            if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
+                raise BadComponentRecord(record=type(self).__name__, field=words, found=names)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,10 +197,6 @@ class AdapterComponent(Component):
     requires_of_model: frozenset[str] = frozenset()
     """Capabilities that the run's model must declare: ``{"lora"}``."""
 
-    def __post_init__(self) -> None:
-        Component.__post_init__(self)  # super() without arguments knows the class from before slots were added
-        self._check_names("requires_of_model", self.requires_of_model)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineComponent(Component):
@@ -213,11 +209,6 @@ class EngineComponent(Component):
     """``package.module:function`` that finds what this engine cannot run of what it declares: a
     :data:`nxdt_core.protocols.engine.EngineRules`. ``nxdt config check`` calls it; its module must not import
     torch."""
-
-    def __post_init__(self) -> None:
-        Component.__post_init__(self)
-        if self.rules is not None:
-            self._check_reference("rules", self.rules)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,10 +228,8 @@ class CliCommand:
     """One line for ``nxdt --help``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _COMMAND.fullmatch(self.name):
-            raise BadComponentRecord(record="CliCommand", field="name", found=self.name)
-        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
-            raise BadComponentRecord(record="CliCommand", field="target", found=self.target)
+        _check(self, "name", self.name, _COMMAND)
+        _check(self, "target", self.target, _TARGET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -277,40 +266,43 @@ class Kind:
     """Capabilities that components of the kind may declare → what a component that declares it does."""
 
 
-def _kind(protocol: str, section: str, summary: str, record: type[Component] = Component, name: str = "") -> Kind:
-    name = name or protocol.partition(":")[0]
-    package = {"devices": "nxdt_core.distributed", "callback": "nxdt_core"}.get(
-        protocol.partition(":")[0], "nxdt_core.protocols"
-    )
-    return Kind(
+_RECORDS: dict[str, type[Component]] = {
+    "model": ModelComponent,
+    "store": StoreComponent,
+    "migration": MigrationComponent,
+    "adapter": AdapterComponent,
+    "engine": EngineComponent,
+}
+_KINDS = (
+    ("model", "protocols.model:ModelBuilder", "model.name", "architectures"),
+    ("dataset", "protocols.dataset:DatasetSplits", "data.name", "sources of training samples"),
+    ("tokenizer", "protocols.tokenizer:Tokenizer", "data.tokenizer.library", "text to ids and back"),
+    ("optimizer", "protocols.optimizer:OptimizerFactory", "model.optim.name", "update rules"),
+    ("schedule", "protocols.schedule:ScheduleFactory", "model.optim.sched.name", "learning-rate schedules"),
+    ("precision", "protocols.precision:PrecisionFactory", "precision.type", "dtypes of a run"),
+    ("store", "protocols.store:CheckpointStore", "checkpoint.uri", "stores of checkpoint files"),
+    ("format", "protocols.format:CheckpointFormat", "nxdt checkpoint import --format", "checkpoints of other programs"),
+    ("migration", "protocols.migration:Migration", "nxdt config migrate --from", "configurations of other programs"),
+    ("metric", "protocols.evaluation:Metric", "nxdt evaluate FILES", "figures of answers"),
+    ("task", "protocols.evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model"),
+    ("adapter", "protocols.adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
+    ("objective", "protocols.objective:Objective", "objective.name", "losses"),
+    ("engine", "protocols.engine:ParallelEngine", "parallel_engine.name", "runtimes that shard"),
+    ("device", "distributed.devices:DeviceProfile", "trainer.accelerator", "facts about device types"),
+    ("launcher", "protocols.launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
+    ("callback", "callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
+)
+KINDS: tuple[Kind, ...] = tuple(
+    Kind(
         name=name,
         hook=f"nxdt_{name}s",
-        record=record,
-        protocol=f"{package}.{protocol}",
+        record=_RECORDS.get(name, Component),
+        protocol=f"nxdt_core.{protocol}",
         section=section,
         summary=summary,
         config="nxdt_core.train.optimizers.config:OptimizerConfig" if name == "optimizer" else None,
         capabilities=CAPABILITIES.get(name, {}),
     )
-
-
-KINDS: tuple[Kind, ...] = (
-    _kind("model:ModelBuilder", "model.name", "architectures", ModelComponent),
-    _kind("dataset:DatasetSplits", "data.name", "sources of training samples"),
-    _kind("tokenizer:Tokenizer", "data.tokenizer.library", "text to ids and back"),
-    _kind("optimizer:OptimizerFactory", "model.optim.name", "update rules"),
-    _kind("schedule:ScheduleFactory", "model.optim.sched.name", "learning-rate schedules"),
-    _kind("precision:PrecisionFactory", "precision.type", "dtypes of a run"),
-    _kind("store:CheckpointStore", "checkpoint.uri", "stores of checkpoint files", StoreComponent),
-    _kind("format:CheckpointFormat", "nxdt checkpoint import --format", "checkpoints of other programs"),
-    _kind("migration:Migration", "nxdt config migrate --from", "configurations of other programs", MigrationComponent),
-    _kind("evaluation:Metric", "nxdt evaluate FILES", "figures of answers", name="metric"),
-    _kind("evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model", name="task"),
-    _kind("adapter:Adapter", "adapter.name", "changes to a model, such as LoRA", AdapterComponent),
-    _kind("objective:Objective", "objective.name", "losses"),
-    _kind("engine:ParallelEngine", "parallel_engine.name", "runtimes that shard", EngineComponent, "engine"),
-    _kind("devices:DeviceProfile", "trainer.accelerator", "facts about device types", name="device"),
-    _kind("launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
-    _kind("callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
+    for name, protocol, section, summary in _KINDS
 )
 """The kinds that the kernel itself defines, in the order in which they are listed."""

@@ -15,22 +15,8 @@ from nxdt_core.errors import NxdtError
 
 _log = logging.getLogger(__name__)
 
-Moment = Literal[
-    "on_fit_start",
-    "on_step_end",
-    "on_validation_batch_end",
-    "on_validation_end",
-    "on_log",
-    "on_text",
-    "on_checkpoint_saved",
-    "on_fit_end",
-    "close",
-]
-
-_PERFORMANCE = frozenset(
-    {"tokens_per_s", "mfu", "mfu_palm", "data_wait_s", "step_time_s", "max_memory_bytes", "compile_time_s"}
-)
-_RENAMED = {"checkpoint_blocked_s": "checkpoint/stall_s"}
+_PERFORMANCE = ("tokens_per_s", "mfu", "mfu_palm", "data_wait_s", "step_time_s", "max_memory_bytes", "compile_time_s")
+_TAGS = {"checkpoint_blocked_s": "checkpoint/stall_s", **{name: f"perf/{name}" for name in _PERFORMANCE}}
 _GROUPS = {"val_": "val/", "checkpoint_": "checkpoint/", "run_": "run/", "start_": "start/"}
 
 
@@ -185,7 +171,7 @@ class Run:
         false."""
         self.save_asked = True
 
-    def call(self, moment: Moment, *arguments: Any) -> None:
+    def call(self, moment: str, *arguments: Any) -> None:
         """Call a method of each callback; those that observe, and fail, are named and not called again."""
         for name, callback in list(self.callbacks.items()):
             if name not in self.callbacks:  # it has failed in a call within this one
@@ -223,10 +209,8 @@ class Run:
 
 def tag(name: str) -> str:
     """Return the tag under which loggers have a figure: ``train/loss``, ``val/loss``, ``perf/tokens_per_s``."""
-    if name in _RENAMED:
-        return _RENAMED[name]
-    if name in _PERFORMANCE:
-        return f"perf/{name}"
+    if name in _TAGS:
+        return _TAGS[name]
     for prefix, group in _GROUPS.items():
         if name.startswith(prefix):
             return group + name.removeprefix(prefix)

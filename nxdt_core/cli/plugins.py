@@ -34,10 +34,9 @@ from nxdt_core.config.show import hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import KitsMissing, PipMissing, UnknownPlugin
 from nxdt_core.kernel import Kernel, PluginPolicy
-from nxdt_core.kernel.hooks import traced_hooks
 from nxdt_core.kernel.hookspecs import HOOKS
 from nxdt_core.kernel.lock import editable_source, write_lock
-from nxdt_core.kernel.plugin import LOCAL, advise, diagnose, names, plugin_hints, plugin_notes
+from nxdt_core.kernel.plugin import LOCAL, advise, diagnose, names, plugin_notes
 from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
@@ -103,7 +102,8 @@ def list_(kind: str | None, json_output: bool) -> None:
         table.append((plugin.name, plugin.dist, plugin.version, shade(plugin.state), cell))
     header = ("NAME", "DIST", "VERSION", "STATE", "OFFERS, OR WHY NOT")
     print_table(header, table, optional=("DIST", "VERSION"))
-    for note in (*plugin_notes(kernel.plugins), *plugin_hints(kernel.plugins)):
+    hints = [f"plugin {plugin.label}: {hint}" for plugin in kernel.plugins for hint in plugin.hints]
+    for note in (*plugin_notes(kernel.plugins), *hints):
         print_note(note)
 
 
@@ -250,8 +250,7 @@ def hooks(json_output: bool) -> None:
     kernel = Kernel.start()
     rows, objects = [], []
     for hook, specification in HOOKS.items():
-        implementations = reversed(getattr(kernel.manager.hook, hook).get_hookimpls())  # the last one is called first
-        listeners = [implementation.plugin_name.rpartition(":")[2] for implementation in implementations]
+        listeners = [each.plugin_name.rpartition(":")[2] for each in kernel.manager.implementations(hook)]
         sentence = (specification.__doc__ or "").split("\n", 1)[0].partition(". ")[0].rstrip(".")
         summary = re.sub(r"(:\w+:)?`+([^`]+)`+", r"\2", sentence)
         rows.append((hook, ", ".join(listeners) or "-", summary))
@@ -307,8 +306,8 @@ def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
     """
     from nxdt_core.config import load
 
-    with traced_hooks() as calls:
-        config = load(source, overrides)
+    config = load(source, overrides)
+    calls = config.kernel.manager.calls
     values = {key: config.tree.as_displayed(key) for key, origin in config.origins.items() if origin.kind == "plugin"}
     defaults = [
         {"key": key, "plugin": config.origins[key].where, "value": value}

@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, reduce
 from importlib.metadata import Distribution, PathDistribution, distributions
@@ -25,13 +25,7 @@ from types import ModuleType
 from nxdt_core._version import __version__
 from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.errors.plugins import LocalPluginMissing, PluginCodeExited
-from nxdt_core.kernel.metadata import (
-    MalformedMetadata,
-    admits,
-    plugin_entries,
-    read_core_metadata,
-    version_of,
-)
+from nxdt_core.kernel.metadata import MalformedMetadata, admits, plugin_entries, read_core_metadata
 from nxdt_core.kernel.plugin import LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
 
 _MAJOR, _MINOR = __version__.split(".")[:2]
@@ -39,13 +33,6 @@ _UNBOUNDED = (
     "it requires no range of nxdt-core, so that a later nxdt-core may break it; "
     f"write 'nxdt-core>={_MAJOR}.{_MINOR},<{_MAJOR}.{int(_MINOR) + 1}'"
 )
-
-_without_plugins: dict[tuple[str, tuple[int, ...]], set[str]] = {}
-"""Metadata directories without plugins in a directory of the path, by its version: installing changes it. A process
-starts many kernels, and most distributions have no plugin."""
-
-_known_plugins: dict[tuple[object, ...], list[PluginInfo]] = {}
-"""Plugins of a metadata directory, by its path and the versions of its two files."""
 
 HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
 """Libraries that an entry module must leave alone; strict mode holds plugins to it."""
@@ -75,16 +62,9 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
     plugins: list[PluginInfo] = []
     winners: dict[str, str] = {}
     for location, dists in by_location.items():
-        try:
-            version = version_of(os.stat(location))
-        except (OSError, ValueError):  # a finder names what it likes
-            version = None
-        without = _without_plugins.setdefault((location, version), set()) if version else set()
         for directory in sorted(dists, reverse=True):
             stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
-            offered = [] if directory in without else _plugins_of(dists[directory], stem, location)
-            if not offered:
-                without.add(directory)
+            offered = _plugins_of(dists[directory], stem, location)
             key = normalise(offered[0].dist) if offered else stem
             here = f"{location}/{directory}"
             winner = winners.setdefault(key, here) if key else here
@@ -99,36 +79,25 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
 
 def _plugins_of(dist: Distribution, stem: str, location: str) -> list[PluginInfo]:
     """Return the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
-    key: tuple[object, ...] = ()  # files are read again only if they have changed
-    if type(dist) is PathDistribution:
-        with suppress(OSError, ValueError):
-            folder = str(dist._path)
-            files = f"{folder}/entry_points.txt", f"{folder}/METADATA"
-            key = location, folder, *(version_of(os.stat(file)) for file in files)
-    if key in _known_plugins:
-        return _known_plugins[key]
-    name, reason = stem, ""
-    plugins: list[PluginInfo] = []
+    name = stem
     try:
         text = dist.read_text("entry_points.txt")
         entries = plugin_entries(text) if text and ENTRY_POINT_GROUP in text else []
-        if entries:
-            name = entries[0][0]
-            project, version, requires = read_core_metadata(dist)
-            info = PluginInfo(name="", dist=project, version=version, module="", location=location, requires=requires)
-            plugins = [replace(info, name=name, module=module) for name, module in entries]
+        if not entries:
+            return []
+        name = entries[0][0]
+        project, version, requires = read_core_metadata(dist)
+        return [
+            PluginInfo(name=name, dist=project, version=version, module=module, location=location, requires=requires)
+            for name, module in entries
+        ]
     except MalformedMetadata as error:
         reason = str(error)
     except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
-        reason = f"entry_points.txt cannot be read: {error}" if stem.startswith("nxdt-plugin") else ""
-    if reason:
-        info = PluginInfo(
-            name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason
-        )
-        plugins = [info]
-    if key and None not in key:
-        _known_plugins[key] = plugins
-    return plugins
+        if not stem.startswith("nxdt-plugin"):
+            return []
+        reason = f"entry_points.txt cannot be read: {error}"
+    return [PluginInfo(name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason)]
 
 
 def _judge(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:

@@ -23,7 +23,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing, one_of
 from nxdt_core.errors.plugins import PluginHookFailed, PluginsUnusable
 from nxdt_core.kernel.discovery import find_local_plugins, find_plugins, import_plugin
-from nxdt_core.kernel.hooks import HookManager, call
+from nxdt_core.kernel.hooks import HookManager
 from nxdt_core.kernel.plugin import (
     BUILTIN,
     LOCAL,
@@ -113,31 +113,28 @@ class Kernel:
                 candidate.attempt(candidate.register, manager, by_key)
             adders: dict[str, PluginInfo] = {}
             for hook in (*_RECORDS, "nxdt_components"):
-                for implementation in reversed(getattr(manager.hook, hook).get_hookimpls()):
+                for implementation in manager.implementations(hook):
                     owner = by_key[implementation.plugin_name]
-                    owner.attempt(owner.take, hook, implementation, adders)
+                    owner.attempt(owner.take, manager, hook, implementation, adders)
             complete = False
             while not complete:
                 # A plugin that fails takes its kinds with it, so that those that fill them are looked at again.
                 kinds, complete = dict(_OWN), True
-                for candidate in candidates:
-                    if candidate.plugin.state == "ok":
-                        kinds.update(candidate.kinds)
-                for candidate in candidates:
+                usable = [candidate for candidate in candidates if candidate.plugin.state == "ok"]
+                for candidate in usable:
+                    kinds.update(candidate.kinds)
+                for candidate in usable:
                     complete &= candidate.attempt(candidate.fill_kinds, kinds)
-        plugins: list[PluginInfo] = []
-        components: list[RegisteredComponent] = []
-        for candidate in candidates:
-            plugins.append(candidate.plugin)
-            if candidate.plugin.state == "ok":
-                components += (*candidate.components, *candidate.added)
-            elif by_key.get(candidate.plugin.key) is candidate:
-                manager.unregister(name=candidate.plugin.key)
+        for key, candidate in by_key.items():
+            if candidate.plugin.state != "ok":
+                manager.unregister(name=key)
+        plugins = tuple(candidate.plugin for candidate in candidates)
+        components = [component for candidate in usable for component in (*candidate.components, *candidate.added)]
         unusable = [plugin for plugin in plugins if plugin.state not in ("ok", "blocked")]
         if strict and unusable:
             raise PluginsUnusable(problems=tuple(f"{diagnose(plugin)} ({advise(plugin)})" for plugin in unusable))
         registry = Registry(kinds=tuple(kinds.values()), components=components, plugins=plugins, policy=policy)
-        return cls(plugins=tuple(plugins), registry=registry, manager=manager, policy=policy)
+        return cls(plugins=plugins, registry=registry, manager=manager, policy=policy)
 
     def call(self, hook: str, **arguments: object) -> Iterator[tuple[PluginInfo, Any]]:
         """Call a hook's implementations in pluggy's order.
@@ -148,12 +145,9 @@ class Kernel:
         Raises:
             PluginHookFailed: a plugin's function fails.
         """
-        by_key: dict[str, PluginInfo] = {}
-        for plugin in self.plugins:
-            if plugin.state == "ok":
-                by_key[plugin.key] = plugin
-        for implementation in reversed(getattr(self.manager.hook, hook).get_hookimpls()):  # the last is called first
-            value = call(hook, implementation, arguments)
+        by_key = {plugin.key: plugin for plugin in self.plugins if plugin.state == "ok"}
+        for implementation in self.manager.implementations(hook):
+            value = self.manager.call(hook, implementation, arguments)
             if value is not None:
                 yield by_key[implementation.plugin_name], value
 
@@ -234,10 +228,12 @@ class Candidate:
             hint = "its entry module implements no hook, so that it offers nothing"
             self.plugin = replace(self.plugin, hints=(*self.plugin.hints, hint))
 
-    def take(self, hook: str, implementation: pluggy.HookImpl, adders: dict[str, PluginInfo]) -> None:
+    def take(
+        self, manager: HookManager, hook: str, implementation: pluggy.HookImpl, adders: dict[str, PluginInfo]
+    ) -> None:
         """Call a registration hook and check what it gives; ``adders`` has the plugin that adds a kind, by its name."""
         try:
-            value = call(hook, implementation, {})
+            value = manager.call(hook, implementation, {})
         except PluginHookFailed as error:
             raise PluginDefect(f"{hook} {error.reason}") from error
         except NxdtError as error:

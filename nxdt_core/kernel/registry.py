@@ -8,14 +8,14 @@ from __future__ import annotations
 import difflib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from nxdt_core.api import Component, EngineComponent, Kind, ModelComponent, StoreComponent
+from nxdt_core.api import Component, EngineComponent, Kind
 from nxdt_core.errors.plugins import (
     AmbiguousComponent,
     ComponentUnusable,
@@ -93,10 +93,9 @@ class RegisteredComponent:
         """
         if not isinstance(self.record, EngineComponent) or self.record.rules is None:
             return None
-        loaded = self._load("rules", self.record.rules)
-        if not callable(loaded):
+        rules: Callable[[Any], Iterable[Any]] = self._load("rules", self.record.rules)
+        if not callable(rules):
             raise self.unusable("rules", "it is not a function")
-        rules: Callable[[Any], Iterable[Any]] = loaded
         return rules
 
     def _load(self, field: str, reference: str) -> Any:
@@ -187,7 +186,8 @@ class Registry:
         ]
         if offers:
             return self.choose(kind, name, offers)
-        components, dist = self.all(kind), offering_dist(kind, short)
+        components = self.all(kind)
+        install, unusable = self._advice(offering_dist(kind, short))
         spellings = [text for c in components for text in (c.record.name, *c.record.aliases)]
         qualified = [c.qualified_name for c in components] if ":" in name else []
         meant = tuple(c.record.name for c in components if name.lower() in c.record.suggested_for)
@@ -197,8 +197,8 @@ class Registry:
             section=self.kind(kind).section,
             close=meant or _close(name, qualified) or _close(short, spellings),
             available=self.names(kind),
-            unusable=self._unusable(dist),
-            install=_uninstalled(dist, self._plugins),
+            unusable=unusable,
+            install=install,
         )
 
     def storage_for_scheme(self, scheme: str) -> RegisteredComponent:
@@ -210,22 +210,15 @@ class Registry:
             AmbiguousComponent: several plugins do and ``plugins.prefer`` names none of them.
         """
         self.check_scheme(scheme)
-        offers: list[RegisteredComponent] = []
-        served: set[str] = set()
-        for component in self.all("store"):
-            schemes = component.record.uri_schemes if isinstance(component.record, StoreComponent) else ()
-            served.update(schemes)
-            if scheme.lower() in schemes:
-                offers.append(component)
+        schemes = {component: getattr(component.record, "uri_schemes", ()) for component in self.all("store")}
+        offers = [component for component, served in schemes.items() if scheme.lower() in served]
         if offers:
             return self.choose("store", scheme, offers)
-        dist = next((offer["dist"] for offer in _offers() if scheme.lower() in offer.get("uri_schemes", ())), None)
-        raise UnknownScheme(
-            scheme=scheme,
-            available=tuple(sorted(served)),
-            unusable=self._unusable(dist),
-            install=_uninstalled(dist, self._plugins),
+        install, unusable = self._advice(
+            next((offer["dist"] for offer in _offers() if scheme.lower() in offer.get("uri_schemes", ())), None)
         )
+        available = tuple(sorted(set().union(*schemes.values())))
+        raise UnknownScheme(scheme=scheme, available=available, unusable=unusable, install=install)
 
     def check_scheme(self, scheme: str) -> None:
         """Check that ``plugins.schemes`` allows addresses of ``scheme``.
@@ -240,24 +233,15 @@ class Registry:
     def readers(self, architectures: Sequence[str]) -> tuple[RegisteredComponent, ...]:
         """Model builders that read a Hugging Face ``config.json`` with one of these ``architectures``: those that name
         it, and where there are none those with a pattern of it."""
-        patterns = {
-            component: component.record.hf_architectures
-            for component in self.all("model")
-            if isinstance(component.record, ModelComponent)
-        }
-        exact = tuple(component for component, read in patterns.items() if set(read) & set(architectures))
-        return exact or tuple(
-            component
-            for component, read in patterns.items()
-            if any(fnmatchcase(name, pattern) for name in architectures for pattern in read)
+        return _reading(
+            architectures, {each: getattr(each.record, "hf_architectures", ()) for each in self.all("model")}
         )
 
     def reading_dists(self, architectures: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
         """Return where :meth:`readers` gives none: the distribution to install, and a sentence for each installed
         plugin that cannot be used and might have read one."""
-        models = [model for name in architectures if (model := reading_model(name)) is not None]
-        dist = offering_dist("model", models[0]) if models else None
-        return _uninstalled(dist, self._plugins), self._unusable(dist)
+        model = next(filter(None, map(reading_model, architectures)), None)
+        return self._advice(None if model is None else offering_dist("model", model))
 
     def not_offered(self, kind: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """Return advice for a missing component of ``kind``: ``pip install DIST (names)`` for each distribution that is
@@ -299,12 +283,13 @@ class Registry:
             dists=tuple(f"{o.dist} {o.version}" for o in offers),
         )
 
-    def _unusable(self, dist: str | None) -> tuple[str, ...]:
-        """Installed plugins that might have offered what is sought: those of ``dist`` where it is known."""
+    def _advice(self, dist: str | None) -> tuple[str | None, tuple[str, ...]]:
+        """Return ``dist``, which offers what is sought, unless it is installed; and a sentence for each installed
+        plugin that cannot be used and might have offered it: those of ``dist`` where it is known."""
         usable = {normalise(plugin.dist) for plugin in self._plugins if plugin.state == "ok"}
         bad = [p for p in self._plugins if p.state != "ok" and normalise(p.dist) not in usable]
         meant = [plugin for plugin in bad if normalise(plugin.dist) == dist]
-        return tuple(diagnose(plugin) for plugin in meant or bad)
+        return _uninstalled(dist, self._plugins), tuple(map(diagnose, meant or bad))
 
 
 def _close(name: str, candidates: Iterable[str]) -> tuple[str, ...]:
@@ -322,15 +307,11 @@ def _offers() -> list[dict[str, Any]]:
 
 def offering_dist(kind: str, name: str) -> str | None:
     """Return the distribution that offers the component, in any spelling of its name (``SFT_Chat``, ``Mixtral``)."""
-    sought = _spelling(name)
-    return next(
-        (
-            offer["dist"]
-            for offer in _offers()
-            if offer["kind"] == kind and sought in map(_spelling, (offer["name"], *offer.get("aliases", ())))
-        ),
-        None,
-    )
+    for offer in _offers():
+        spellings = map(normalise, (offer["name"], *offer.get("aliases", ())))
+        if offer["kind"] == kind and normalise(name) in spellings:
+            return str(offer["dist"])
+    return None
 
 
 def missing_dist(kind: str, name: str, plugins: Iterable[PluginInfo]) -> str | None:
@@ -353,16 +334,20 @@ def reading_model(architecture: str) -> str | None:
 
     A model that names the architecture comes before one that has a pattern of it.
     """
-    patterns = [(offer["name"], offer.get("hf_architectures", ())) for offer in _offers()]
-    named = (name for name, read in patterns if architecture in read)
-    matching = (name for name, read in patterns if any(fnmatchcase(architecture, pattern) for pattern in read))
-    return next(named, None) or next(matching, None)
+    models = {offer["name"]: offer["hf_architectures"] for offer in _offers() if "hf_architectures" in offer}
+    return next(iter(_reading([architecture], models)), None)
+
+
+def _reading(architectures: Sequence[str], patterns: Mapping[T, Sequence[str]]) -> tuple[T, ...]:
+    """Return the keys of ``patterns`` with one of the architectures, and where there are none those with a pattern."""
+    exact = tuple(reader for reader, read in patterns.items() if not set(read).isdisjoint(architectures))
+    return exact or tuple(
+        reader
+        for reader, read in patterns.items()
+        if any(fnmatchcase(name, pattern) for name in architectures for pattern in read)
+    )
 
 
 def showing_migrations() -> tuple[str, ...]:
     """Return the keys that show that a configuration is of a program which one of our plugins migrates."""
     return tuple(key for offer in _offers() for key in offer.get("shown_by", ()))
-
-
-def _spelling(name: str) -> str:
-    return name.lower().replace("_", "-")

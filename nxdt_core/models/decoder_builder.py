@@ -63,7 +63,6 @@ def rotary_decoder_plan(
             config.head_name: "score_head" if config.score_head else "vocab_head",
         },
         tensor_blocks=(ATTENTION, *feed_forward, *(() if config.score_head else (config.head_name,))),
-        sequence_norms=NORMS,
         heads=AttentionHeads(
             query_heads=config.num_attention_heads,
             kv_heads=config.kv_heads,

@@ -23,7 +23,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nxdt_core.errors.configuration import ConfigProblem, Misfit, Place
 from nxdt_core.errors.launch import EngineCannotCompileAhead, EngineWithoutEstimate
@@ -47,9 +47,6 @@ __all__ = [
     "RankInfo",
     "Settings",
 ]
-
-
-_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +79,7 @@ class GraphOrigins:
         )
 
     def __sub__(self, other: GraphOrigins) -> GraphOrigins:
-        return GraphOrigins(
-            new=self.new - other.new, found=self.found - other.found, not_kept=self.not_kept - other.not_kept
-        )
+        return self + GraphOrigins(new=-other.new, found=-other.found, not_kept=-other.not_kept)
 
     def __str__(self) -> str:
         text = f"{self.new} new, {self.found} from the cache"
@@ -148,10 +143,6 @@ class ParallelEngine(ABC):
             config: the section ``model.optim``.
             decay_norms: whether norms take weight decay.
         """
-
-    def broadcast_object(self, value: _T) -> _T:
-        """Return rank 0's value on every rank (JSON-able)."""
-        return self.ranks.broadcast_object(value)
 
     def shutdown(self) -> None:
         """Leave the process group; may be called twice."""

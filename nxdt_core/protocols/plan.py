@@ -116,10 +116,8 @@ class ParallelPlan:
     one. What goes in is the first positional argument, [batch, seq, hidden], whole inside (under sequence parallelism
     gathered there, once for all projections); a ``row`` ends it. Gradients inside are partial sums over the ranks. A
     ``column`` or ``row_split`` may be a block by itself, and so may a ``row``, which then takes the part of its inputs
-    that such a column gave it."""
-    sequence_norms: tuple[str, ...] = ()
-    """Modules that run on sequence shards under sequence parallelism (Korthikanti et al. 2022,
-    arXiv:2205.05198): norms and dropouts between the tensor-parallel blocks."""
+    that such a column gave it. Norms and dropouts between the blocks run on shards of the sequence under sequence
+    parallelism (Korthikanti et al. 2022, arXiv:2205.05198)."""
     heads: AttentionHeads | None = None
     pipeline: PipelinePlan | None = None
     attention_cores: tuple[str, ...] = ()

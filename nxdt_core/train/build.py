@@ -25,8 +25,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
-from nxdt_core.errors.optimizers import NoMasterWeights, TrainableEmpty
-from nxdt_core.errors.training import CannotWriteRunDirectory
+from nxdt_core.errors.training import CannotWriteRunDirectory, NoMasterWeights, TrainableEmpty
 from nxdt_core.kernel.plugin import BUILTIN, LOCAL
 from nxdt_core.models.patterns import matches_within
 from nxdt_core.protocols.adapter import Adapter

@@ -47,7 +47,7 @@ def run_trial(config: ResolvedConfig, ahead: CompileAhead, say: Callable[[str], 
     """
     engine, run = TrainSession(config).engine, config.run
     start_engine(config, engine)
-    directory = Path(tempfile.gettempdir(), engine.broadcast_object(f"nxdt-compile-{uuid.uuid4().hex}"))
+    directory = Path(tempfile.gettempdir(), engine.ranks.broadcast_object(f"nxdt-compile-{uuid.uuid4().hex}"))
     session = TrainSession(
         replace(
             config,

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.errors.optimizers import HiddenObjectiveState, HiddenOptimizerState, ImpureSchedule
+from nxdt_core.errors.training import HiddenObjectiveState, HiddenOptimizerState, ImpureSchedule
 from nxdt_core.kernel.registry import RegisteredComponent
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.schedule import LRSchedule

@@ -5,6 +5,7 @@ A hook of mkdocs (``hooks:`` in ``mkdocs.yml``); each function that gives a page
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
 import sys
@@ -191,10 +192,13 @@ def mutants_page() -> str:
 
 
 def _hook(name: str, specification: Callable[..., Any]) -> Iterator[str]:
-    text, _, example = (inspect.getdoc(specification) or "").partition("\nExample::\n")
-    signature = str(inspect.signature(specification)).replace("'", "")
-    yield from (f"### `{name}`", "", f"`{name}{signature}`", "", _markup(text.strip()), "")
-    yield from ("```python", textwrap.dedent(example).strip("\n"), "```", "")
+    signature, source = inspect.signature(specification), inspect.getsource(specification)
+    (function,) = ast.parse(source).body
+    assert isinstance(function, ast.FunctionDef)
+    example = source.splitlines()[function.body[1].lineno - 1 :]  # behind the docstring
+    shown = str(signature).replace("'", "")
+    yield from (f"### `{name}`", "", f"`{name}{shown}`", "", _markup(inspect.getdoc(specification) or ""), "")
+    yield from ("```python", "@hookimpl", f"def {name}({', '.join(signature.parameters)}):", *example, "```", "")
 
 
 def _contexts() -> Iterator[str]:

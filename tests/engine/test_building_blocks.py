@@ -20,7 +20,7 @@ from nxdt_core.engine.tensor.layers import FeatureShard, PaddedDim
 from nxdt_core.engine.weights import allocate, check_rules, draw_local_shard
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.models import BuffersNotReset, InitRulesWrong, NoInitRule
-from nxdt_core.errors.optimizers import ParameterGroupEmpty
+from nxdt_core.errors.training import ParameterGroupEmpty
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import inspect
 import re
-from textwrap import dedent
+from types import FunctionType
 
 import pytest
 
@@ -20,11 +20,13 @@ REGISTRATION = [name for name, hook in HOOKS.items() if not inspect.signature(ho
 EXAMPLE = PluginInfo(name="example", dist="example", version="1", module="example", location="")
 
 
-def example_of(name: str) -> str:
-    before, found, code = inspect.getdoc(HOOKS[name]).partition("Example::\n")
-    assert found, f"{name} has no example"
-    assert len(before.strip()) > 30, f"{name} is not explained"
-    return dedent(code)
+def example_of(name: str) -> FunctionType:
+    """The body of a specification, as a function of its own."""
+    specification = HOOKS[name]
+    assert len(inspect.getdoc(specification)) > 30, f"{name} is not explained"
+    (function,) = ast.parse(inspect.getsource(specification)).body
+    assert len(function.body) > 1, f"{name} has no example"
+    return api.hookimpl(FunctionType(specification.__code__, vars(hookspecs)))
 
 
 class ExampleModule:
@@ -32,24 +34,23 @@ class ExampleModule:
 
 
 def collected(name: str):
-    namespace = dict(vars(api))
-    exec(example_of(name), namespace)
     plugin = ExampleModule()
-    setattr(plugin, name, namespace[name])
+    setattr(plugin, name, example_of(name))
     manager = HookManager()
     manager.register(plugin, name=EXAMPLE.key)
-    return getattr(manager.hook, name).get_hookimpls()
+    return manager, manager.implementations(name)
 
 
 @pytest.mark.parametrize("name", HOOKS)
 def test_the_example_implements_the_hook(name):
-    assert len(collected(name)) == 1
+    assert len(collected(name)[1]) == 1
 
 
 @pytest.mark.parametrize("name", REGISTRATION)
 def test_the_example_of_a_registration_hook_registers(name):
     plugin = Candidate(EXAMPLE)
-    plugin.take(name, *collected(name), {})
+    manager, (implementation,) = collected(name)
+    plugin.take(manager, name, implementation, {})
     declared = bool(plugin.components) + bool(plugin.kinds) + bool(plugin.offers)
     assert declared == (name != "nxdt_cli")
 

@@ -43,7 +43,7 @@ from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.engine.precision import product_layers
 from nxdt_core.engine.tensor.layers import VocabParallelEmbedding
-from nxdt_core.errors.optimizers import GradientSumsRounded
+from nxdt_core.errors.training import GradientSumsRounded
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.models.updates import Update

@@ -15,8 +15,12 @@ from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked
 from nxdt_core.engine.optim.updates import AdamUpdates, Backend, StochasticRounding, StochasticUpdates, stand_ins
 from nxdt_core.engine.parameters import shard_of
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
-from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters, OptimizerStateOfShards
-from nxdt_core.errors.training import OptimizerStateDoesNotFit, OptimizerStateNotTensor
+from nxdt_core.errors.training import (
+    OptimizerNeedsWholeParameters,
+    OptimizerStateDoesNotFit,
+    OptimizerStateNotTensor,
+    OptimizerStateOfShards,
+)
 from nxdt_core.protocols.optimizer import PackedState, ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelOptimizer
 from nxdt_core.protocols.tensor_shards import LocalShard

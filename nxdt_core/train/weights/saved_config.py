@@ -32,8 +32,7 @@ from nxdt_core.engine.optim.state import stepped_once, unpacked_state
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.checkpoints import SavedConfigUnusable
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem
-from nxdt_core.errors.optimizers import OptimizerStateOfShards
-from nxdt_core.errors.training import OptimizerChanged
+from nxdt_core.errors.training import OptimizerChanged, OptimizerStateOfShards
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.ranks import RankAgreement

@@ -110,7 +110,7 @@ def train_on_rank(settings: Settings, overrides: Sequence[str]) -> tuple[list[fl
             and ranks.rank == place.rank
             and ranks.any_rank(ranks.rank == 1)
             and ranks.broadcast_object(ranks.rank) == 0
-            and run.engine.broadcast_object(f"rank {ranks.rank}") == "rank 0"
+            and ranks.broadcast_object(f"rank {ranks.rank}") == "rank 0"
             and run.model.data_ranks == place.dp_size
         )
         run.engine.shutdown()

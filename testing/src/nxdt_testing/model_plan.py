@@ -41,7 +41,7 @@ class ModelPlan:
         """Match each pattern of the plan and of ``init_rules`` with a name of the model; norms start constant."""
         modules = [name for name, _ in model.named_modules()]
         parameters = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        of_modules = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, *plan.cheap]
+        of_modules = [*plan.tensor, *plan.tensor_blocks, *plan.attention_cores, *plan.cheap]
         of_modules += [*plan.experts.modules, *plan.experts.dispatchers, *plan.experts.routers]
         of_modules += [path for group in plan.recompute.values() for path in group]
         if plan.heads is not None:

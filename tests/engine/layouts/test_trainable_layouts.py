@@ -7,7 +7,7 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 
-from nxdt_core.errors.optimizers import TrainableEmpty
+from nxdt_core.errors.training import TrainableEmpty
 from nxdt_core.train import build
 from tests.engine.layouts.adapting import KINDS, sized
 from tests.engine.matrix.judgement import computed_wrong

@@ -139,11 +139,13 @@ def _weights(own: Mapping[str, Share], held: Measured, item: int, *, sharded: bo
 
 
 def _activations(shares: ExpectedShards, held: Measured) -> Iterator[str]:
-    layout, outputs = shares.layout, held.activations.outputs
+    layout, outputs, plan = shares.layout, held.activations.outputs, shares.plan
+    inside = tuple(f"{block}." for block in plan.tensor_blocks)
+    norms = tuple(norm.removesuffix(".weight") for norm in plan.norms if not norm.startswith(inside))
     for name, shapes in outputs.items():
         if layout.cp > 1 and any(SEQ in shape for shape in shapes):
             yield f"{name} gives out whole sequences: {sorted(shapes)}"
-        if matches_any(shares.plan.sequence_norms, name):
+        if matches_any(norms, name):
             positions = SEQ // layout.cp // (layout.tp if layout.sp else 1)
             if any(shape[1] != positions for shape in shapes):
                 yield f"{name} works on {sorted(shapes)}, not on {positions} of {SEQ} positions"

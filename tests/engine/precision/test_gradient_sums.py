@@ -14,7 +14,7 @@ from nxdt_testing.ranks import process_group
 
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
-from nxdt_core.errors.optimizers import GradientSumsRounded
+from nxdt_core.errors.training import GradientSumsRounded
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.train import build
 from nxdt_core.train.plan import plan

@@ -17,7 +17,7 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.checkpoints import SameWeightsSaved
 from nxdt_core.errors.configuration import ConfigError
-from nxdt_core.errors.optimizers import NoMasterWeights
+from nxdt_core.errors.training import NoMasterWeights
 from nxdt_core.train import build
 from nxdt_core.train.weights.export import export_hf
 from tests.checkpoint.memory import MemoryStorage

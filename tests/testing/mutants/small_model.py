@@ -118,7 +118,6 @@ class SmallBuilder(ModelBuilder):
                 "head": "vocab_head",
             },
             tensor_blocks=("layers.*.attention", "head"),
-            sequence_norms=("layers.*.norm", "norm"),
             heads=AttentionHeads(
                 query_heads=HEADS, kv_heads=HEADS, query=("layers.*.attention.qkv",), output=("layers.*.attention.out",)
             ),

@@ -138,7 +138,6 @@ class AlibiBuilder(ModelBuilder):
                 "lm_head": "vocab_head",
             },
             tensor_blocks=(attention, mlp, "lm_head"),
-            sequence_norms=("layers.*.attention_norm", "layers.*.mlp_norm", "norm"),
             heads=AttentionHeads(
                 query_heads=heads,
                 kv_heads=heads,

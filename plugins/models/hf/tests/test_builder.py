@@ -39,7 +39,7 @@ def test_every_pattern_of_the_plan_matches_what_it_is_for(builder, family):
     plan = made.plan()
     modules = dict(module.named_modules())
     parameters = dict(module.named_parameters(remove_duplicate=False))
-    paths = [*plan.tensor, *plan.tensor_blocks, *plan.sequence_norms, *plan.attention_cores, plan.recompute_layer]
+    paths = [*plan.tensor, *plan.tensor_blocks, *plan.attention_cores, plan.recompute_layer]
     paths += [path for group in plan.recompute.values() for path in group]
     if plan.pipeline is not None:
         paths += [*plan.pipeline.first, plan.pipeline.layers, *plan.pipeline.last]

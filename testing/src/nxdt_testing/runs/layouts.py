@@ -229,7 +229,7 @@ def planned_capabilities(plan: ParallelPlan) -> frozenset[str]:
     styles = set(plan.tensor.values())
     planned = {
         "tp": bool(plan.tensor),
-        "sp": bool(plan.sequence_norms) and bool(styles & {"vocab_head", "score_head"}),
+        "sp": bool(plan.tensor_blocks) and bool(styles & {"vocab_head", "score_head"}),
         "pp": plan.pipeline is not None,
         "cp": bool(plan.attention_cores),
         "ep": bool(plan.experts.modules),

@@ -22,8 +22,7 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import check_loadable
-from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
-from nxdt_core.errors.training import OptimizerStateDoesNotFit
+from nxdt_core.errors.training import OptimizerNeedsWholeParameters, OptimizerStateDoesNotFit
 from nxdt_core.models.loss import cross_entropies
 from nxdt_core.models.random.positions import rounded_block
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch

@@ -70,7 +70,6 @@ class GPTBuilder(ModelBuilder):
                 *(() if whole_mlp else (_MLP,)),
                 *(() if config.score_head else (config.head_name,)),
             ),
-            sequence_norms=norms,
             heads=AttentionHeads(
                 query_heads=config.num_attention_heads,
                 kv_heads=config.kv_heads,

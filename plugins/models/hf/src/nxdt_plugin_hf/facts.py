@@ -336,7 +336,6 @@ class ModelFacts:
         plan = ParallelPlan(
             tensor=tensor.styles,
             tensor_blocks=tensor.blocks,
-            sequence_norms=tuple(norm for norm in norms if norm.rpartition(".")[0] not in tensor.blocks),
             heads=tensor.heads,
             pipeline=pipeline,
             attention_cores=(core,),
