@@ -11,7 +11,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointRankFailed
 from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["in_threads", "on_all_ranks", "on_first_rank", "rank_of"]
+__all__ = ["on_all_ranks"]
 
 
 T = TypeVar("T")

@@ -26,9 +26,6 @@ from nxdt_core.protocols.tensor_shards import Listing, LocalShard, TensorSlice
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["format_of", "load_format_into", "open_checkpoint", "recognise"]
-
-
 _log = logging.getLogger(__name__)
 
 _KIND = "format"

@@ -38,18 +38,6 @@ from nxdt_core.system.paths import expand_home
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
-__all__ = [
-    "Signature",
-    "Signer",
-    "TrustedKeys",
-    "check_signature",
-    "claimed_signer",
-    "fingerprint_of",
-    "read_signature",
-    "refuse_foreign",
-    "write_signature",
-]
-
 _MOST_KEY_BYTES = 2**16
 _ALGORITHM = "ed25519"
 _MOST_BYTES = 4096

@@ -38,22 +38,7 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "NOTE",
-    "HFPlan",
-    "HFSettings",
-    "HFShard",
-    "hf_settings",
-    "iterate_hf",
-    "load_hf",
-    "plan_hf",
-    "read_from",
-    "read_hf_config",
-    "save_hf",
-    "write_hf",
-    "write_shards",
-]
+__all__ = ["load_hf", "read_hf_config", "save_hf"]
 
 
 _MOST_SUPPRESSED = 1024

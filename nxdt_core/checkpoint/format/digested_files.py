@@ -25,21 +25,6 @@ from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.progress import PROGRESS
 
-__all__ = [
-    "BLOCK_BYTES",
-    "AttemptWriter",
-    "BlockDigests",
-    "DigestingWriter",
-    "StoredTensor",
-    "VerifiedFile",
-    "Wanted",
-    "check_header",
-    "check_size",
-    "read_whole",
-    "tensors_by_file",
-]
-
-
 BLOCK_BYTES = 8 * 2**20
 """Bytes that one digest covers."""
 

@@ -26,24 +26,6 @@ from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, check_places, decode_index, encode_index
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew
 
-__all__ = [
-    "FAST",
-    "HASHES",
-    "STRONG",
-    "Algorithm",
-    "CheckpointFacts",
-    "FileEntry",
-    "Keep",
-    "Manifest",
-    "block_digest",
-    "decode_manifest",
-    "decode_rank_state",
-    "digest",
-    "encode_facts",
-    "encode_manifest",
-    "state_tensors",
-]
-
 Algorithm = Literal["xxh3_128", "sha256"]
 FAST: Final = "xxh3_128"
 STRONG: Final = "sha256"

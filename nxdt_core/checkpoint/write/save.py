@@ -42,19 +42,6 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tensor_shards import Listing, LocalShard, ShardInfo, TensorKey, TensorSlice
 
-__all__ = [
-    "Assignment",
-    "Planner",
-    "SavePlan",
-    "Write",
-    "assign",
-    "encode_state",
-    "merge",
-    "plan_save",
-    "save",
-]
-
-
 Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, TensorPart]]
 """Writes the tensors that were assigned to this rank; returns the location of each."""
 
