@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,11 +11,7 @@ from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts
 from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
 from nxdt_core.checkpoint.foreign import open_checkpoint
-from nxdt_core.checkpoint.format.digested_files import AttemptWriter
-from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
-from nxdt_core.checkpoint.format.shards import write_listed
-from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.save import Planner, SavePlan, encode_state
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.hub import local_path
@@ -26,7 +21,7 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.protocols.tensor_shards import Listing, TensorKey
+from nxdt_core.protocols.tensor_shards import Listing
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
 from nxdt_core.train.weights.saved_config import config_to_save
@@ -112,23 +107,7 @@ def import_checkpoint(
     train = TrainState()
     if any(section == "optim" for section, _ in listing):  # else no run can resume at a later step
         train = TrainState(step=reader.step, consumed_samples=reader.consumed_samples)
-    where, rank = build.step_uri(storage, train.step), rank_of(ranks)
-
-    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> dict[TensorKey, TensorPart]:
-        """Write the tensors that were given to this rank; rank 0 also writes the state."""
-        parts: dict[TensorKey, TensorPart] = {}
-        for section in SECTIONS:
-            specs = {key[1]: spec for key, spec in listing.items() if key[0] == section and key in mine}
-
-            def read(names: Sequence[str], section: str = section) -> Any:
-                return reader.read([(section, name) for name in names])
-
-            written = write_listed(writer, section, specs, read, rank=rank)
-            parts |= {(section, name): part for name, part in written.items()}
-        if rank == 0:
-            write_counters(writer, train)
-        return parts
-
+    where = build.step_uri(storage, train.step)
     assignment = Planner(ranks).plan(lambda: listing, where=where)
     facts = CheckpointFacts(
         consumed_samples=train.consumed_samples,
@@ -137,7 +116,8 @@ def import_checkpoint(
         versions=versions_of(run.kernel),
         hf={} if hf is None else hf.facts(),
     )
-    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=write)
+    state = encode_counters(train) if rank_of(ranks) == 0 else None
+    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, read=reader.read, state=state)
     manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(run))
     left_out = () if hf is None else hf.left_out
     return Imported(
@@ -152,10 +132,9 @@ def import_checkpoint(
     )
 
 
-def write_counters(writer: AttemptWriter, train: TrainState) -> None:
-    """Write the state of rank 0 for a checkpoint that no training run has saved: counters alone."""
-    with writer.file(state_name(0)) as stream:
-        stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
+def encode_counters(train: TrainState) -> bytes:
+    """Return the state of rank 0 for a checkpoint that no training run has saved: counters alone."""
+    return encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0]
 
 
 def described_run(source: str, format: str, reader: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
