@@ -52,6 +52,14 @@ def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: s
     return [cast(T, value) for value, _ in outcomes]
 
 
+def on_this_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:
+    """Return what ``work`` returns here; it is called on every rank, and what it raises is raised on all, as by
+    :func:`on_all_ranks`."""
+    results: list[T] = []
+    on_all_ranks(ranks, lambda: results.append(work()), where=where)
+    return results[0]
+
+
 def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:
     """Return what ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
     :func:`on_all_ranks`."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxdt_core.checkpoint.collective import on_all_ranks
+from nxdt_core.checkpoint.collective import on_all_ranks, on_this_rank
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import ForeignFormatUnknown
@@ -124,14 +124,11 @@ def load_format_into(
     """
     from nxdt_core.checkpoint.read.load import check_model  # imports torch
 
-    opened: list[tuple[CheckpointReader, Listing]] = []
-
-    def look() -> None:
+    def look() -> tuple[CheckpointReader, Listing]:
         reader = open_checkpoint(path, kernel, fill_rows=fill_rows)[1]
-        opened.append((reader, reader.listing(builder, weights_only=True)))
+        return reader, reader.listing(builder, weights_only=True)
 
-    on_all_ranks(ranks, look, where=str(path))
-    reader, listing = opened[0]
+    reader, listing = on_this_rank(ranks, look, where=str(path))
     index = {
         name: TensorEntry(dtype=shard.dtype, shape=shard.shape)
         for (section, name), shard in listing.items()

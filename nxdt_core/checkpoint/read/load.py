@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.collective import on_all_ranks
+from nxdt_core.checkpoint.collective import on_all_ranks, on_this_rank
 from nxdt_core.checkpoint.format.digested_files import (
     VerifiedFile,
     Wanted,
@@ -293,18 +293,16 @@ def load_state(
     Raises:
         CheckpointDamaged: a file is not what was written; the error names it.
     """
-    states: list[dict[str, Any]] = []
     name = state_name(rank)
     where = f"{storage.uri}/{manifest.prefix}{name}"
 
-    def read() -> None:
+    def read() -> dict[str, Any]:
         with explained_os_errors(where):
             data = read_whole(storage, manifest, name)
             tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
-        states.append(decode_rank_state(data, tensors, manifest, where=where))
+        return decode_rank_state(data, tensors, manifest, where=where)
 
-    on_all_ranks(ranks, read, where=where)
-    return states[0]
+    return on_this_rank(ranks, read, where=where)
 
 
 def saved_ranks(manifest: Manifest) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts
-from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.collective import on_this_rank, rank_of
 from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.write.save import Planner, SavePlan, encode_state
@@ -83,11 +83,9 @@ def import_checkpoint(
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)
     storage = checkpoint.open_storage(target)
-    opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
-
     path = local_path(source)
 
-    def open_source() -> None:
+    def open_source() -> tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]:
         run = load(config, overrides) if config else None
         kernel = Kernel.start() if run is None else run.kernel
         fill_rows = run is not None and bool(build.added_tokens(run))
@@ -100,10 +98,9 @@ def import_checkpoint(
             check_empty(storage)
         listing = reader.listing(build.model_builder(run), weights_only=weights_only)
         hf = read_hf_source(Path(path)) if name == "hf" else None
-        opened.append((name, reader, run, listing, hf))
+        return name, reader, run, listing, hf
 
-    on_all_ranks(ranks, open_source, where=source)
-    ((name, reader, run, listing, hf),) = opened  # of this rank
+    name, reader, run, listing, hf = on_this_rank(ranks, open_source, where=source)
     train = TrainState()
     if any(section == "optim" for section, _ in listing):  # else no run can resume at a later step
         train = TrainState(step=reader.step, consumed_samples=reader.consumed_samples)
