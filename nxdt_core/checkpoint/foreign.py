@@ -134,12 +134,12 @@ def load_format_into(
         for (section, name), shard in listing.items()
         if section == "model"
     }
-    unmatched = check_model(index, tensors, ranks, strict=False)
-    if unmatched.missing or unmatched.extra:
+    missing, extra = check_model(index, tensors, ranks, strict=False)
+    if missing or extra:
         if strict:
-            raise WeightsDoNotFit(missing=unmatched.missing, extra=unmatched.extra, shapes=[], saved=[])
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], saved=[])
         text = "%s: parameters that it lacks keep their fresh values: %s; those that the model lacks are left out: %s"
-        _log.warning(text, path, ", ".join(unmatched.missing) or "none", ", ".join(unmatched.extra) or "none")
+        _log.warning(text, path, ", ".join(missing) or "none", ", ".join(extra) or "none")
 
     def fill() -> None:
         import torch
