@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts
@@ -13,8 +12,9 @@ from nxdt_core.checkpoint.collective import on_this_rank, rank_of
 from nxdt_core.checkpoint.foreign import open_checkpoint
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.write.save import Planner, SavePlan, encode_state
-from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config import Origin, ResolvedConfig, load
 from nxdt_core.config.hub import local_path
+from nxdt_core.config.tree import Tree
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.checkpoints import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
@@ -24,7 +24,7 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tensor_shards import Listing
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
-from nxdt_core.train.weights.saved_config import config_to_save
+from nxdt_core.train.weights.saved_config import ONE_PROCESS, config_to_save
 
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
@@ -144,20 +144,11 @@ def described_run(source: str, format: str, reader: CheckpointReader, overrides:
     keys = reader.model_config()
     if keys is None:
         raise ForeignConfigMissing(path=source, format=format)
-    values: dict[str, Any] = {
-        "name": Path(source).absolute().name,
-        "trainer": {"max_steps": 1},
-        "exp_manager": {},
-        "data": {"name": "none", "global_batch_size": 1, "seq_length": 1},
-        "model": {"optim": {"lr": 0.0}},
-    }
-    for path, value in keys.items():
-        *parents, key = path.split(".")
-        section = values
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[key] = value
-    described = load(values, overrides, label=source)
+    origin = Origin(kind="file", where=source)
+    values = Tree.of(ONE_PROCESS, origin)
+    for path, value in {"name": Path(source).absolute().name, "data.seq_length": 1, **keys}.items():
+        values.set(path, value, origin)
+    described = load(values.data, overrides, label=source)
     written = described.to_dict()
     bounds = (build.model_builder(described).max_sequence_length, written["model"].get("max_position_embeddings"))
     length = min(_LONGEST, *(bound for bound in bounds if bound is not None))
