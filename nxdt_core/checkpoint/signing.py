@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
-from nxdt_core.checkpoint.format.manifest import STRONG, Algorithm, Manifest
+from nxdt_core.checkpoint.format.manifest import STRONG, Manifest
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointDigestsWeak,
@@ -132,9 +132,6 @@ class Signer:
     Args:
         path: PEM file of an Ed25519 private key. It is read when it is first needed, which is on the first rank only.
     """
-
-    digests: Algorithm = STRONG
-    """Algorithm of the digests of the files of what is signed."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = expand_home(path)

@@ -19,7 +19,7 @@ from itertools import pairwise
 from typing import BinaryIO
 
 from nxdt_core.checkpoint.format.file_names import digests_name
-from nxdt_core.checkpoint.format.manifest import FAST, HASHES, Algorithm, FileEntry, Manifest, block_digest, digest
+from nxdt_core.checkpoint.format.manifest import FAST, HASHES, Algorithm, FileEntry, Manifest, digest
 from nxdt_core.checkpoint.format.tensor_index import DTYPES, ITEM_BYTES
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.protocols.store import CheckpointStore
@@ -269,7 +269,7 @@ class VerifiedFile:
                             raise self.damaged("it is shorter than its digests say")
                         block[done : done + len(data)] = data
                         done += len(data)
-                    if block_digest(block, self._digests.algorithm) != self._digests.blocks[number]:
+                    if HASHES[self._digests.algorithm](block).hexdigest() != self._digests.blocks[number]:
                         raise self.damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
                     PROGRESS.advance()
                     yield offset, block

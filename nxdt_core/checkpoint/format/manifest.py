@@ -37,13 +37,7 @@ HASHES: Mapping[str, Callable[..., Any]] = {FAST: xxh3_128, STRONG: hashlib.sha2
 
 def digest(data: bytes | bytearray | memoryview, algorithm: Algorithm = FAST) -> str:
     """Return the name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
-    return f"{algorithm}:{block_digest(data, algorithm)}"
-
-
-def block_digest(data: bytes | bytearray | memoryview, algorithm: Algorithm) -> str:
-    """Return the hexadecimal digest of one block."""
-    hexadecimal: str = HASHES[algorithm](data).hexdigest()
-    return hexadecimal
+    return f"{algorithm}:{HASHES[algorithm](data).hexdigest()}"
 
 
 _FORMATS: Mapping[int, Algorithm] = {1: FAST, 2: STRONG}

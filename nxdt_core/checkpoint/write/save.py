@@ -31,7 +31,15 @@ from nxdt_core.checkpoint.format.file_names import (
     step_name,
     step_prefix,
 )
-from nxdt_core.checkpoint.format.manifest import FAST, CheckpointFacts, FileEntry, Manifest, encode_facts
+from nxdt_core.checkpoint.format.manifest import (
+    FAST,
+    STRONG,
+    Algorithm,
+    CheckpointFacts,
+    FileEntry,
+    Manifest,
+    encode_facts,
+)
 from nxdt_core.checkpoint.format.shards import list_shards, write_listed
 from nxdt_core.checkpoint.format.state_tree import encode_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
@@ -291,7 +299,8 @@ def save(
         CheckpointFilesMissing: rank 0 does not see what was written, whole.
         SaveLacksElements: the tensors are not as many elements as the plan's facts count.
     """
-    step, rank, digests = plan.step, rank_of(ranks), FAST if signer is None else signer.digests
+    step, rank = plan.step, rank_of(ranks)
+    digests: Algorithm = FAST if signer is None else STRONG
     where = f"{storage.uri}/{step_name(step)}"
     listing, replaces = plan.assignment.listings[rank], list[bytes | None]()
 
