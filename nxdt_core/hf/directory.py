@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank
+from nxdt_core.checkpoint.commit import read_object
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, SPECIAL, HFSource, json_bytes, read_json
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.shards import SafetensorsLayout, TensorSpec, Writable, dtype_name, grouped
@@ -269,12 +270,7 @@ def write_hf(
             if not sizes:
                 with storage.open_write(NOTE) as stream:
                     stream.write(note)
-                return sizes
-            before = b""
-            if NOTE in sizes:
-                with storage.open_read(NOTE) as stream:
-                    before = stream.read()
-            if before != note:
+            elif read_object(storage, NOTE) != note:
                 raise HFNotWritable(directory=storage.uri)
             return sizes
 
