@@ -11,7 +11,7 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import CheckpointRankFailed
 from nxdt_core.protocols.ranks import RankAgreement
 
-__all__ = ["in_threads", "on_all_ranks", "on_first_rank", "rank_of"]
+__all__ = ["on_all_ranks"]
 
 
 T = TypeVar("T")
@@ -50,6 +50,14 @@ def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: s
         if met is not None:
             raise met
     return [cast(T, value) for value, _ in outcomes]
+
+
+def on_this_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:
+    """Return what ``work`` returns here; it is called on every rank, and what it raises is raised on all, as by
+    :func:`on_all_ranks`."""
+    results: list[T] = []
+    on_all_ranks(ranks, lambda: results.append(work()), where=where)
+    return results[0]
 
 
 def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: str) -> T:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nxdt_core.checkpoint.collective import on_all_ranks
+from nxdt_core.checkpoint.collective import on_all_ranks, on_this_rank
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.checkpoints import ForeignFormatUnknown
@@ -25,9 +25,6 @@ from nxdt_core.protocols.tensor_shards import Listing, LocalShard, TensorSlice
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = ["format_of", "load_format_into", "open_checkpoint", "recognise"]
-
 
 _log = logging.getLogger(__name__)
 
@@ -127,25 +124,22 @@ def load_format_into(
     """
     from nxdt_core.checkpoint.read.load import check_model  # imports torch
 
-    opened: list[tuple[CheckpointReader, Listing]] = []
-
-    def look() -> None:
+    def look() -> tuple[CheckpointReader, Listing]:
         reader = open_checkpoint(path, kernel, fill_rows=fill_rows)[1]
-        opened.append((reader, reader.listing(builder, weights_only=True)))
+        return reader, reader.listing(builder, weights_only=True)
 
-    on_all_ranks(ranks, look, where=str(path))
-    reader, listing = opened[0]
+    reader, listing = on_this_rank(ranks, look, where=str(path))
     index = {
         name: TensorEntry(dtype=shard.dtype, shape=shard.shape)
         for (section, name), shard in listing.items()
         if section == "model"
     }
-    unmatched = check_model(index, tensors, ranks, strict=False)
-    if unmatched.missing or unmatched.extra:
+    missing, extra = check_model(index, tensors, ranks, strict=False)
+    if missing or extra:
         if strict:
-            raise WeightsDoNotFit(missing=unmatched.missing, extra=unmatched.extra, shapes=[], saved=[])
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], saved=[])
         text = "%s: parameters that it lacks keep their fresh values: %s; those that the model lacks are left out: %s"
-        _log.warning(text, path, ", ".join(unmatched.missing) or "none", ", ".join(unmatched.extra) or "none")
+        _log.warning(text, path, ", ".join(missing) or "none", ", ".join(extra) or "none")
 
     def fill() -> None:
         import torch

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from nxdt_core.checkpoint.format.file_names import signature_key, step_name
-from nxdt_core.checkpoint.format.manifest import STRONG, Algorithm, Manifest
+from nxdt_core.checkpoint.format.manifest import STRONG, Manifest
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointDigestsWeak,
@@ -37,18 +37,6 @@ from nxdt_core.system.paths import expand_home
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-
-__all__ = [
-    "Signature",
-    "Signer",
-    "TrustedKeys",
-    "check_signature",
-    "claimed_signer",
-    "fingerprint_of",
-    "read_signature",
-    "refuse_foreign",
-    "write_signature",
-]
 
 _MOST_KEY_BYTES = 2**16
 _ALGORITHM = "ed25519"
@@ -144,9 +132,6 @@ class Signer:
     Args:
         path: PEM file of an Ed25519 private key. It is read when it is first needed, which is on the first rank only.
     """
-
-    digests: Algorithm = STRONG
-    """Algorithm of the digests of the files of what is signed."""
 
     def __init__(self, path: str | Path) -> None:
         self._path = expand_home(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import secrets
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,23 +15,19 @@ from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.regular_files import NotRegularFile
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-_DENIED = frozenset({errno.EACCES, errno.EPERM, errno.EROFS})
-_IN_THE_WAY = frozenset({errno.ENOTDIR, errno.EEXIST, errno.EISDIR})
+_MEANINGS: Mapping[int | None, Callable[..., StorageError]] = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), StorageFull),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), StorageDenied),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR), StoragePathIsFile),
+}
+"""Errors by the operating system's number; :class:`StorageError` for any other."""
 
 
 def explained(error: OSError, where: str) -> StorageError:
     """Return the error for a user that ``error`` means, met at the path, key or URI ``where``."""
     reason = error.strerror or str(error) or type(error).__name__
-    if isinstance(error, NotRegularFile):
-        return CheckpointIsNoFile(where=where, reason=reason)
-    if error.errno in _FULL:
-        return StorageFull(where=where, reason=reason)
-    if error.errno in _DENIED:
-        return StorageDenied(where=where, reason=reason)
-    if error.errno in _IN_THE_WAY:
-        return StoragePathIsFile(where=where, reason=reason)
-    return StorageError(where=where, reason=reason)
+    meaning = CheckpointIsNoFile if isinstance(error, NotRegularFile) else _MEANINGS.get(error.errno, StorageError)
+    return meaning(where=where, reason=reason)
 
 
 @contextmanager

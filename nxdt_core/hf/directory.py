@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank
+from nxdt_core.checkpoint.commit import read_object
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, SPECIAL, HFSource, json_bytes, read_json
 from nxdt_core.checkpoint.format.manifest import Manifest
 from nxdt_core.checkpoint.format.shards import SafetensorsLayout, TensorSpec, Writable, dtype_name, grouped
@@ -38,22 +39,7 @@ from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_core.protocols.tokenizer import Tokenizer
 
-__all__ = [
-    "MAX_SHARD_BYTES",
-    "NOTE",
-    "HFPlan",
-    "HFSettings",
-    "HFShard",
-    "hf_settings",
-    "iterate_hf",
-    "load_hf",
-    "plan_hf",
-    "read_from",
-    "read_hf_config",
-    "save_hf",
-    "write_hf",
-    "write_shards",
-]
+__all__ = ["load_hf", "read_hf_config", "save_hf"]
 
 
 _MOST_SUPPRESSED = 1024
@@ -80,21 +66,9 @@ _HOLD_IDS = (
 """Keys of ``generation_config.json`` with token ids, in addition to those that end in ``_token_id``."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class HFSettings:
-    """Content of the two JSON files of an export, with notes."""
-
-    config: Mapping[str, Any]
-    """Content of ``config.json``."""
-    generation: Mapping[str, Any] | None
-    """Content of ``generation_config.json``; None: it is left out."""
-    notes: tuple[str, ...]
-    """Notes on what the source had and the export lacks, a sentence each."""
-
-
 def hf_settings(
     built: Mapping[str, Any], tokenizer: Tokenizer | None, stop_ids: Sequence[int], source: HFSource | None
-) -> HFSettings:
+) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
     """Merge what the run says with what its source said. Where both name a token, the run's tokenizer wins.
 
     Args:
@@ -102,6 +76,10 @@ def hf_settings(
         tokenizer: the tokenizer of the run.
         stop_ids: tokens that end what the model writes, by the run's tokenizer and chat template.
         source: the directory that the weights came from; None: they came from elsewhere.
+
+    Returns:
+        The content of the JSON files of an export by name, ``config.json`` last, and a sentence for each thing that the
+        source had and the export lacks.
     """
     fits = source is not None and source.fits(tokenizer)
     source_config: Mapping[str, Any] = built if source is None else source.config if fits else {}
@@ -138,7 +116,8 @@ def hf_settings(
             notes.append(f"config.json of {source.path!r} has keys that this model's export does not write: {keys}")
         if source.left_out:
             notes.append(f"not copied from {source.path!r}: {listing(source.left_out)}")
-    return HFSettings(config=config, generation=generation if has_file else None, notes=tuple(notes))
+    contents = {GENERATION_CONFIG: generation} if has_file else {}
+    return contents | {CONFIG: config}, tuple(notes)
 
 
 def _is_carried(key: str) -> bool:
@@ -246,11 +225,10 @@ def plan_hf(
         total = sum(spec.size_bytes for spec in specs.values())
         files = {name: shard.file for shard in shards for name in shard.tensors}
         texts[INDEX] = json_bytes({"metadata": {"total_size": total}, "weight_map": files})
-    settings = hf_settings(builder.config_to_hf(), tokenizer, stop_ids, source)
-    if settings.generation is not None:
-        texts[GENERATION_CONFIG] = json_bytes(settings.generation)
-    texts[CONFIG] = json_bytes({**settings.config, "torch_dtype": next(iter(specs.values())).dtype})
-    return HFPlan(shards=shards, texts=texts, notes=settings.notes)
+    settings, notes = hf_settings(builder.config_to_hf(), tokenizer, stop_ids, source)
+    settings[CONFIG]["torch_dtype"] = next(iter(specs.values())).dtype
+    texts |= {file: json_bytes(content) for file, content in settings.items()}
+    return HFPlan(shards=shards, texts=texts, notes=notes)
 
 
 NOTE = "nxdt-export-unfinished"
@@ -292,12 +270,7 @@ def write_hf(
             if not sizes:
                 with storage.open_write(NOTE) as stream:
                     stream.write(note)
-                return sizes
-            before = b""
-            if NOTE in sizes:
-                with storage.open_read(NOTE) as stream:
-                    before = stream.read()
-            if before != note:
+            elif read_object(storage, NOTE) != note:
                 raise HFNotWritable(directory=storage.uri)
             return sizes
 
@@ -353,16 +326,13 @@ def read_from(
     places = manifest.tensors.get("model", {}) if index is None else index
 
     def read(shard: HFShard) -> dict[str, torch.Tensor]:
-        local_shards, owners, made = {}, {}, {}
+        local_shards, entries, made = {}, {}, {}
         for name, parts in shard.tensors.items():
             regions, made[name] = room_for(parts, getattr(torch, shard.specs[name].dtype))
             for part, region in zip(parts, regions, strict=True):
                 key = f"{name} of {part.parameter}"
-                local_shards[key], owners[key] = (
-                    LocalShard(region, part.parameter_shape, part.region),
-                    places[part.parameter],
-                )
-        entries = {key: entry if entry.same_as is None else places[entry.same_as] for key, entry in owners.items()}
+                local_shards[key] = LocalShard(region, part.parameter_shape, part.region)
+                entries[key] = places[places[part.parameter].same_as or part.parameter]
         with explained_os_errors(f"{storage.uri}/{manifest.prefix}model"):
             fill(storage, manifest, local_shards, entries)
         return {name: make() for name, make in made.items()}

@@ -26,8 +26,6 @@ from nxdt_core.models.rope_scaling import RopeScalingConfig
 from nxdt_core.models.rotary import frequencies
 from nxdt_core.system.regular_files import replacing
 
-__all__ = ["GgufDtype", "write_gguf"]
-
 GgufDtype = Literal["float32", "float16", "q8_0"]
 """Dtype of matrices; ``q8_0`` has 8 bits per weight and a scale for each 32. Vectors and routers are float32."""
 

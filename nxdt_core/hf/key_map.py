@@ -20,7 +20,7 @@ from nxdt_core.errors.models import KeyMapIncomplete, WeightsUnusable
 from nxdt_core.protocols.model import KeyMap, ModelBuilder
 from nxdt_core.protocols.tensor_shards import TensorSlice
 
-__all__ = ["HFTensor", "Source", "room_for", "sources"]
+__all__ = ["Source", "sources"]
 
 
 class _Copy:

@@ -30,17 +30,6 @@ from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.tensor_shards import Listing, ShardInfo, TensorKey, TensorSlice
 from nxdt_core.system.regular_files import require_fetched, require_inside
 
-__all__ = [
-    "BLOCKS",
-    "INDEX",
-    "SCALES",
-    "WEIGHTS",
-    "HFReader",
-    "HFWeights",
-    "PackedMatrices",
-]
-
-
 BLOCKS, SCALES = "_blocks", "_scales"
 """Endings of the names of the two tensors."""
 

@@ -19,26 +19,11 @@ from itertools import pairwise
 from typing import BinaryIO
 
 from nxdt_core.checkpoint.format.file_names import digests_name
-from nxdt_core.checkpoint.format.manifest import FAST, HASHES, Algorithm, FileEntry, Manifest, block_digest, digest
+from nxdt_core.checkpoint.format.manifest import FAST, HASHES, Algorithm, FileEntry, Manifest, digest
 from nxdt_core.checkpoint.format.tensor_index import DTYPES, ITEM_BYTES
 from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.progress import PROGRESS
-
-__all__ = [
-    "BLOCK_BYTES",
-    "AttemptWriter",
-    "BlockDigests",
-    "DigestingWriter",
-    "StoredTensor",
-    "VerifiedFile",
-    "Wanted",
-    "check_header",
-    "check_size",
-    "read_whole",
-    "tensors_by_file",
-]
-
 
 BLOCK_BYTES = 8 * 2**20
 """Bytes that one digest covers."""
@@ -203,30 +188,26 @@ class VerifiedFile:
         self._storage = storage
         self._key = manifest.prefix + name
         self._where = f"{storage.uri}/{self._key}"
-        where = digests_name(self._where)
         if name not in manifest.files:
             raise CheckpointDamaged(where=self._where, reason="the manifest does not list it")
         self._entry = entry = manifest.files[name]
-        if not 0 <= entry.digests_bytes <= _MOST_DIGESTS_BYTES:
-            raise CheckpointDamaged(where=where, reason=f"the manifest gives it {entry.digests_bytes} bytes")
         try:
+            if not 0 <= entry.digests_bytes <= _MOST_DIGESTS_BYTES:
+                raise ValueError(f"the manifest gives it {entry.digests_bytes} bytes")
             with storage.open_read(digests_name(self._key)) as stream:
                 data = stream.read(entry.digests_bytes + 1)
-        except FileNotFoundError as error:
-            raise CheckpointDamaged(where=where, reason="it is missing") from error
-        if len(data) != entry.digests_bytes or digest(data, manifest.digests) != entry.digests_digest:
-            raise CheckpointDamaged(where=where, reason="it differs from its digest in the manifest")
-        self.digests_file = data
-        """The bytes of the file of its digests."""
-        try:
+            if len(data) != entry.digests_bytes or digest(data, manifest.digests) != entry.digests_digest:
+                raise ValueError("it differs from its digest in the manifest")
+            self.digests_file = data
+            """The bytes of the file of its digests."""
             self._digests = BlockDigests.decode(data)
-        except ValueError as error:
-            raise CheckpointDamaged(where=where, reason=str(error)) from error
-        if self._digests.size_bytes != entry.size_bytes:
-            raise CheckpointDamaged(where=where, reason="it and the manifest give different sizes")
-        if self._digests.algorithm != manifest.digests:
-            reason = f"its digests are {self._digests.algorithm}, those of the manifest {manifest.digests}"
-            raise CheckpointDamaged(where=where, reason=reason)
+            if self._digests.size_bytes != entry.size_bytes:
+                raise ValueError("it and the manifest give different sizes")
+            if self._digests.algorithm != manifest.digests:
+                raise ValueError(f"its digests are {self._digests.algorithm}, those of the manifest {manifest.digests}")
+        except (FileNotFoundError, ValueError) as error:
+            reason = "it is missing" if isinstance(error, FileNotFoundError) else str(error)
+            raise CheckpointDamaged(where=digests_name(self._where), reason=reason) from error
 
     @property
     def size_bytes(self) -> int:
@@ -284,7 +265,7 @@ class VerifiedFile:
                             raise self.damaged("it is shorter than its digests say")
                         block[done : done + len(data)] = data
                         done += len(data)
-                    if block_digest(block, self._digests.algorithm) != self._digests.blocks[number]:
+                    if HASHES[self._digests.algorithm](block).hexdigest() != self._digests.blocks[number]:
                         raise self.damaged(f"bytes {offset} to {offset + len(block)} differ from their digest")
                     PROGRESS.advance()
                     yield offset, block

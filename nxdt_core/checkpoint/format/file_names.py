@@ -16,22 +16,7 @@ import re
 import secrets
 from datetime import UTC, datetime
 
-__all__ = [
-    "MASTER_WEIGHT",
-    "SECTIONS",
-    "attempt_prefix",
-    "digests_name",
-    "hf_name",
-    "is_state_name",
-    "manifest_key",
-    "new_attempt",
-    "shard_name",
-    "signature_key",
-    "state_name",
-    "step_name",
-    "step_of",
-    "step_prefix",
-]
+__all__ = ["SECTIONS", "step_of"]
 
 SECTIONS = ("model", "optim", "state")
 """Directories of an attempt, and families of tensors in a manifest."""

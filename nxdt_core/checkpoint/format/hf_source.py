@@ -17,18 +17,6 @@ from nxdt_core.models.huggingface import spell_floats
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.system.regular_files import read_text, require_inside
 
-__all__ = [
-    "CONFIG",
-    "GENERATION_CONFIG",
-    "SPECIAL",
-    "HFSource",
-    "json_bytes",
-    "read_hf_source",
-    "read_json",
-    "read_optional_json",
-]
-
-
 CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 

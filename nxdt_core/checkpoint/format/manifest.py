@@ -26,24 +26,6 @@ from nxdt_core.checkpoint.format.state_tree import decode_tree, encode_tree
 from nxdt_core.checkpoint.format.tensor_index import TensorEntry, check_places, decode_index, encode_index
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointTooNew
 
-__all__ = [
-    "FAST",
-    "HASHES",
-    "STRONG",
-    "Algorithm",
-    "CheckpointFacts",
-    "FileEntry",
-    "Keep",
-    "Manifest",
-    "block_digest",
-    "decode_manifest",
-    "decode_rank_state",
-    "digest",
-    "encode_facts",
-    "encode_manifest",
-    "state_tensors",
-]
-
 Algorithm = Literal["xxh3_128", "sha256"]
 FAST: Final = "xxh3_128"
 STRONG: Final = "sha256"
@@ -55,13 +37,7 @@ HASHES: Mapping[str, Callable[..., Any]] = {FAST: xxh3_128, STRONG: hashlib.sha2
 
 def digest(data: bytes | bytearray | memoryview, algorithm: Algorithm = FAST) -> str:
     """Return the name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
-    return f"{algorithm}:{block_digest(data, algorithm)}"
-
-
-def block_digest(data: bytes | bytearray | memoryview, algorithm: Algorithm) -> str:
-    """Return the hexadecimal digest of one block."""
-    hexadecimal: str = HASHES[algorithm](data).hexdigest()
-    return hexadecimal
+    return f"{algorithm}:{HASHES[algorithm](data).hexdigest()}"
 
 
 _FORMATS: Mapping[int, Algorithm] = {1: FAST, 2: STRONG}

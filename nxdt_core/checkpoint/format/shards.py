@@ -24,15 +24,6 @@ from nxdt_core.distributed.placement import is_dtensor, local_of, local_shard_of
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.tensor_shards import LocalShard, ShardInfo
 
-__all__ = [
-    "SafetensorsLayout",
-    "TensorSpec",
-    "Writable",
-    "bytes_of",
-    "grouped",
-    "write_listed",
-]
-
 
 def storable_shard(name: str, tensor: torch.Tensor | LocalShard) -> LocalShard:
     """Return this rank's shard of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.

@@ -15,8 +15,6 @@ from typing import Any
 
 from nxdt_core.errors.checkpoints import UnsavableState
 
-__all__ = ["ValueDifference", "compare_trees", "decode_tree", "encode_tree"]
-
 _TAG = "$"
 _DEEPEST = 200
 """Levels of nesting; json and this module recurse."""

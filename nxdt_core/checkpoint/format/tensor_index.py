@@ -13,17 +13,6 @@ from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
 
-__all__ = [
-    "DTYPES",
-    "ITEM_BYTES",
-    "SAFETENSORS_NAMES",
-    "TensorEntry",
-    "TensorPart",
-    "check_places",
-    "decode_index",
-    "encode_index",
-]
-
 _DTYPES = {
     "bool": (1, "BOOL"),
     "uint8": (1, "U8"),

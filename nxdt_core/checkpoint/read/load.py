@@ -8,13 +8,13 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.collective import on_all_ranks
+from nxdt_core.checkpoint.collective import on_all_ranks, on_this_rank
 from nxdt_core.checkpoint.format.digested_files import (
     VerifiedFile,
     Wanted,
@@ -129,16 +129,6 @@ def _reads(wanted: Mapping[str, LocalShard], entries: Mapping[str, TensorEntry])
             yield _Read(part.file, start, buffer, target, row_slices)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Unmatched:
-    """Names over all ranks that a load which is not strict passed over."""
-
-    missing: list[str] = field(default_factory=list)
-    """Parameters that the checkpoint lacks."""
-    extra: list[str] = field(default_factory=list)
-    """Parameters of the checkpoint that the model lacks."""
-
-
 def iterate_model(storage: CheckpointStore, manifest: Manifest, names: Sequence[str]) -> Iterator[torch.Tensor]:
     """Yield parameters and buffers in the order of ``names``, whole and on the host.
 
@@ -188,7 +178,7 @@ def load_model_into(
     replicas: Replicas | None = None,
     strict: bool = True,
     table_rows: int | None = None,
-) -> Unmatched:
+) -> tuple[list[str], list[str]]:
     """Fill in place the parameters and buffers that each rank holds; the layout of the save does not matter.
 
     Collective: it succeeds on all ranks or fails on all.
@@ -204,7 +194,7 @@ def load_model_into(
             refuses tensors with fewer rows.
 
     Returns:
-        The names that differ, over all ranks.
+        The parameters that the checkpoint lacks, and those of the checkpoint that the model lacks, over all ranks.
 
     Raises:
         WeightsDoNotFit: on some rank shapes, or under ``strict`` names, differ from the checkpoint's; nothing was
@@ -293,18 +283,16 @@ def load_state(
     Raises:
         CheckpointDamaged: a file is not what was written; the error names it.
     """
-    states: list[dict[str, Any]] = []
     name = state_name(rank)
     where = f"{storage.uri}/{manifest.prefix}{name}"
 
-    def read() -> None:
+    def read() -> dict[str, Any]:
         with explained_os_errors(where):
             data = read_whole(storage, manifest, name)
             tensors = read_tensors(storage, manifest, "state", state_tensors(manifest, name))
-        states.append(decode_rank_state(data, tensors, manifest, where=where))
+        return decode_rank_state(data, tensors, manifest, where=where)
 
-    on_all_ranks(ranks, read, where=where)
-    return states[0]
+    return on_this_rank(ranks, read, where=where)
 
 
 def saved_ranks(manifest: Manifest) -> int:
@@ -394,8 +382,9 @@ def check_model(
     *,
     strict: bool = True,
     table_rows: int | None = None,
-) -> Unmatched:
-    """Compare the names and whole shapes of ``tensors``, this rank's, with ``index``; see :func:`load_model_into`.
+) -> tuple[list[str], list[str]]:
+    """Compare the names and whole shapes of ``tensors``, this rank's, with ``index``; otherwise as
+    :func:`load_model_into`.
 
     Collective.
 
@@ -416,4 +405,4 @@ def check_model(
             shapes.append(f"{name}: {saved} instead of {shape}")
     if shapes or (strict and (missing or extra)):
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
-    return Unmatched(missing=missing, extra=extra)
+    return missing, extra

@@ -44,18 +44,6 @@ from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.regular_files import read_text
 
-__all__ = [
-    "CheckpointStatus",
-    "Depth",
-    "find_checkpoint",
-    "find_problems",
-    "latest",
-    "list_checkpoints",
-    "newest_first",
-    "nothing_at",
-    "verify",
-]
-
 State = Literal["committed", "unfinished", "damaged"]
 
 _THREADS = 4

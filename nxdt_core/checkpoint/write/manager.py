@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
@@ -67,24 +68,22 @@ class _PendingSave:
     ) -> None:
         self.plan, self.where, self.captured_at, self.begun = plan, where, captured_at, begun
         self.blocked_s = self.durable_at = 0.0
-        self.manifest: Manifest | None = None
+        self.result: Future[Manifest] = Future()
         self._work, self._deadline_s, self._yields = work, deadline_s, yields
         self._ends_at = time.monotonic() + deadline_s
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
         threading.Thread(target=self._run, name=f"save {where}", daemon=True).start()
 
     @property
     def state(self) -> Literal["running", "done", "failed"]:
         """Return its state; one that runs beyond its deadline has failed."""
-        if self._ended.is_set():
-            return "done" if self._error is None else "failed"
+        if self.result.done():
+            return "done" if self.result.exception() is None else "failed"
         return "running" if time.monotonic() < self._ends_at else "failed"
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Wait until it has ended, at most until its deadline."""
         left_s = max(0.0, self._ends_at - time.monotonic())
-        self._ended.wait(left_s if timeout_s is None else min(timeout_s, left_s))
+        wait([self.result], left_s if timeout_s is None else min(timeout_s, left_s))
 
     def give_up(self) -> None:
         """Mark it as late, regardless of the time left: another rank's time is over."""
@@ -106,10 +105,10 @@ class _PendingSave:
         Raises:
             SaveTookTooLong: it runs beyond its deadline.
         """
-        if not self._ended.is_set():
+        if self.result.done():
+            self.result.result()
+        else:
             self.check_deadline()
-        elif self._error is not None:
-            raise self._error
 
     def _run(self) -> None:
         if self._yields and sys.platform == "linux":  # which alone has priorities of threads
@@ -117,16 +116,16 @@ class _PendingSave:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         try:
             try:
-                self.manifest = self._work(self)
+                manifest = self._work(self)
             except NxdtError:
                 raise
             except BaseException as error:
                 self.check_deadline(error)
                 raise
         except BaseException as error:  # raised by raise_failure
-            self._error = error
-        finally:
-            self._ended.set()
+            self.result.set_exception(error)
+        else:
+            self.result.set_result(manifest)
 
 
 _Key = TypeVar("_Key")
@@ -382,12 +381,11 @@ class CheckpointManager:
             self._background, self._staging = None, StagingBuffers()  # a thread that hangs keeps the old ones
             raise
         flight.blocked_s += time.monotonic() - begun
-        assert flight.manifest is not None, "it neither runs nor failed"
-        self._newest = flight.manifest
+        self._newest = manifest = flight.result.result(0)
         if self._on_saved is not None:
             self._on_saved(
                 SaveReport(
-                    manifest=flight.manifest,
+                    manifest=manifest,
                     blocked_s=flight.blocked_s,
                     seconds=flight.durable_at - flight.begun,
                     captured_at=flight.captured_at,

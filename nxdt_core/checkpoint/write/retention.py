@@ -137,19 +137,14 @@ def plan_prune(
         keep = Retention(keep_last=keep)
     statuses = list_checkpoints(storage) if statuses is None else statuses
 
-    def is_sound(step: int) -> bool:
-        return not verify(storage, step, deep=deep)
-
     usable = [status for status in statuses if status.state == "committed" and not passed_over(status.step)]
     staying = keep.kept(usable)
-    sound = next((step for step in sorted(staying, reverse=True) if is_sound(step)), None)
     others = [status.step for status in usable if status.step not in staying]
-    while others and sound is None:
-        staying.add(others[-1])
-        sound = others[-1] if is_sound(others[-1]) else None
-        others.pop()
+    order = [*sorted(staying, reverse=True), *reversed(others)]
+    sound = next((step for step in order if not verify(storage, step, deep=deep)), None)
     if sound is None:
-        return PrunePlan(keep=tuple(sorted(staying)), delete=(), sound=False)
+        return PrunePlan(keep=tuple(sorted(order)), delete=(), sound=False)
+    staying.update(order[: order.index(sound) + 1])
 
     def stays(status: CheckpointStatus) -> bool:
         """Return whether it is permanent and shows no damage: a fault of reading may have been taken for one."""
@@ -157,7 +152,7 @@ def plan_prune(
 
     unusable = [status for status in statuses if status not in usable and not status.is_link]
     broken = [status.step for status in unusable if status.step < sound and not stays(status)]
-    return PrunePlan(keep=tuple(sorted(staying)), delete=tuple(sorted([*others, *broken])), sound=True)
+    return PrunePlan(keep=tuple(sorted(staying)), delete=tuple(sorted({*others, *broken} - staying)), sound=True)
 
 
 def prune(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -31,7 +31,15 @@ from nxdt_core.checkpoint.format.file_names import (
     step_name,
     step_prefix,
 )
-from nxdt_core.checkpoint.format.manifest import FAST, CheckpointFacts, FileEntry, Manifest, encode_facts
+from nxdt_core.checkpoint.format.manifest import (
+    FAST,
+    STRONG,
+    Algorithm,
+    CheckpointFacts,
+    FileEntry,
+    Manifest,
+    encode_facts,
+)
 from nxdt_core.checkpoint.format.shards import list_shards, write_listed
 from nxdt_core.checkpoint.format.state_tree import encode_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry, TensorPart
@@ -41,22 +49,6 @@ from nxdt_core.errors.checkpoints import CheckpointFilesMissing, SaveLacksElemen
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tensor_shards import Listing, LocalShard, ShardInfo, TensorKey, TensorSlice
-
-__all__ = [
-    "Assignment",
-    "Planner",
-    "SavePlan",
-    "Write",
-    "assign",
-    "encode_state",
-    "merge",
-    "plan_save",
-    "save",
-]
-
-
-Write = Callable[[AttemptWriter, AbstractSet[TensorKey]], Mapping[TensorKey, TensorPart]]
-"""Writes the tensors that were assigned to this rank; returns the location of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,15 +63,17 @@ class Assignment:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavePlan:
-    """One save. It is equal on all ranks, except for what each rank writes."""
+    """One save. It is equal on all ranks, except for :attr:`read` and :attr:`state`."""
 
     step: int
     """The number of optimizer steps done."""
     facts: CheckpointFacts
     """Further entries of the manifest; those of rank 0 count."""
     assignment: Assignment
-    write: Write
-    """Writes the tensors of this rank, which need not be in memory all at once."""
+    read: Callable[[Sequence[TensorKey]], Iterable[torch.Tensor]]
+    """Yields tensors that this rank writes, in order; they need not be in memory all at once."""
+    state: bytes | None
+    """Content of this rank's file of state; None where it writes none."""
 
 
 class Planner:
@@ -175,24 +169,12 @@ def plan_save(
     except Exception as error:  # the save itself reports it to all ranks
         unstaged = error
 
-    def write(writer: AttemptWriter, _: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
+    def read(keys: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
         if unstaged is not None:
             raise unstaged
-        parts: dict[TensorKey, TensorPart] = {}
-        for section in SECTIONS:
-            listing = assignment.listings[rank]
-            shards = {name: listing[of, name] for of, name in mine if of == section}
+        return (mine[key].tensor for key in keys)
 
-            def read(names: Sequence[str], section: str = section) -> Iterator[torch.Tensor]:
-                return (mine[section, name].tensor for name in names)
-
-            places = write_listed(writer, section, shards, read, rank=rank)
-            parts |= {(section, name): part for name, part in places.items()}
-        with writer.file(state_name(rank)) as stream:
-            stream.write(encoded[0])
-        return parts
-
-    return SavePlan(step=step, facts=facts, assignment=assignment, write=write)
+    return SavePlan(step=step, facts=facts, assignment=assignment, read=read, state=encoded[0])
 
 
 def encode_state(state: Mapping[str, Any], rank: int) -> tuple[bytes, dict[str, torch.Tensor]]:
@@ -317,9 +299,10 @@ def save(
         CheckpointFilesMissing: rank 0 does not see what was written, whole.
         SaveLacksElements: the tensors are not as many elements as the plan's facts count.
     """
-    step, rank, digests = plan.step, rank_of(ranks), FAST if signer is None else signer.digests
+    step, rank = plan.step, rank_of(ranks)
+    digests: Algorithm = FAST if signer is None else STRONG
     where = f"{storage.uri}/{step_name(step)}"
-    replaces: list[bytes | None] = []
+    listing, replaces = plan.assignment.listings[rank], list[bytes | None]()
 
     def begin() -> tuple[str, str]:
         if rank == 0:
@@ -328,9 +311,21 @@ def save(
         return new_attempt(), datetime.now(UTC).isoformat(timespec="seconds")
 
     def write() -> tuple[Mapping[TensorKey, TensorPart], Mapping[str, FileEntry]]:
+        mine, parts = plan.assignment.mine, dict[TensorKey, TensorPart]()
         with explained_os_errors(where):
             writer = AttemptWriter(storage, attempt_prefix(step, attempt), digests)
-            return plan.write(writer, plan.assignment.mine), writer.entries
+            for section in SECTIONS:
+                shards = {key[1]: info for key, info in listing.items() if key[0] == section and key in mine}
+
+                def read(names: Sequence[str], section: str = section) -> Iterable[torch.Tensor]:
+                    return plan.read([(section, name) for name in names])
+
+                written = write_listed(writer, section, shards, read, rank=rank)
+                parts |= {(section, name): part for name, part in written.items()}
+            if plan.state is not None:
+                with writer.file(state_name(rank)) as stream:
+                    stream.write(plan.state)
+        return parts, writer.entries
 
     def commit_on_first_rank() -> None:
         with explained_os_errors(where):

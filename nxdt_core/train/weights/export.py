@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest
-from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.collective import on_first_rank, on_this_rank
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.file_names import hf_name
 from nxdt_core.checkpoint.format.hf_source import HFSource
@@ -43,10 +43,10 @@ class Exported:
     """Address of the checkpoint."""
     target: str
     step: int
-    files: tuple[str, ...]
-    size_bytes: int
+    files: tuple[str, ...] = ()
+    size_bytes: int = 0
     """Size of all weights."""
-    notes: tuple[str, ...]
+    notes: tuple[str, ...] = ()
     """Gaps of the directory, a sentence each."""
     pushed: str | None = None
     """Name and commit on the Hugging Face hub; None where it was not uploaded."""
@@ -90,12 +90,13 @@ def export_hf(
         HFExchangeUnsupported: its model has no counterpart at Hugging Face.
         HFNotWritable: ``target`` is not empty.
     """
-    export = _find_export(source, config, trusted, ranks, average=average, dtype=dtype, max_shard_bytes=max_shard_bytes)
+    export = _find_export(
+        source, target, config, trusted, ranks, average=average, dtype=dtype, max_shard_bytes=max_shard_bytes
+    )
     place = checkpoint.open_storage(target, export.kernel)
-    origin = f"{export.storage.uri}/{export.manifest.prefix}{AVERAGE if average else ''}"
-    write_hf(place, export.plan, export.read, origin=origin, workers=workers, ranks=ranks)
+    write_hf(place, export.plan, export.read, origin=export.origin, workers=workers, ranks=ranks)
     files = (*(shard.file for shard in export.plan.shards), *export.plan.texts)
-    return export.exported(place.uri, files, export.plan.size_bytes)
+    return replace(export.result, target=place.uri, files=files, size_bytes=export.plan.size_bytes)
 
 
 def export_gguf(
@@ -124,41 +125,28 @@ def export_gguf(
         GgufLibraryMissing: the package ``gguf`` is not installed.
         NxdtError: as of :func:`export_hf`.
     """
-    export = _find_export(source, config, trusted, None, average=average)
-    path = Path(target)
+    export = _find_export(source, target, config, trusted, None, average=average)
+    path, result = Path(target), export.result
     size_bytes, notes = write_gguf(path, export.plan, export.read, dtype=dtype, name=path.stem)
-    return export.exported(target, (path.name,), size_bytes, notes)
+    return replace(result, files=(path.name,), size_bytes=size_bytes, notes=(*result.notes, *notes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Export:
     """A checkpoint that is exported, and the Hugging Face directory that it becomes."""
 
-    storage: CheckpointStore
-    manifest: Manifest
-    address: str
-    index: Mapping[str, TensorEntry]
     plan: HFPlan
-    notes: tuple[str, ...]
+    read: ReadShard
+    origin: str
+    """Says which weights these are."""
     kernel: Kernel | None
-
-    @property
-    def read(self) -> ReadShard:
-        return read_from(self.storage, self.manifest, self.index)
-
-    def exported(self, target: str, files: tuple[str, ...], size_bytes: int, more: tuple[str, ...] = ()) -> Exported:
-        return Exported(
-            source=self.address,
-            target=target,
-            step=self.manifest.step,
-            files=files,
-            size_bytes=size_bytes,
-            notes=(*self.notes, *more),
-        )
+    result: Exported
+    """Without files so far."""
 
 
 def _find_export(
     source: str,
+    target: str,
     config: str | None,
     trusted: Sequence[str],
     ranks: RankAgreement | None,
@@ -170,11 +158,9 @@ def _find_export(
     named, keys = named_config(config, trusted)
     storage, step = locate(source, named)
 
-    def read() -> Manifest | None:
+    def read() -> Manifest:
         """Read the manifest of the step, or of the newest committed one. Damage in its files shows later."""
         wanted = step
-        if rank_of(ranks) != 0:
-            return None
         if wanted is None:
             wanted = next((status.step for status in newest_first(storage) if status.state == "committed"), None)
         if wanted is None:
@@ -182,26 +168,21 @@ def _find_export(
         with explained_os_errors(storage.uri):
             return checkpoint.read_manifest(storage, wanted, trusted=keys)
 
-    manifest = on_all_ranks(ranks, read, where=source)[0]
-    assert manifest is not None
+    manifest = on_first_rank(ranks, read, where=source)
     address = build.step_uri(storage, manifest.step)
     index = average_index(manifest, where=address) if average else manifest.tensors.get("model", {})
-    planned: list[tuple[HFPlan, tuple[str, ...]]] = []
 
-    def plan_all() -> None:
+    def plan_files() -> tuple[HFPlan, tuple[str, ...]]:
         saved = saved_run(manifest, where=address, config=named)
-        planned.append(plan_export(saved, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes))
+        return plan_export(saved, manifest, index, dtype=dtype, max_shard_bytes=max_shard_bytes)
 
-    on_all_ranks(ranks, plan_all, where=source)
-    plan, notes = planned[0]
+    plan, notes = on_this_rank(ranks, plan_files, where=source)
     return _Export(
-        storage=storage,
-        manifest=manifest,
-        address=address,
-        index=index,
         plan=plan,
-        notes=notes,
+        read=read_from(storage, manifest, index),
+        origin=f"{storage.uri}/{manifest.prefix}{AVERAGE if average else ''}",
         kernel=None if named is None else named.kernel,
+        result=Exported(source=address, target=target, step=manifest.step, notes=notes),
     )
 
 

@@ -3,33 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import CheckpointFacts
-from nxdt_core.checkpoint.collective import on_all_ranks, rank_of
+from nxdt_core.checkpoint.collective import on_this_rank, rank_of
 from nxdt_core.checkpoint.foreign import open_checkpoint
-from nxdt_core.checkpoint.format.digested_files import AttemptWriter
-from nxdt_core.checkpoint.format.file_names import SECTIONS, state_name
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
-from nxdt_core.checkpoint.format.shards import write_listed
-from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.save import Planner, SavePlan, encode_state
-from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config import Origin, ResolvedConfig, load
 from nxdt_core.config.hub import local_path
+from nxdt_core.config.tree import Tree
 from nxdt_core.errors.base import listing as enumeration
 from nxdt_core.errors.checkpoints import ForeignConfigMissing, ForeignSourceIsAddress, ImportPlaceTaken
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.protocols.tensor_shards import Listing, TensorKey
+from nxdt_core.protocols.tensor_shards import Listing
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState, versions_of
-from nxdt_core.train.weights.saved_config import config_to_save
+from nxdt_core.train.weights.saved_config import ONE_PROCESS, config_to_save
 
 _LONGEST = 4096
 """Tokens of a sequence in a derived configuration, where the model has no smaller bound."""
@@ -88,11 +83,9 @@ def import_checkpoint(
     if "://" in source:
         raise ForeignSourceIsAddress(path=source)
     storage = checkpoint.open_storage(target)
-    opened: list[tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]] = []
-
     path = local_path(source)
 
-    def open_source() -> None:
+    def open_source() -> tuple[str, CheckpointReader, ResolvedConfig, Listing, HFSource | None]:
         run = load(config, overrides) if config else None
         kernel = Kernel.start() if run is None else run.kernel
         fill_rows = run is not None and bool(build.added_tokens(run))
@@ -105,30 +98,13 @@ def import_checkpoint(
             check_empty(storage)
         listing = reader.listing(build.model_builder(run), weights_only=weights_only)
         hf = read_hf_source(Path(path)) if name == "hf" else None
-        opened.append((name, reader, run, listing, hf))
+        return name, reader, run, listing, hf
 
-    on_all_ranks(ranks, open_source, where=source)
-    ((name, reader, run, listing, hf),) = opened  # of this rank
+    name, reader, run, listing, hf = on_this_rank(ranks, open_source, where=source)
     train = TrainState()
     if any(section == "optim" for section, _ in listing):  # else no run can resume at a later step
         train = TrainState(step=reader.step, consumed_samples=reader.consumed_samples)
-    where, rank = build.step_uri(storage, train.step), rank_of(ranks)
-
-    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> dict[TensorKey, TensorPart]:
-        """Write the tensors that were given to this rank; rank 0 also writes the state."""
-        parts: dict[TensorKey, TensorPart] = {}
-        for section in SECTIONS:
-            specs = {key[1]: spec for key, spec in listing.items() if key[0] == section and key in mine}
-
-            def read(names: Sequence[str], section: str = section) -> Any:
-                return reader.read([(section, name) for name in names])
-
-            written = write_listed(writer, section, specs, read, rank=rank)
-            parts |= {(section, name): part for name, part in written.items()}
-        if rank == 0:
-            write_counters(writer, train)
-        return parts
-
+    where = build.step_uri(storage, train.step)
     assignment = Planner(ranks).plan(lambda: listing, where=where)
     facts = CheckpointFacts(
         consumed_samples=train.consumed_samples,
@@ -137,7 +113,8 @@ def import_checkpoint(
         versions=versions_of(run.kernel),
         hf={} if hf is None else hf.facts(),
     )
-    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, write=write)
+    state = encode_counters(train) if rank_of(ranks) == 0 else None
+    plan = SavePlan(step=train.step, facts=facts, assignment=assignment, read=reader.read, state=state)
     manifest = checkpoint.save(storage, plan, ranks=ranks, signer=build.signer(run))
     left_out = () if hf is None else hf.left_out
     return Imported(
@@ -152,10 +129,9 @@ def import_checkpoint(
     )
 
 
-def write_counters(writer: AttemptWriter, train: TrainState) -> None:
-    """Write the state of rank 0 for a checkpoint that no training run has saved: counters alone."""
-    with writer.file(state_name(0)) as stream:
-        stream.write(encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0])
+def encode_counters(train: TrainState) -> bytes:
+    """Return the state of rank 0 for a checkpoint that no training run has saved: counters alone."""
+    return encode_state({"train": train.to_dict(), "rng": {}, "extra": {}}, 0)[0]
 
 
 def described_run(source: str, format: str, reader: CheckpointReader, overrides: Sequence[str] = ()) -> ResolvedConfig:
@@ -168,20 +144,11 @@ def described_run(source: str, format: str, reader: CheckpointReader, overrides:
     keys = reader.model_config()
     if keys is None:
         raise ForeignConfigMissing(path=source, format=format)
-    values: dict[str, Any] = {
-        "name": Path(source).absolute().name,
-        "trainer": {"max_steps": 1},
-        "exp_manager": {},
-        "data": {"name": "none", "global_batch_size": 1, "seq_length": 1},
-        "model": {"optim": {"lr": 0.0}},
-    }
-    for path, value in keys.items():
-        *parents, key = path.split(".")
-        section = values
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[key] = value
-    described = load(values, overrides, label=source)
+    origin = Origin(kind="file", where=source)
+    values = Tree.of(ONE_PROCESS, origin)
+    for path, value in {"name": Path(source).absolute().name, "data.seq_length": 1, **keys}.items():
+        values.set(path, value, origin)
+    described = load(values.data, overrides, label=source)
     written = described.to_dict()
     bounds = (build.model_builder(described).max_sequence_length, written["model"].get("max_position_embeddings"))
     length = min(_LONGEST, *(bound for bound in bounds if bound is not None))

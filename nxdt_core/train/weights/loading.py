@@ -258,13 +258,13 @@ def load_weights(
         weights = without_base(model, weights)
     elif not with_optimizer and not model.added & manifest.tensors.get("model", {}).keys():
         weights = {name: weight for name, weight in weights.items() if name not in model.added}
-    unmatched = checkpoint.load_model_into(
+    missing, extra = checkpoint.load_model_into(
         storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=strict, table_rows=table_rows
     )
-    for names, fate in ((unmatched.missing, "keep their fresh values"), (unmatched.extra, "are left out")):
+    lacking = "that the checkpoint lacks keep their fresh values", "that the model lacks are left out"
+    for names, which in zip((missing, extra), lacking, strict=True):
         if names and ranks.rank == 0:
-            which = "that the checkpoint lacks" if names is unmatched.missing else "that the model lacks"
-            _log.warning("%d parameters %s %s: %s", len(names), which, fate, listing(names))
+            _log.warning("%d parameters %s: %s", len(names), which, listing(names))
     model.load_state_dict(weights, strict=False)  # whether names match was decided above
     return weights
 

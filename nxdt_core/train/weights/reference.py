@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -54,12 +54,6 @@ class LogProbs:
     def __init__(self, values: NDArray[np.float32], counts: NDArray[np.int64]) -> None:
         self.values, self.counts = values, counts
         self._ends = np.cumsum(counts)
-
-    @classmethod
-    def gather(cls, by_sample: Mapping[int, NDArray[np.float32]]) -> LogProbs:
-        """Join the log-probabilities of all samples, given by number."""
-        parts = [by_sample[index] for index in range(len(by_sample))]
-        return cls(np.concatenate(parts), np.array([len(part) for part in parts], dtype=np.int64))
 
     def of(self, index: int) -> NDArray[np.float32]:
         """Return the log-probabilities [seq] of one sample."""
@@ -187,7 +181,9 @@ def compute_log_probs(
     readers = engine.ranks.all_gather_object(engine.rank_info.dp_rank)
     first = readers.index(engine.rank_info.dp_rank) == engine.ranks.rank  # of the ranks that read these samples
     of_ranks = engine.ranks.all_gather_object(by_sample if first else {})
-    return LogProbs.gather({index: values for part in of_ranks for index, values in part.items()})
+    gathered = {index: values for part in of_ranks for index, values in part.items()}
+    in_order = [gathered[index] for index in range(len(gathered))]
+    return LogProbs(np.concatenate(in_order), np.array([len(values) for values in in_order], dtype=np.int64))
 
 
 def check_base_frozen(model: ParallelModel, objective: str) -> None:

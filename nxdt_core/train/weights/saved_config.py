@@ -71,7 +71,7 @@ _BASE = ("checkpoint.resume_from", "checkpoint.weight_init_only")
 _LONGEST = 1000
 """Entries of a list or mapping that take little time in any case; above all tokens that are added."""
 _CHAT = tuple(sorted(keys_of(ChatKeys).keys() - keys_of(RecordFiles).keys()))
-_ONE_PROCESS: Mapping[str, Any] = {
+ONE_PROCESS: Mapping[str, Any] = {
     "name": "saved",
     "trainer": {"max_steps": 1},
     "exp_manager": {},
@@ -184,7 +184,7 @@ def _with_keys(whole: Tree, paths: Sequence[str]) -> Tree:
 
 
 def _alone(tree: Tree, kernel: Kernel | None = None) -> ResolvedConfig:
-    tree.merge(Tree.of(_ONE_PROCESS, tree.origins[()]))
+    tree.merge(Tree.of(ONE_PROCESS, tree.origins[()]))
     return load(tree.data, kernel=kernel)
 
 

@@ -253,7 +253,7 @@ LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
     ],
 )
 def test_what_transformers_4_looks_for_is_there_too(now, older):
-    written = hf_settings(now, None, (), None).config
+    written = hf_settings(now, None, (), None)[0]["config.json"]
     assert {key: value for key, value in written.items() if not key.endswith("_token_id")} == {**now, **older}
 
 

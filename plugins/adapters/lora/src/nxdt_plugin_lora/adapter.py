@@ -229,11 +229,11 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
     if manifest.facts.base and manifest.facts.base != base_digest(model, ranks):
         raise AdapterOfAnotherBase(where=where, base="this run")
     weights = without_base(model, model.state_dict())
-    unmatched = checkpoint.load_model_into(
+    missing, _ = checkpoint.load_model_into(
         storage, manifest, weights, ranks=ranks, replicas=model.replicas, strict=manifest.facts.without_base
     )
-    if unmatched.missing:
-        raise WeightsDoNotFit(missing=unmatched.missing, extra=[], shapes=[])
+    if missing:
+        raise WeightsDoNotFit(missing=missing, extra=[], shapes=[])
     model.load_state_dict(weights, strict=False)
 
 

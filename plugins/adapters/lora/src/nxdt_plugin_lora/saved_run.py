@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,7 @@ import torch
 from nxdt_core import checkpoint
 from nxdt_core.checkpoint import Manifest, SavePlan, Signer, TrustedKeys, save
 from nxdt_core.checkpoint.collective import on_first_rank, rank_of
-from nxdt_core.checkpoint.format.digested_files import AttemptWriter
 from nxdt_core.checkpoint.format.hf_source import HFSource
-from nxdt_core.checkpoint.format.shards import write_listed
-from nxdt_core.checkpoint.format.tensor_index import TensorPart
 from nxdt_core.checkpoint.write.save import Planner
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.models import HFNotWritable
@@ -33,7 +29,7 @@ from nxdt_core.system.regular_files import make_directory, replace_text
 from nxdt_core.train import build
 from nxdt_core.train.state import TrainState
 from nxdt_core.train.weights.export import tokenizer_files
-from nxdt_core.train.weights.importing import check_empty, write_counters
+from nxdt_core.train.weights.importing import check_empty, encode_counters
 from nxdt_core.train.weights.loading import base_weights
 from nxdt_core.train.weights.saved_config import SavedRun, base_step, locate, named_config, saved_run
 from nxdt_plugin_lora.adaptation import adapt, tables_of
@@ -191,7 +187,8 @@ def merge_lora(
             weights.check(frozen, facts.base, where=saved.uri)
         return listing
 
-    def read(names: Sequence[str]) -> Iterator[torch.Tensor]:
+    def read(keys: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
+        names = [name for _, name in keys]
         frozen = weights.values([name for name in names if name not in saved.trained])
         needed = {name: [name] * (name in saved.trained) + [*updated.get(name, {}).values()] for name in names}
         trained = saved.read([part for parts in needed.values() for part in parts])
@@ -203,24 +200,12 @@ def merge_lora(
                 weight = merged_weight(weight, update, scaling, table=name in tables)
             yield weight.to(getattr(torch, listing["model", name].dtype))
 
-    def write(writer: AttemptWriter, mine: AbstractSet[TensorKey]) -> Mapping[TensorKey, TensorPart]:
-        written = write_listed(
-            writer,
-            "model",
-            {name: info for (_, name), info in listing.items() if ("model", name) in mine},
-            read,
-            rank=rank,
-        )
-        if rank == 0:
-            train = TrainState(
-                step=saved.manifest.step,
-                consumed_samples=facts.consumed_samples,
-                consumed_tokens=facts.consumed_tokens,
-                updates=facts.updates,
-            )
-            write_counters(writer, train)
-        return {("model", name): part for name, part in written.items()}
-
+    train = TrainState(
+        step=saved.manifest.step,
+        consumed_samples=facts.consumed_samples,
+        consumed_tokens=facts.consumed_tokens,
+        updates=facts.updates,
+    )
     plan = SavePlan(
         step=saved.manifest.step,
         facts=replace(
@@ -233,7 +218,8 @@ def merge_lora(
             elements=sum(info.region.elements for info in listing.values()),
         ),
         assignment=Planner(ranks).plan(prepare, where=uri),
-        write=write,
+        read=read,
+        state=encode_counters(train) if rank == 0 else None,
     )
     size_bytes = save(target, plan, ranks=ranks, signer=signer).size_bytes
     return Merged(source=saved.uri, target=uri, step=plan.step, merged=len(updated), size_bytes=size_bytes)

@@ -38,14 +38,10 @@ _STATE = re.compile(r": \((0x[0-9a-f]+)\)", re.IGNORECASE)
 
 
 class HsmState(IntFlag):
-    """State of a file's copy in Lustre, ``enum hsm_states`` of llapi_hsm_state_get(3)."""
+    """State of a file's copy in Lustre: what is used here of ``enum hsm_states`` of llapi_hsm_state_get(3)."""
 
-    EXISTS = 0x01
     DIRTY = 0x02
-    RELEASED = 0x04
     ARCHIVED = 0x08
-    NORELEASE = 0x10
-    NOARCHIVE = 0x20
     LOST = 0x40
 
 

@@ -267,9 +267,6 @@ def _reason(error: Exception) -> str:
     return (redacted(error).strip() or type(error).__name__).rstrip(".")
 
 
-_BYTES = {"crc32": 4, "crc32c": 4, "crc64nvme": 8}
-
-
 @dataclass(frozen=True, slots=True)
 class Checksum:
     """One algorithm; all of them give the GIL up, or take half a millisecond for 16 MiB."""
@@ -277,11 +274,10 @@ class Checksum:
     algorithm: str
     """Name of the algorithm in S3, such as ``CRC32C``."""
     compute: Callable[[bytes | memoryview], int]
-    size_bytes: int
 
     def arguments(self, data: bytes | memoryview) -> dict[str, str]:
         """Return what a request that carries ``data`` says of it."""
-        digest = self.compute(data).to_bytes(self.size_bytes, "big")
+        digest = self.compute(data).to_bytes(8 if self.algorithm == "CRC64NVME" else 4, "big")
         return {f"Checksum{self.algorithm}": base64.b64encode(digest).decode()}
 
 
@@ -298,9 +294,9 @@ def choose(name: str) -> Checksum:
             raise
         crt = None
     if crt is None:
-        return Checksum("CRC32", zlib.crc32, _BYTES["crc32"])
+        return Checksum("CRC32", zlib.crc32)
     algorithm = "crc32c" if name == "auto" else name
-    return Checksum(algorithm.upper(), getattr(crt, algorithm), _BYTES[algorithm])
+    return Checksum(algorithm.upper(), getattr(crt, algorithm))
 
 
 T = TypeVar("T")
