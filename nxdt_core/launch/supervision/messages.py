@@ -23,7 +23,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rank cannot continue; it waits for :class:`Down`."""
+    """A rank cannot continue; it waits for :class:`End`."""
 
     rank: int
     host: str
@@ -52,20 +52,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Down:
-    """The supervisor ends everybody."""
-
-    status: int
-    cause: str
-    """Cause of the failure in a few words: who failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """All ranks are done."""
+    """The run is over: all ranks are done, or the supervisor ends them."""
 
     status: int
     """Exit status of a rank's process."""
+    cause: str = ""
+    """Cause of the failure in a few words: who failed; empty where all ranks are done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,10 +108,10 @@ class Dumped:
     """Empty where it could not."""
 
 
-Message = Hello | Failure | Done | Stop | Down | End | Beat | BeatReceived | Dump | Dumped
+Message = Hello | Failure | Done | Stop | End | Beat | BeatReceived | Dump | Dumped
 
 _CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Failure, Done, Stop, Down, End, Beat, BeatReceived, Dump, Dumped)
+    kind.__name__: kind for kind in (Hello, Failure, Done, Stop, End, Beat, BeatReceived, Dump, Dumped)
 }
 
 
