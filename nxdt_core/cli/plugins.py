@@ -17,7 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
 
+from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.cli.terminal import print_facts, print_table, shade
 from nxdt_core.cli.verb import (
     SuggestingGroup,
@@ -48,7 +51,6 @@ _TIMEOUT_S = 60
 _AT_ONCE = 4
 
 
-_ENTRY_POINTS = "nxdt.plugins"
 _SLOWEST = 20
 """Rows of the table."""
 _LOCK = "nxdt-plugins.lock"
@@ -344,8 +346,6 @@ def outdated(ctx: click.Context, names: tuple[str, ...], json_output: bool) -> N
     distribution that the index does not have, or that pip cannot ask it for, is not found. NAME is a plugin or
     distribution; all by default.
     """
-    from packaging.version import Version
-
     if find_spec("pip") is None:
         raise PipMissing(python=sys.executable)
     chosen = [plugin for plugin in Kernel.start().plugins if plugin.dist != LOCAL]
@@ -406,31 +406,23 @@ def stale_metadata(plugin: PluginInfo) -> str:
         return f"it is installed from {source}, which does not exist"
     try:
         project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError):
+        required = {Requirement(line) for line in project.get("dependencies", ())}
+        installed = {Requirement(line) for line in dist.requires or () if "extra ==" not in line}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, InvalidRequirement):
         return ""
     different = []
-    if {entry.name: entry.value for entry in dist.entry_points if entry.group == _ENTRY_POINTS} != project.get(
+    if {entry.name: entry.value for entry in dist.entry_points if entry.group == ENTRY_POINT_GROUP} != project.get(
         "entry-points", {}
-    ).get(_ENTRY_POINTS, {}):
+    ).get(ENTRY_POINT_GROUP, {}):
         different.append("entry points")
     if project.get("version") not in (None, dist.version):
         different.append("version")
-    requirements = {_compact(line) for line in dist.requires or () if "extra ==" not in line}
-    if "dependencies" in project and {_compact(line) for line in project["dependencies"]} != requirements:
+    if "dependencies" in project and required != installed:
         different.append("requirements")
     if not different:
         return ""
     older = f"its installed metadata are older than {source / 'pyproject.toml'}: other {' and '.join(different)}"
     return f"{older}; run 'pip install -e {source}' again"
-
-
-def _compact(requirement: str) -> str:
-    """A requirement in one spelling, as far as builders change it: order of the bounds, spaces and quotes."""
-    bounds, mark, marker = requirement.replace("'", '"').partition(";")
-    name = bounds.replace(" ", "").lower().replace("_", "-")
-    start = next((place for place, letter in enumerate(name) if letter in "<>=!~"), len(name))
-    parts = sorted(name[start:].strip("()").split(","))
-    return name[:start].rstrip("(") + ",".join(parts) + mark + marker.replace(" ", "")
 
 
 def _called(name: str, plugins: Sequence[PluginInfo]) -> list[PluginInfo]:
