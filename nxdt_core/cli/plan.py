@@ -261,19 +261,12 @@ def print_ranking(search: Search) -> None:
     best, as_configured = search.ranked[0], search.as_configured
     rows = [_row(str(place), layout.plan) for place, layout in enumerate(search.ranked[:_SHOWN], start=1)]
     rows.append(_row("given", as_configured))
-    unused = {
-        title
-        for column, title in enumerate(_TITLES)
-        if title in ("CP", "EP") and all(row[column] == "1" for row in rows)
-    }
-    columns = [column for column, title in enumerate(_TITLES) if title not in unused]
-    titles = [_TITLES[column] for column in columns]
-    print_table(
-        titles,
-        [[row[column] for column in columns] for row in rows],
-        right=[title for title in titles if title not in ("", "RECOMPUTES")],
-        optional=("TOKENS/S", "DP"),
-    )
+    columns = dict(zip(_TITLES, zip(*rows, strict=True), strict=True))
+    for title in ("CP", "EP"):
+        if set(columns[title]) == {"1"}:
+            del columns[title]
+    right = [title for title in columns if title not in ("", "RECOMPUTES")]
+    print_table([*columns], [*zip(*columns.values(), strict=True)], right=right, optional=("TOKENS/S", "DP"))
     click.echo()
     device = f"{as_configured.product}, {human_size(as_configured.memory_bytes or 0)} each"
     click.echo(

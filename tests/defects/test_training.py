@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins import POLICIES
+from nxdt_core.builtins import nxdt_precisions
 from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.config import load
 from nxdt_core.errors.configuration import ConfigError
@@ -23,7 +23,7 @@ from nxdt_core.train.step import initialize_parallel_model, initialize_parallel_
 LR, DECAY = 0.5, 0.25
 ROWS, SEQ = 4, 32
 STRATEGY = "distributed_strategy."
-PRECISIONS = [name for record in POLICIES for name in (record.name, *record.aliases)]
+PRECISIONS = [name for record in nxdt_precisions() for name in (record.name, *record.aliases)]
 SMALL = ("trainer.accelerator=cpu", f"data.seq_length={SEQ}", "data.micro_batch_size=1")
 
 
@@ -89,7 +89,7 @@ def test_an_unknown_precision_is_answered_with_names_that_load():
         load("recipe:llama-tiny", ["precision.type=bf17"])
     (problem,) = caught.value.problems
     offered = set(re.findall(r"\w+", str(problem))) & set(PRECISIONS)
-    assert offered >= {record.name for record in POLICIES}
+    assert offered >= {record.name for record in nxdt_precisions()}
     for name in offered:
         load("recipe:llama-tiny", [f"precision.type={name}"])
 

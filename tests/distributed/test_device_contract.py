@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.device_contract import DeviceContract
 
-from nxdt_core.builtins import DEVICE_PROFILES
+from nxdt_core.builtins import nxdt_devices
 from nxdt_core.kernel.discovery import import_reference
 
-for _record in DEVICE_PROFILES:
+for _record in nxdt_devices():
 
     class _Builtin(DeviceContract):
         name, target = _record.name, _record.target

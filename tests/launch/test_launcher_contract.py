@@ -7,10 +7,10 @@ from typing import ClassVar
 import pytest
 from nxdt_testing.launcher_contract import LauncherContract
 
-from nxdt_core.builtins import LAUNCHERS
+from nxdt_core.builtins import nxdt_launchers
 from nxdt_core.kernel.discovery import import_reference
 
-RECORDS = {record.name: record for record in LAUNCHERS}
+RECORDS = {record.name: record for record in nxdt_launchers()}
 
 
 def mpi(rank):

@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.optimizer_contract import OptimizerContract
 
-from nxdt_core.builtins import OPTIMIZERS
+from nxdt_core.builtins import nxdt_optimizers
 from nxdt_core.kernel.discovery import import_reference
 from tests.sampling import takes_all
 
-BY_NAME = {record.name: record for record in OPTIMIZERS}
+BY_NAME = {record.name: record for record in nxdt_optimizers()}
 
 
 class TestBuiltin(OptimizerContract):

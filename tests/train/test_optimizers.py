@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from nxdt_core.builtins import OPTIMIZERS
+from nxdt_core.builtins import nxdt_optimizers
 from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.parameters import parameter_groups
@@ -22,7 +22,7 @@ from nxdt_core.train.optimizers.whole_parameters import Muon, Novograd, orthogon
 
 STEPS = 6
 SHAPES = {"matrix": (6, 10), "tall": (9, 4), "vector": (7,), "stack": (3, 5, 4), "row": (1, 8)}
-RECORDS = {record.name: record for record in OPTIMIZERS}
+RECORDS = {record.name: record for record in nxdt_optimizers()}
 
 
 def weights(dtype=torch.float64, names=tuple(SHAPES)):

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 from nxdt_testing.precision_contract import PrecisionContract
 
-from nxdt_core.builtins import POLICIES
+from nxdt_core.builtins import nxdt_precisions
 from nxdt_core.kernel.discovery import import_reference
 from nxdt_core.train.precision import BF16SRConfig, ManualConfig
 
-RECORDS = {record.name: record for record in POLICIES}
+RECORDS = {record.name: record for record in nxdt_precisions()}
 
 
 SLOW = pytest.mark.slow

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from nxdt_testing.schedule_contract import ScheduleContract
 
-from nxdt_core.builtins import SCHEDULES
+from nxdt_core.builtins import nxdt_schedules
 from nxdt_core.config.section import REQUIRED, keys_of
 from nxdt_core.kernel.discovery import import_reference
 
@@ -13,7 +13,7 @@ from nxdt_core.kernel.discovery import import_reference
 class TestBuiltin(ScheduleContract):
     """Each with its defaults, and with a warm-up of ten steps where it has one."""
 
-    @pytest.fixture(params=SCHEDULES, ids=lambda record: record.name)
+    @pytest.fixture(params=nxdt_schedules(), ids=lambda record: record.name)
     def record(self, request):
         return request.param
 

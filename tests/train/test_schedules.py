@@ -8,7 +8,7 @@ import pytest
 import torch
 from nxdt_testing.errors import raises
 
-from nxdt_core.builtins import SCHEDULES
+from nxdt_core.builtins import nxdt_schedules
 from nxdt_core.errors.training import ScheduleHasNoEnd
 from nxdt_core.protocols.schedule import ScheduleHorizon
 from nxdt_core.train import schedules
@@ -133,7 +133,7 @@ def test_a_curve_equals_its_closed_form_at_every_step(name):
 
 
 def test_every_curve_has_a_closed_form_here():
-    assert {record.name for record in SCHEDULES} == {name.partition(",")[0] for name in CLOSED_FORMS}
+    assert {record.name for record in nxdt_schedules()} == {name.partition(",")[0] for name in CLOSED_FORMS}
 
 
 TORCH = torch.optim.lr_scheduler
@@ -189,7 +189,7 @@ ENDING = ("LinearAnnealingWithWarmUp", "CosineAnnealing", "PolynomialDecayAnneal
 
 @pytest.mark.parametrize("name", ENDING)
 def test_a_decay_without_an_end_is_refused(name):
-    record = next(record for record in SCHEDULES if record.name == name)
+    record = next(record for record in nxdt_schedules() if record.name == name)
     factory = getattr(schedules, record.target.rpartition(":")[2])
     section = getattr(schedules, record.config.rpartition(":")[2])
     with raises(ScheduleHasNoEnd, match=f"{name}(.|\n)*max_steps"):

@@ -61,6 +61,7 @@ def size(value: str) -> int:
 @click.pass_context
 def export(
     ctx: click.Context,
+    /,
     source: str,
     target: str,
     format_: str,
@@ -124,7 +125,7 @@ def export(
 @as_json
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
-def import_(ctx: click.Context, source: str, target: str, json_output: bool, **options: Any) -> None:
+def import_(ctx: click.Context, /, source: str, target: str, json_output: bool, **options: Any) -> None:
     """Make a checkpoint of a model that another program has saved, such as a Hugging Face directory.
 
     SRC is a directory, or hf:owner/name of the Hugging Face hub. DST is what checkpoint.uri says: a directory, or an

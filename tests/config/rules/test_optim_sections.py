@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.builtins import OPTIMIZERS, SCHEDULES
+from nxdt_core.builtins import nxdt_optimizers, nxdt_schedules
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.protocols.schedule import ScheduleHorizon
 
@@ -32,10 +32,10 @@ def test_curves_of_nxd_training_have_their_names(load, good, name):
     assert name in (record.name, *record.aliases)
 
 
-@pytest.mark.parametrize("record", [*OPTIMIZERS, *SCHEDULES], ids=lambda record: record.name)
+@pytest.mark.parametrize("record", [*nxdt_optimizers(), *nxdt_schedules()], ids=lambda record: record.name)
 def test_targets_and_sections_exist(load, good, record):
-    key = "model.optim" if record in OPTIMIZERS else "model.optim.sched"
-    slot = "optimizer" if record in OPTIMIZERS else "schedule"
+    key = "model.optim" if record in nxdt_optimizers() else "model.optim.sched"
+    slot = "optimizer" if record in nxdt_optimizers() else "schedule"
     extra = [f"{key}.{REQUIRED[record.name].replace(': ', '=')}"] if record.name in REQUIRED else []
     selected = load(good, f"{key}.name={record.name}", *extra).selected(slot)
     assert callable(selected.component.load_target())
@@ -69,7 +69,7 @@ def test_a_value_that_cannot_work_is_named(report, good, overrides, key):
     assert row.split(": ")[1].startswith(key.partition("[")[0])
 
 
-@pytest.mark.parametrize("record", SCHEDULES, ids=lambda record: record.name)
+@pytest.mark.parametrize("record", nxdt_schedules(), ids=lambda record: record.name)
 def test_a_curve_longer_than_the_run_is_told(load, good, record):
     told = (
         "model.optim.sched.max_steps: the schedule ends at step 101, but the run ends earlier: trainer.max_steps is 100"
@@ -86,7 +86,9 @@ def test_a_curve_longer_than_the_run_is_told(load, good, record):
     assert not [note for note in notes(100) if "max_steps" in note]
 
 
-@pytest.mark.parametrize("record", [each for each in SCHEDULES if each.name not in ENDLESS], ids=lambda each: each.name)
+@pytest.mark.parametrize(
+    "record", [each for each in nxdt_schedules() if each.name not in ENDLESS], ids=lambda each: each.name
+)
 def test_a_schedule_shorter_than_the_run_is_noted_with_the_rate_that_remains(load, good, record):
     extra = f", {REQUIRED[record.name]}" if record.name in REQUIRED else ""
     config = load(good, f"model.optim.sched={{name: {record.name}, max_steps: 60, min_lr: 1e-4{extra}}}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from nxdt_core.builtins import POLICIES
+from nxdt_core.builtins import nxdt_precisions
 from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.train import build
 
@@ -22,7 +22,7 @@ def test_every_precision_that_nxd_training_names_is_one(load, good, name):
     assert policy(load, good, f"type: {name}").name == name.replace("n_SR", "nSR")
 
 
-@pytest.mark.parametrize("name", [record.name for record in POLICIES])
+@pytest.mark.parametrize("name", [record.name for record in nxdt_precisions()])
 def test_what_a_name_says_of_masters_and_rounding_holds(load, good, name):
     found = policy(load, good, f"type: {name}")
     assert found.name == name

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.builtins import OPTIMIZERS
+from nxdt_core.builtins import nxdt_optimizers
 from nxdt_core.config import load
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
@@ -29,7 +29,7 @@ FURTHER = {
     "novograd": {"grad_averaging": True},
 }
 """Keys that give an optimizer all the state that it can have."""
-NAMES = tuple(record.name for record in OPTIMIZERS)
+NAMES = tuple(record.name for record in nxdt_optimizers())
 
 STRATEGY = "distributed_strategy."
 TP2 = f"{STRATEGY}tensor_model_parallel_size=2"
