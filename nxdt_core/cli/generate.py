@@ -16,7 +16,10 @@ import click
 
 from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
 from nxdt_core.cli.verb import as_json, print_json, say, verb
+from nxdt_core.data.files.records import UnusedFields, describe_unused
 from nxdt_core.engine.compile_cache import check_torch_folder
+from nxdt_core.errors.data import NothingToJudge
+from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.evaluation import TaskSuite
 from nxdt_core.system.visible_text import visible
 
@@ -270,11 +273,7 @@ def evaluate(
     The most likely answer is compared: share of exact matches, and what plugins measure, such as ROUGE. Tasks are those
     of an installed suite, such as lm-evaluation-harness (nxdt-plugin-evaluate).
     """
-    from nxdt_core.data.files.records import UnusedFields, describe_unused
-    from nxdt_core.errors.data import NothingToJudge
-
     check_torch_folder()
-    from nxdt_core.kernel import Kernel
     from nxdt_core.train.generate import evaluate as ask
     from nxdt_core.train.generate import load_model, metrics, questions, scores
     from nxdt_core.train.sampling import Sampling

@@ -12,6 +12,7 @@ import click
 
 from nxdt_core.cli.terminal import human_size, percent, print_facts, print_table, print_wrapped
 from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, verb
+from nxdt_core.config import load
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors.launch import TwoMemorySizes
 
@@ -94,8 +95,6 @@ def plan(
     more recomputation. It prints the fastest that leave a tenth of the memory free, and the keys that select the
     first. It takes minutes for large models.
     """
-    from nxdt_core.config import load
-
     if device is not None and memory_gib is not None:
         raise TwoMemorySizes()
     if efficiency is not None and device is None:

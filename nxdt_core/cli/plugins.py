@@ -14,7 +14,6 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
 from packaging.requirements import InvalidRequirement, Requirement
@@ -33,24 +32,21 @@ from nxdt_core.cli.verb import (
     print_note,
     say,
 )
+from nxdt_core.config import load
+from nxdt_core.config.load import start_kernel_of
 from nxdt_core.config.show import hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import KitsMissing, PipMissing, UnknownPlugin
-from nxdt_core.kernel import Kernel, PluginPolicy
+from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
 from nxdt_core.kernel.hooks import traced_hooks
 from nxdt_core.kernel.hookspecs import HOOKS
 from nxdt_core.kernel.lock import editable_source, write_lock
-from nxdt_core.kernel.plugin import LOCAL, advise, diagnose, names, plugin_hints, plugin_notes
+from nxdt_core.kernel.plugin import LOCAL, PluginInfo, advise, diagnose, names, plugin_hints, plugin_notes
+from nxdt_core.scaffold.repository import write_repository
 from nxdt_core.system.visible_text import visible
-
-if TYPE_CHECKING:
-    from nxdt_core.kernel import RegisteredComponent
-    from nxdt_core.kernel.plugin import PluginInfo
 
 _TIMEOUT_S = 60
 _AT_ONCE = 4
-
-
 _SLOWEST = 20
 """Rows of the table."""
 _LOCK = "nxdt-plugins.lock"
@@ -123,8 +119,6 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
     distributions that require no range of nxdt-core; and editable installations whose metadata are older than their
     pyproject.toml. The table shows how long each entry module takes.
     """
-    from nxdt_core.config.load import start_kernel_of
-
     kernel = Kernel.start() if source is None else start_kernel_of(source, overrides)
     unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]
     problems = [*map(hide_secrets, (*complaints(kernel.plugins), *unused))]
@@ -191,8 +185,6 @@ def new(kind: str, name: str, directory: Path | None, plain: bool) -> None:
     has the component, its configuration, tests by the conformance kit, a CI file and a README; that of a model has a
     recipe, too.
     """
-    from nxdt_core.scaffold.repository import write_repository
-
     target = Path(name) if directory is None else directory
     for path in write_repository(kind, name, target, plain=plain):
         say(str(target / path))
@@ -307,8 +299,6 @@ def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
 
     A second table shows the keys whose default came from a plugin. Nothing is trained.
     """
-    from nxdt_core.config import load
-
     with traced_hooks() as calls:
         config = load(source, overrides)
     values = {key: config.tree.as_displayed(key) for key, origin in config.origins.items() if origin.kind == "plugin"}

@@ -12,6 +12,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, print_report, trusted_keys
 from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import as_json, verb
+from nxdt_core.config import hub
 
 if TYPE_CHECKING:
     from nxdt_core.train.weights.export import Exported
@@ -82,7 +83,6 @@ def export(
     --push makes the repository where there is none, and takes the token from HF_TOKEN. A run starts from it with
     checkpoint.resume_from=hf:OWNER/NAME.
     """
-    from nxdt_core.config import hub
     from nxdt_core.train.weights.export import export_gguf, export_hf
 
     if push is not None and (format_ == "gguf" or "://" in target):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FailureKind = Literal["mistake", "bug", "interrupt", "death"]
 """``mistake``: an ``NxdtError``; ``death``: noted by the supervisor for a connection that ended without a report."""
@@ -110,9 +110,7 @@ class Dumped:
 
 Message = Hello | Failure | Done | Stop | End | Beat | BeatReceived | Dump | Dumped
 
-_CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Failure, Done, Stop, End, Beat, BeatReceived, Dump, Dumped)
-}
+_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:
