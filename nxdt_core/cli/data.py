@@ -13,14 +13,12 @@ import click
 
 from nxdt_core.cli.terminal import percent, print_facts, print_table
 from nxdt_core.cli.verb import (
-    LazyCommand,
     SuggestingGroup,
     as_json,
     attributes,
     config_arguments,
     print_json,
     print_note,
-    verb,
 )
 from nxdt_core.system.visible_text import visible
 
@@ -29,10 +27,6 @@ if TYPE_CHECKING:
     from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
 
 
-VERBS = {
-    "preview": LazyCommand("nxdt_core.cli.data:preview", "Show what a run would train on, token by token."),
-}
-"""The verbs, in the order of the help text."""
 _BAD = 20
 """Bad records that are listed."""
 _TURNS = 8
@@ -41,18 +35,21 @@ _TURNS = 8
 
 @click.group(
     cls=SuggestingGroup,
-    lazy=VERBS,
     examples=("nxdt data preview recipe:llama-tiny", "nxdt data preview my_run.yaml -n 1 --ids"),
 )
 def data() -> None:
     """Preview and prepare training data."""
 
 
-@verb(
-    "nxdt data preview recipe:llama-tiny",
-    "nxdt data preview my_run.yaml -n 1 --ids",
-    "nxdt data preview my_run.yaml data.train_turns=last --split validation",
-    "nxdt data preview my_run.yaml --all --json",
+@data.command(
+    "preview",
+    short_help="Show what a run would train on, token by token.",
+    examples=(
+        "nxdt data preview recipe:llama-tiny",
+        "nxdt data preview my_run.yaml -n 1 --ids",
+        "nxdt data preview my_run.yaml data.train_turns=last --split validation",
+        "nxdt data preview my_run.yaml --all --json",
+    ),
 )
 @config_arguments
 @click.option(

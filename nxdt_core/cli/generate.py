@@ -16,7 +16,10 @@ import click
 
 from nxdt_core.cli.checkpoint.store import named_config, trusted_keys
 from nxdt_core.cli.verb import as_json, print_json, say, verb
+from nxdt_core.data.files.records import UnusedFields, describe_unused
 from nxdt_core.engine.compile_cache import check_torch_folder
+from nxdt_core.errors.data import NothingToJudge
+from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.evaluation import TaskSuite
 from nxdt_core.system.visible_text import visible
 
@@ -248,7 +251,7 @@ def _lines() -> Iterator[str]:
 @click.option("--base", metavar="URI", help="Weights below an adapter, if they have moved since its run.")
 @named_config
 @trusted_keys
-@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+@as_json
 def evaluate(
     checkpoint: str,
     files: tuple[str, ...],
@@ -259,11 +262,8 @@ def evaluate(
     max_new_tokens: int,
     batch_size: int,
     show: int,
-    window: int | None,
-    base: str | None,
-    config: str | None,
-    trusted: tuple[str, ...],
-    as_json: bool,
+    json_output: bool,
+    **options: Any,
 ) -> None:
     """Evaluate the model of CHECKPOINT on the records of FILES and on tasks.
 
@@ -273,11 +273,7 @@ def evaluate(
     The most likely answer is compared: share of exact matches, and what plugins measure, such as ROUGE. Tasks are those
     of an installed suite, such as lm-evaluation-harness (nxdt-plugin-evaluate).
     """
-    from nxdt_core.data.files.records import UnusedFields, describe_unused
-    from nxdt_core.errors.data import NothingToJudge
-
     check_torch_folder()
-    from nxdt_core.kernel import Kernel
     from nxdt_core.train.generate import evaluate as ask
     from nxdt_core.train.generate import load_model, metrics, questions, scores
     from nxdt_core.train.sampling import Sampling
@@ -294,7 +290,7 @@ def evaluate(
             component = kernel.registry.get("task", suite or "lm-eval")
         chosen = component.load_class(TaskSuite)(tasks, task_path)
     measures = metrics(kernel) if files else []
-    loaded = load_model(checkpoint, base=base, config=config, trusted=trusted, window=window)
+    loaded = load_model(checkpoint, **options)
     results: dict[str, Any] = {"step": loaded.step}
     if files:
         unused = UnusedFields(loaded.chat_keys.unused_fields)
@@ -303,13 +299,13 @@ def evaluate(
         for answer in ask(loaded, asked, Sampling(max_new_tokens=max_new_tokens), batch=batch_size):
             question = asked[len(answers)]
             answers.append(answer)
-            if len(answers) <= show and not as_json:
+            if len(answers) <= show and not json_output:
                 say(f"{question.place}\n  wanted: {question.wanted}\n  given:  {answer}")
         wanted = [question.wanted for question in asked]
         results |= {"records": len(answers), "unused": unused.counts, **scores(wanted, answers, measures)}
     if chosen is not None:
         results["tasks"] = chosen.run(loaded, limit=limit)
-    if as_json:
+    if json_output:
         say(json.dumps(results))
         return
     values = {name: value for name, value in results.items() if not isinstance(value, dict)}

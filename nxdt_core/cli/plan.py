@@ -12,6 +12,7 @@ import click
 
 from nxdt_core.cli.terminal import human_size, percent, print_facts, print_table, print_wrapped
 from nxdt_core.cli.verb import as_json, config_arguments, print_json, print_note, verb
+from nxdt_core.config import load
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors.launch import TwoMemorySizes
 
@@ -94,8 +95,6 @@ def plan(
     more recomputation. It prints the fastest that leave a tenth of the memory free, and the keys that select the
     first. It takes minutes for large models.
     """
-    from nxdt_core.config import load
-
     if device is not None and memory_gib is not None:
         raise TwoMemorySizes()
     if efficiency is not None and device is None:
@@ -261,19 +260,12 @@ def print_ranking(search: Search) -> None:
     best, as_configured = search.ranked[0], search.as_configured
     rows = [_row(str(place), layout.plan) for place, layout in enumerate(search.ranked[:_SHOWN], start=1)]
     rows.append(_row("given", as_configured))
-    unused = {
-        title
-        for column, title in enumerate(_TITLES)
-        if title in ("CP", "EP") and all(row[column] == "1" for row in rows)
-    }
-    columns = [column for column, title in enumerate(_TITLES) if title not in unused]
-    titles = [_TITLES[column] for column in columns]
-    print_table(
-        titles,
-        [[row[column] for column in columns] for row in rows],
-        right=[title for title in titles if title not in ("", "RECOMPUTES")],
-        optional=("TOKENS/S", "DP"),
-    )
+    columns = dict(zip(_TITLES, zip(*rows, strict=True), strict=True))
+    for title in ("CP", "EP"):
+        if set(columns[title]) == {"1"}:
+            del columns[title]
+    right = [title for title in columns if title not in ("", "RECOMPUTES")]
+    print_table([*columns], [*zip(*columns.values(), strict=True)], right=right, optional=("TOKENS/S", "DP"))
     click.echo()
     device = f"{as_configured.product}, {human_size(as_configured.memory_bytes or 0)} each"
     click.echo(

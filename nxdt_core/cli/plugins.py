@@ -14,10 +14,12 @@ from importlib.metadata import distributions
 from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import click
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.version import Version
 
+from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.cli.terminal import print_facts, print_table, shade
 from nxdt_core.cli.verb import (
     SuggestingGroup,
@@ -30,24 +32,20 @@ from nxdt_core.cli.verb import (
     print_note,
     say,
 )
+from nxdt_core.config import load
+from nxdt_core.config.load import start_kernel_of
 from nxdt_core.config.show import hide_secrets
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.plugins import KitsMissing, PipMissing, UnknownPlugin
-from nxdt_core.kernel import Kernel, PluginPolicy
+from nxdt_core.kernel import Kernel, PluginPolicy, RegisteredComponent
 from nxdt_core.kernel.hookspecs import HOOKS
 from nxdt_core.kernel.lock import editable_source, write_lock
-from nxdt_core.kernel.plugin import LOCAL, advise, diagnose, names, plugin_notes
+from nxdt_core.kernel.plugin import LOCAL, PluginInfo, advise, diagnose, names, plugin_notes
+from nxdt_core.scaffold.repository import write_repository
 from nxdt_core.system.visible_text import visible
-
-if TYPE_CHECKING:
-    from nxdt_core.kernel import RegisteredComponent
-    from nxdt_core.kernel.plugin import PluginInfo
 
 _TIMEOUT_S = 60
 _AT_ONCE = 4
-
-
-_ENTRY_POINTS = "nxdt.plugins"
 _SLOWEST = 20
 """Rows of the table."""
 _LOCK = "nxdt-plugins.lock"
@@ -121,8 +119,6 @@ def doctor(ctx: click.Context, source: str | None, overrides: tuple[str, ...], j
     distributions that require no range of nxdt-core; and editable installations whose metadata are older than their
     pyproject.toml. The table shows how long each entry module takes.
     """
-    from nxdt_core.config.load import start_kernel_of
-
     kernel = Kernel.start() if source is None else start_kernel_of(source, overrides)
     unused = [f"plugins: no installed plugin is called {entry!r}" for entry in kernel.unmatched_policy()]
     problems = [*map(hide_secrets, (*complaints(kernel.plugins), *unused))]
@@ -189,8 +185,6 @@ def new(kind: str, name: str, directory: Path | None, plain: bool) -> None:
     has the component, its configuration, tests by the conformance kit, a CI file and a README; that of a model has a
     recipe, too.
     """
-    from nxdt_core.scaffold.repository import write_repository
-
     target = Path(name) if directory is None else directory
     for path in write_repository(kind, name, target, plain=plain):
         say(str(target / path))
@@ -304,8 +298,6 @@ def trace(source: str, overrides: tuple[str, ...], json_output: bool) -> None:
 
     A second table shows the keys whose default came from a plugin. Nothing is trained.
     """
-    from nxdt_core.config import load
-
     config = load(source, overrides)
     calls = config.kernel.manager.calls
     values = {key: config.tree.as_displayed(key) for key, origin in config.origins.items() if origin.kind == "plugin"}
@@ -343,8 +335,6 @@ def outdated(ctx: click.Context, names: tuple[str, ...], json_output: bool) -> N
     distribution that the index does not have, or that pip cannot ask it for, is not found. NAME is a plugin or
     distribution; all by default.
     """
-    from packaging.version import Version
-
     if find_spec("pip") is None:
         raise PipMissing(python=sys.executable)
     chosen = [plugin for plugin in Kernel.start().plugins if plugin.dist != LOCAL]
@@ -405,31 +395,23 @@ def stale_metadata(plugin: PluginInfo) -> str:
         return f"it is installed from {source}, which does not exist"
     try:
         project = tomllib.loads((source / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError):
+        required = {Requirement(line) for line in project.get("dependencies", ())}
+        installed = {Requirement(line) for line in dist.requires or () if "extra ==" not in line}
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError, KeyError, InvalidRequirement):
         return ""
     different = []
-    if {entry.name: entry.value for entry in dist.entry_points if entry.group == _ENTRY_POINTS} != project.get(
+    if {entry.name: entry.value for entry in dist.entry_points if entry.group == ENTRY_POINT_GROUP} != project.get(
         "entry-points", {}
-    ).get(_ENTRY_POINTS, {}):
+    ).get(ENTRY_POINT_GROUP, {}):
         different.append("entry points")
     if project.get("version") not in (None, dist.version):
         different.append("version")
-    requirements = {_compact(line) for line in dist.requires or () if "extra ==" not in line}
-    if "dependencies" in project and {_compact(line) for line in project["dependencies"]} != requirements:
+    if "dependencies" in project and required != installed:
         different.append("requirements")
     if not different:
         return ""
     older = f"its installed metadata are older than {source / 'pyproject.toml'}: other {' and '.join(different)}"
     return f"{older}; run 'pip install -e {source}' again"
-
-
-def _compact(requirement: str) -> str:
-    """A requirement in one spelling, as far as builders change it: order of the bounds, spaces and quotes."""
-    bounds, mark, marker = requirement.replace("'", '"').partition(";")
-    name = bounds.replace(" ", "").lower().replace("_", "-")
-    start = next((place for place, letter in enumerate(name) if letter in "<>=!~"), len(name))
-    parts = sorted(name[start:].strip("()").split(","))
-    return name[:start].rstrip("(") + ",".join(parts) + mark + marker.replace(" ", "")
 
 
 def _called(name: str, plugins: Sequence[PluginInfo]) -> list[PluginInfo]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 
-from nxdt_core.cli.report_plot import COLOURS, Content, Markup, document, element, plot, policy
+from nxdt_core.cli.report_plot import COLOURS, POLICY, Content, Markup, document, element, plot
 from nxdt_core.cli.verb import say, verb
 from nxdt_core.errors.training import NotARunDirectory
 from nxdt_core.run.metric_rows import json_object, lines_of, numbers_of, rows_by_step
@@ -58,34 +58,6 @@ _LEFT_OUT = frozenset({"metrics:mfu_palm", "saves:gb_per_s", "saves:slowdown"})
 _OF_SAVES = "metrics:checkpoint_"
 """Columns that ``saves.jsonl`` has, too."""
 _GIB, _MIB = 2**30, 2**20
-_STYLE = """
-:root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#dfe3e8;--card:#f6f8fa;--mark:#fff3c4;
---c0:#0969da;--c1:#bc4c00;--c2:#1a7f37;--c3:#8250df;--c4:#bf3989;--c5:#6e5d00}
-@media (prefers-color-scheme:dark){:root{--bg:#0f1419;--fg:#e6e9ec;--dim:#9aa5b1;--line:#2d343c;--card:#171d24;
---mark:#3d3413;--c0:#58a6ff;--c1:#f0883e;--c2:#3fb950;--c3:#bc8cff;--c4:#f778ba;--c5:#d2b53a}}
-*{box-sizing:border-box}
-body{margin:0 auto;max-width:1200px;padding:16px;background:var(--bg);color:var(--fg);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-h1{font-size:24px;margin:8px 0}h2{font-size:19px;margin:32px 0 8px}h3{font-size:15px;margin:0 0 4px}
-.dim{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0;padding:0;list-style:none}
-.legend span{display:inline-block;width:14px;height:4px;border-radius:2px;margin-right:6px;vertical-align:middle}
-.grid-of-plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:12px}
-figure{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px;min-width:0}
-svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:12px}
-svg .grid{stroke:var(--line)}svg polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
-.wide{overflow-x:auto;border:1px solid var(--line);border-radius:8px}
-table{border-collapse:collapse;width:100%;font-size:14px}
-th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--line);vertical-align:top}
-th{font-weight:600;background:var(--card)}td.key{white-space:nowrap}td{overflow-wrap:anywhere;min-width:90px}
-tr.differs td{background:var(--mark)}code,pre{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}
-pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--card);padding:10px;border-radius:8px;margin:4px 0 12px}
-summary{cursor:pointer;padding:6px 0}.warning{color:var(--c1)}.error,.critical{color:var(--c4)}
-""" + "".join(
-    f"svg .s{n} polyline{{stroke:var(--c{n})}}svg .s{n} circle{{fill:var(--c{n})}}.b{n}{{background:var(--c{n})}}"
-    for n in range(COLOURS)
-)
-POLICY = policy(_STYLE)
-"""Content-Security-Policy of a page."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +73,8 @@ class Run:
     """Configuration as text by key."""
     origins: Mapping[str, str]
     """Origin of each key for which ``config.yaml`` has one."""
-    versions: Mapping[str, str]
-    """Versions by distribution, of the newest checkpoint that can be read."""
-    facts: Mapping[str, str]
-    """Layout and fingerprint of the same checkpoint."""
+    environment: Mapping[str, str]
+    """Layout, fingerprint, and versions by distribution, of the newest checkpoint that can be read."""
     events: tuple[tuple[str, str, str], ...] = ()
     """Time, level and text."""
     generations: tuple[tuple[int, str, str, str], ...] = field(default=())
@@ -130,17 +100,16 @@ def read_run(directory: Path) -> Run:
     values, origins = _read_configuration(_lines(directory / "config.yaml"))
 
     # From the newest manifest below the run's own directory of checkpoints.
-    named: dict[str, str] = {}
-    facts: dict[str, str] = {}
+    environment: dict[str, str] = {}
     for path in reversed(_paths(directory, "checkpoints/step-*/manifest.json")):
         manifest = {} if path.parent.is_symlink() else json_object("\n".join(_lines(path)))
         versions, mesh = manifest.get("versions"), manifest.get("mesh")
         if isinstance(versions, dict) and isinstance(mesh, dict):
-            named = {name: str(version) for name, version in versions.items()}
-            facts = {
+            environment = {
                 "newest checkpoint": f"step {manifest.get('step')}, {manifest.get('created')}",
                 "layout": " ".join(f"{name}={size}" for name, size in mesh.items()),
                 "plugins' fingerprint": str(manifest.get("plugin_fingerprint", "")),
+                **{name: str(version) for name, version in versions.items()},
             }
             break
 
@@ -170,8 +139,7 @@ def read_run(directory: Path) -> Run:
         last_step=max((row["step"] for row in rows["metrics"]), default=None),
         values=values,
         origins=origins,
-        versions=named,
-        facts=facts,
+        environment=environment,
         events=tuple(events),
         generations=tuple(
             (row["step"], str(row.get("prompt", "")), str(row.get("text", "")), _scores(row))
@@ -275,7 +243,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
             try:
                 status, text = 200, page([read_run(run) for run in runs], refresh_s=_REFRESH_S)
             except NotARunDirectory as error:
-                status, text = 503, notice(str(error), refresh_s=_REFRESH_S)
+                status, text = 503, document("No report", element("pre", str(error)), refresh_s=_REFRESH_S)
             policy = f"{POLICY}; frame-ancestors 'none'"
             self.answer(status, "text/html; charset=utf-8", text, Content_Security_Policy=policy)
 
@@ -310,8 +278,8 @@ def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
     content += [element("div", _plots(runs), class_="grid-of-plots"), _configuration(runs)]
 
     content.append(element("h2", "Plugins and environment"))
-    names = list(dict.fromkeys(name for run in runs for name in (*run.facts, *run.versions)))
-    rows = [[name, *({**run.versions, **run.facts}.get(name, "-") for run in runs)] for name in names]
+    names = dict.fromkeys(name for run in runs for name in run.environment)
+    rows = [[name, *(run.environment.get(name, "-") for run in runs)] for name in names]
     titles = ["", *(run.name for run in runs)]
     content.append(_table(titles, rows) if rows else _dim("No checkpoint to read them from."))
 
@@ -326,16 +294,7 @@ def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
         for number, prompt, text, scores in run.generations:
             title = f"{run.name}, step {number}{scores and f': {scores}'}"
             content += [element("h3", title), element("pre", element("b", prompt), text)]
-    return _page(", ".join(run.name for run in runs), *content, refresh_s=refresh_s)
-
-
-def notice(text: str, *, refresh_s: int) -> str:
-    """Return the HTML of a page that explains why there is no report yet; a browser reloads it after ``refresh_s``."""
-    return _page("No report", element("pre", text), refresh_s=refresh_s)
-
-
-def _page(title: str, *content: Content, refresh_s: int | None) -> str:
-    return document(f"{title}: nxdt", element("h1", title), *content, style=_STYLE, refresh_s=refresh_s)
+    return document(", ".join(run.name for run in runs), *content, refresh_s=refresh_s)
 
 
 def _legend(lines: Sequence[tuple[int, str]]) -> Markup:

@@ -1,4 +1,4 @@
-"""Elements of the page of ``nxdt report``: escaped HTML, and plots as SVG."""
+"""Elements of the page of ``nxdt report``: escaped HTML with its style and policy, and plots as SVG."""
 
 from __future__ import annotations
 
@@ -23,6 +23,35 @@ _MOST_POINTS = 500
 _MOST_DECADES = 12
 """Labels of a logarithmic axis."""
 _Point = tuple[int, float]
+_STYLE = """
+:root{color-scheme:light dark;--bg:#fff;--fg:#1b1f24;--dim:#5c6670;--line:#dfe3e8;--card:#f6f8fa;--mark:#fff3c4;
+--c0:#0969da;--c1:#bc4c00;--c2:#1a7f37;--c3:#8250df;--c4:#bf3989;--c5:#6e5d00}
+@media (prefers-color-scheme:dark){:root{--bg:#0f1419;--fg:#e6e9ec;--dim:#9aa5b1;--line:#2d343c;--card:#171d24;
+--mark:#3d3413;--c0:#58a6ff;--c1:#f0883e;--c2:#3fb950;--c3:#bc8cff;--c4:#f778ba;--c5:#d2b53a}}
+*{box-sizing:border-box}
+body{margin:0 auto;max-width:1200px;padding:16px;background:var(--bg);color:var(--fg);
+font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
+h1{font-size:24px;margin:8px 0}h2{font-size:19px;margin:32px 0 8px}h3{font-size:15px;margin:0 0 4px}
+.dim{color:var(--dim)}.legend{display:flex;flex-wrap:wrap;gap:4px 16px;margin:8px 0;padding:0;list-style:none}
+.legend span{display:inline-block;width:14px;height:4px;border-radius:2px;margin-right:6px;vertical-align:middle}
+.grid-of-plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(100%,340px),1fr));gap:12px}
+figure{margin:0;padding:10px;background:var(--card);border:1px solid var(--line);border-radius:8px;min-width:0}
+svg{width:100%;height:auto;display:block}svg text{fill:var(--dim);font-size:12px}
+svg .grid{stroke:var(--line)}svg polyline{fill:none;stroke-width:1.8;stroke-linejoin:round}
+.wide{overflow-x:auto;border:1px solid var(--line);border-radius:8px}
+table{border-collapse:collapse;width:100%;font-size:14px}
+th,td{text-align:left;padding:5px 10px;border-bottom:1px solid var(--line);vertical-align:top}
+th{font-weight:600;background:var(--card)}td.key{white-space:nowrap}td{overflow-wrap:anywhere;min-width:90px}
+tr.differs td{background:var(--mark)}code,pre{font:13px/1.5 ui-monospace,Menlo,Consolas,monospace}
+pre{white-space:pre-wrap;overflow-wrap:anywhere;background:var(--card);padding:10px;border-radius:8px;margin:4px 0 12px}
+summary{cursor:pointer;padding:6px 0}.warning{color:var(--c1)}.error,.critical{color:var(--c4)}
+""" + "".join(
+    f"svg .s{n} polyline{{stroke:var(--c{n})}}svg .s{n} circle{{fill:var(--c{n})}}.b{n}{{background:var(--c{n})}}"
+    for n in range(COLOURS)
+)
+_DIGEST = b64encode(hashlib.sha256(_STYLE.encode()).digest()).decode()
+POLICY = f"default-src 'none'; style-src 'sha256-{_DIGEST}'; base-uri 'none'; form-action 'none'"
+"""Content-Security-Policy of a page: its own style, no scripts, no requests, no forms."""
 
 
 @final
@@ -49,31 +78,25 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
     return Markup(f"<{tag}{written}>" + ("" if tag == "meta" else f"{_inside(content)}</{tag}>"))
 
 
-def document(title: str, *body: Content, style: str, refresh_s: int | None = None) -> str:
+def document(title: str, *content: Content, refresh_s: int | None = None) -> str:
     """Return a whole page, whose policy lets a browser load nothing and run nothing.
 
     Args:
-        title: title of the page.
-        body: markup of the body.
-        style: CSS without ``<``, ``>`` and ``&``, never from data.
+        title: title and heading of the page.
+        content: markup below the heading.
         refresh_s: seconds after which a browser loads the page again; None for never.
     """
     head = element(
         "head",
         element("meta", charset="utf-8"),
-        element("meta", http_equiv="Content-Security-Policy", content=policy(style)),
+        element("meta", http_equiv="Content-Security-Policy", content=POLICY),
         element("meta", name="viewport", content="width=device-width, initial-scale=1"),
         None if refresh_s is None else element("meta", http_equiv="refresh", content=refresh_s),
-        element("title", title),
-        element("style", style),
+        element("title", f"{title}: nxdt"),
+        element("style", _STYLE),
     )
-    return f"<!doctype html>\n{element('html', head, element('body', body), lang='en').html}\n"
-
-
-def policy(style: str) -> str:
-    """Return the Content-Security-Policy of a page: its own style, no scripts, no requests, no forms."""
-    digest = b64encode(hashlib.sha256(style.encode()).digest()).decode()
-    return f"default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'; form-action 'none'"
+    body = element("body", element("h1", title), content)
+    return f"<!doctype html>\n{element('html', head, body, lang='en').html}\n"
 
 
 def _inside(content: Content) -> str:

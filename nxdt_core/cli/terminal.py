@@ -191,25 +191,18 @@ def _longest_word(title: str, cells: Sequence[str]) -> int:
 
 def _fitted(columns: Mapping[str, Sequence[str]]) -> list[int]:
     """Return the widths that fit the terminal: the widest columns get narrower, first down to their longest words."""
-    natural = [_natural(*column) for column in columns.items()]
+    widths = [_natural(*column) for column in columns.items()]
     room = _columns() - len(_GAP) * (len(columns) - 1)
-    if sum(natural) <= room:
-        return natural
+    if sum(widths) <= room:
+        return widths
     words = [_longest_word(*column) for column in columns.items()]
     floors = words if sum(words) <= room else [words[0], *(min(word, _NARROWEST) for word in words[1:])]
     if sum(floors) > room:
         floors[0] = min(words[0], _NARROWEST)
-    cap = max(natural)
-    while cap > 1 and sum(_capped(natural, floors, cap)) > room:
-        cap -= 1
-    widths = _capped(natural, floors, cap)
-    for column, wanted in enumerate(natural):  # what the cap, one number for all, leaves over
-        widths[column] += min(max(room - sum(widths), 0), wanted - widths[column])
+    while sum(widths) > max(room, sum(floors)):
+        _, widest = max((width, column) for column, width in enumerate(widths) if width > floors[column])
+        widths[widest] -= 1
     return widths
-
-
-def _capped(natural: Sequence[int], floors: Sequence[int], cap: int) -> list[int]:
-    return [min(width, max(floor, cap)) for width, floor in zip(natural, floors, strict=True)]
 
 
 def _columns() -> int:

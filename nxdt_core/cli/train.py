@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING
 
 import click
 
+from nxdt_core.cli.config import check_layout, require_set, vocabulary_notes
 from nxdt_core.cli.verb import as_json, config_arguments, discard_output, print_json, print_note, say, verb
+from nxdt_core.config import ResolvedConfig, load
+from nxdt_core.config.sources import environment_notes
+from nxdt_core.distributed.environment import find_place
 from nxdt_core.engine.compile_cache import check_torch_folder
 from nxdt_core.errors import NxdtError
+from nxdt_core.launch.restarts import run_with_restarts
 from nxdt_core.system.progress import PROGRESS, process_age_s
 from nxdt_core.system.visible_text import from_here, visible
 
 if TYPE_CHECKING:
-    from nxdt_core.config import ResolvedConfig
     from nxdt_core.launch.supervision.client import Client
 
 
@@ -58,8 +62,6 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     need the option, and wait for one another. Errors with exit status 2 are not retried. `nxdt launch` writes jobs for
     clusters.
     """
-    from nxdt_core.distributed.environment import find_place
-
     PROGRESS.begin_start(process_age_s())
     PROGRESS.spent("import")
     for name in ("stdout", "stderr"):  # the log files of a run keep all of it
@@ -78,13 +80,9 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     options = ["--json"] if json_output else []
     config = _load(source, overrides, prints=not max_restarts)
     if max_restarts:
-        from nxdt_core.launch.restarts import run_with_restarts
-
         ctx.exit(run_with_restarts(config, max_restarts, ["train", *options]))
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_train(config, json_output=json_output))
-    from nxdt_core.cli.config import check_layout
-
     check_layout(config)
     from nxdt_core.launch.launcher import launch
     from nxdt_core.run.callbacks.monitor import mark_failed
@@ -101,10 +99,6 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
 
 
 def _load(source: str, overrides: tuple[str, ...], *, prints: bool = True, trial: bool = False) -> ResolvedConfig:
-    from nxdt_core.cli.config import require_set, vocabulary_notes
-    from nxdt_core.config import load
-    from nxdt_core.config.sources import environment_notes
-
     config = load(source, overrides)
     notes = [*config.notes]
     if trial:
@@ -182,8 +176,6 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
     The cache is at compiler_cache_url, by default where the compiler has it; `nxdt train` with the same
     configuration reads it. The output says which graphs were new.
     """
-    from nxdt_core.distributed.environment import find_place
-
     place = find_place()
     if place.world_size > 1:
         from nxdt_core.launch.rank import as_rank
@@ -208,8 +200,6 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
         ctx.exit(status if status >= 0 else 128 - status)
     if place.launcher or config.run.trainer.devices * config.run.trainer.num_nodes == 1:
         ctx.exit(_trial(config))
-    from nxdt_core.cli.config import check_layout
-
     check_layout(config)
     from nxdt_core.launch.launcher import launch
 

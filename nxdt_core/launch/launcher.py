@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import partial
 from types import FrameType
 
 from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
@@ -47,35 +46,23 @@ _RETRY_S = 1.0
 _SAME_REQUEST_S = 1.0
 _LAST_RANKS_S = 5.0
 """Seconds that ranks have to end after a run that failed elsewhere."""
-_Ranks = Callable[[], Mapping[int, int]]
-"""Runs this node's ranks, and returns the exit codes of those that failed."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Node:
-    """One machine, or one share of a machine, of a run."""
+def node_from_environment(num_nodes: int, environment: Mapping[str, str] | None = None) -> RankEnvironment:
+    """Return the place of this node's launcher among those of all nodes, where it meets them.
 
-    number: int
-    count: int
-    devices: int
-    """Ranks of each node."""
-    address: str
-    """Address of node 0."""
-    port: int
-    """Port at which the nodes meet; 0 lets the only node choose a free one."""
-
-
-def node_from_environment(devices: int, num_nodes: int, environment: Mapping[str, str] | None = None) -> Node:
-    """Read ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, which several nodes need and a single one does not.
+    It is read from ``NODE_RANK``, ``MASTER_ADDR`` and ``MASTER_PORT``, which several nodes need and a single one does
+    not. Port 0 lets the only node choose a free one.
 
     Raises:
         NodePlaceMissing: there are several nodes, and a variable is not set.
         BadLaunchVariable: a variable holds something else than it should.
     """
     variables = os.environ if environment is None else environment
+    host = socket.gethostname()
     if num_nodes == 1:
         port = read_port(variables, "MASTER_PORT") if variables.get("MASTER_PORT") else 0
-        return Node(number=0, count=1, devices=devices, address=_LOOPBACK, port=port)
+        return RankEnvironment(host=host, master_addr=_LOOPBACK, master_port=port)
     missing = tuple(name for name in ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if not variables.get(name))
     if missing:
         raise NodePlaceMissing(num_nodes=num_nodes, missing=missing)
@@ -84,16 +71,18 @@ def node_from_environment(devices: int, num_nodes: int, environment: Mapping[str
         raise BadLaunchVariable(
             name="NODE_RANK", value=str(number), wanted=f"below trainer.num_nodes, which is {num_nodes}"
         )
-    return Node(
-        number=number,
-        count=num_nodes,
-        devices=devices,
-        address=variables["MASTER_ADDR"],
-        port=read_port(variables, "MASTER_PORT"),
+    return RankEnvironment(
+        rank=number,
+        world_size=num_nodes,
+        host=host,
+        master_addr=variables["MASTER_ADDR"],
+        master_port=read_port(variables, "MASTER_PORT"),
     )
 
 
-def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[str]) -> Mapping[int, int]:
+def run_ranks(
+    config: ResolvedConfig, node: RankEnvironment, port: int, command: Sequence[str], received: list[int]
+) -> Mapping[int, int]:
     """Run the same command on each rank of this node until all have ended.
 
     Args:
@@ -101,6 +90,7 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
         node: this node.
         port: port of the store at which nodes and ranks meet.
         command: verb and options of the command.
+        received: signals that this process got; one that the agent passes on is added.
 
     Returns:
         Exit codes by rank, of ranks that failed or were stopped because others had failed; negative for signals.
@@ -109,16 +99,17 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
     elastic = logging.getLogger("torch.distributed.elastic")
     elastic.addHandler(logging.NullHandler())
     elastic.propagate = False
-    threads = str(max(1, len(cores_of_process()) // node.devices))
+    devices = config.run.trainer.devices
+    threads = str(max(1, len(cores_of_process()) // devices))
     of_ranks = {PARENT_VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     settings = {
-        "min_nodes": node.count,
-        "max_nodes": node.count,
-        "nproc_per_node": node.devices,
+        "min_nodes": node.world_size,
+        "max_nodes": node.world_size,
+        "nproc_per_node": devices,
         "run_id": "nxdt",
         "rdzv_backend": "static",
-        "rdzv_endpoint": f"{node.address}:{port}",
-        "rdzv_configs": {"rank": node.number, "timeout": join_timeout_s()},
+        "rdzv_endpoint": f"{node.master_addr}:{port}",
+        "rdzv_configs": {"rank": node.rank, "timeout": join_timeout_s()},
         "max_restarts": 0,
         "logs_specs": DefaultLogsSpecs(log_dir=os.devnull),
     }
@@ -130,6 +121,9 @@ def run_ranks(config: ResolvedConfig, node: Node, port: int, command: Sequence[s
         run_agent(settings, [sys.executable, *words], signals=_AGENT_SIGNALS)
     except ChildFailedError as error:
         return {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except SignalException as error:
+        received.append(error.sigval)
+        return {node.rank * devices: -error.sigval}
     finally:
         # What the caller starts afterwards is not a rank of this run: ``NXDT_PARENT`` would end it at once.
         for name, value in before.items():
@@ -162,33 +156,25 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
         NxdtError: the nodes do not find each other.
     """
     trainer = config.run.trainer
-    node = node_from_environment(trainer.devices, trainer.num_nodes)
-    place = RankEnvironment(  # of the launcher at the meeting point, which node 0 serves
-        rank=node.number,
-        world_size=node.count,
-        host=socket.gethostname(),
-        master_addr=node.address,
-        master_port=node.port,
-    )
+    node = node_from_environment(trainer.num_nodes)
     register_profile_of(config)
     device = current_device(trainer.accelerator)
-    check_devices(device, node.devices, place.host)
+    check_devices(device, trainer.devices, node.host)
     configure_allocator(trainer, profile_of(device))
-    store = _join(node, place)
+    store = _join(node)
     supervisor = None
-    if node.number == 0:
-        supervisor = open_supervisor(store, place, world_size=node.count * node.devices, in_rank_zero=False)
-    names = [f"nxdt/node/{number}" for number in range(node.count)]
-    store.set(names[node.number], "")
+    if node.rank == 0:
+        supervisor = open_supervisor(store, node, world_size=node.world_size * trainer.devices, in_rank_zero=False)
+    names = [f"nxdt/node/{number}" for number in range(node.world_size)]
+    store.set(names[node.rank], "")
     try:
         store.wait(names, timedelta(seconds=join_timeout_s()))
     except DistError as error:
         missing = tuple(number for number, name in enumerate(names) if not store.check([name]))
-        raise RanksMissing(unit="node", total=node.count, missing=missing, timeout_s=join_timeout_s()) from error
-    ranks = partial(run_ranks, config, node, store.port, command)
+        raise RanksMissing(unit="node", total=node.world_size, missing=missing, timeout_s=join_timeout_s()) from error
     if supervisor is not None:
         with _forwarded(lambda number, urgent: supervisor.stop(number, urgent=urgent)) as received:
-            codes = _exit_codes(ranks, node, received)
+            codes = run_ranks(config, node, store.port, command, received)
         root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
         if root_cause is None and not codes:
             return Outcome(status=supervisor.status)
@@ -198,10 +184,10 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
         rank = _first_ended_rank(codes, None if dead is None else dead.rank)
         if received and codes.get(rank) in {-number for number in SIGNALS}:
             return Outcome(status=128 + received[0], text=INTERRUPTION.text)
-        host = dead.host if dead is not None and dead.rank == rank else place.host
+        host = dead.host if dead is not None and dead.rank == rank else node.host
         raise RankDied(rank=rank, host=host, how=_describe_exit(codes.get(rank)))
 
-    client, ranks_ended = Client(place, find_supervisor(store, place), is_rank=False), threading.Event()
+    client, ranks_ended = Client(node, find_supervisor(store, node), is_rank=False), threading.Event()
 
     def leave_with_run() -> None:
         """End this launcher some time after the run has failed. Ranks that were not connected then look for a
@@ -214,41 +200,33 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
 
     threading.Thread(target=leave_with_run, daemon=True).start()
     with _forwarded(lambda number, urgent: client.send(Stop(signal=number, urgent=urgent))) as received:
-        codes = _exit_codes(ranks, node, received)
+        codes = run_ranks(config, node, store.port, command, received)
     ranks_ended.set()
     status, cause = client.outcome()
     if cause is not None:
         return Outcome(status=status, text=_ended_with_run(node, cause))
     if codes:
         rank = _first_ended_rank(codes, None)
-        raise RankDied(rank=rank, host=place.host, how=_describe_exit(codes[rank]))
+        raise RankDied(rank=rank, host=node.host, how=_describe_exit(codes[rank]))
     return Outcome(status=status)
 
 
-def _join(node: Node, place: RankEnvironment) -> TCPStore:
+def _join(node: RankEnvironment) -> TCPStore:
     """Connect to the store as this node. After a restart the store may still be that of the run without this node,
     which ends within seconds."""
     end = time.monotonic() + join_timeout_s()
     while True:
-        store = connect_store(place, who=f"Node {node.number}")
-        if store.add(f"nxdt/node/{node.number}/joined", 1) == 1:
+        store = connect_store(node, who=f"Node {node.rank}")
+        if store.add(f"nxdt/node/{node.rank}/joined", 1) == 1:
             return store
         del store
         if time.monotonic() > end:
-            raise NodeAlreadyJoined(number=node.number, address=place.master_addr, port=place.master_port)
+            raise NodeAlreadyJoined(number=node.rank, address=node.master_addr, port=node.master_port)
         time.sleep(_RETRY_S)
 
 
-def _ended_with_run(node: Node, cause: str) -> str:
-    return f"Node {node.number} ended with the run, since {cause}."
-
-
-def _exit_codes(ranks: _Ranks, node: Node, received: list[int]) -> Mapping[int, int]:
-    try:
-        return ranks()
-    except SignalException as error:  # one that the agent has passed on
-        received.append(error.sigval)
-        return {node.number * node.devices: -error.sigval}
+def _ended_with_run(node: RankEnvironment, cause: str) -> str:
+    return f"Node {node.rank} ended with the run, since {cause}."
 
 
 def _first_ended_rank(codes: Mapping[int, int], reported: int | None) -> int:

@@ -2,18 +2,18 @@
 
 A template is a file below ``templates/<kind>`` or ``templates/common`` with the suffix ``.tmpl``. Its path there is
 that in the repository, where ``PACKAGE`` in paths becomes the name of the package and ``dot.`` before a name a dot
-(builders of wheels leave hidden files out). In paths and texts ``{{name}}``,
-``{{package}}``, ``{{Class}}``, ``{{CODE}}``, ``{{kind}}``, ``{{core}}``, ``{{dependencies}}``, ``{{use}}`` and
-``{{summary}}`` are replaced.
+(builders of wheels leave hidden files out). In paths and texts ``{{name}}``, ``{{package}}``, ``{{Class}}``,
+``{{CODE}}``, ``{{kind}}``, ``{{core}}``, ``{{dependencies}}``, ``{{hook}}``, ``{{Record}}`` and ``{{summary}}`` are
+replaced. ``{{record}}`` in the entry module and ``{{use}}`` in the README are two more templates of the kind:
+``record.tmpl`` with the fields of the component's record, and ``use.md.tmpl``.
 """
 
 from __future__ import annotations
 
 import re
 from difflib import get_close_matches
-from importlib.resources import files
-from importlib.resources.abc import Traversable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
+from textwrap import indent
 
 from nxdt_core._version import __version__
 from nxdt_core.api import KINDS
@@ -22,8 +22,7 @@ from nxdt_core.system.regular_files import replace_text
 
 __all__ = ["kind_names", "write_repository"]
 
-_TEMPLATES = files(__package__).joinpath("templates")
-_SUFFIX = ".tmpl"
+_TEMPLATES = Path(__file__).with_name("templates")
 _HIDDEN = re.compile(r"(^|(?<=/))dot\.")
 _NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
 _TORCH = '"torch>=2.9"'
@@ -46,7 +45,7 @@ def kind_names() -> tuple[str, ...]:
 
 
 def _has_templates(kind: str) -> bool:
-    return _TEMPLATES.joinpath(kind).is_dir()
+    return (_TEMPLATES / kind).is_dir()
 
 
 def write_repository(kind: str, name: str, directory: Path, *, plain: bool = False) -> list[Path]:
@@ -67,7 +66,8 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
         BadPluginName: a distribution cannot have that name.
         RepositoryPlaceTaken: there is something in ``directory``.
     """
-    if kind not in {item.name for item in KINDS}:
+    row = next((item for item in KINDS if item.name == kind), None)
+    if row is None:
         kinds = kind_names()
         raise UnknownKind(kind=kind, close=tuple(get_close_matches(kind, kinds)), available=kinds)
     if not _has_templates(f"plain_{kind}" if plain else kind):
@@ -89,9 +89,12 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
         "kind": kind,
         "core": core,
         "dependencies": ", ".join(required),
-        "summary": next(item.summary for item in KINDS if item.name == kind),
+        "summary": row.summary,
+        "hook": row.hook,
+        "Record": row.record.__name__,
     }
-    values["use"] = _filled(texts.pop(PurePosixPath("use.md")), values).strip("\n")
+    values["use"] = _filled(texts.pop(Path("use.md")), values).strip("\n")
+    values["record"] = indent(_filled(texts.pop(Path("record")), values).strip("\n"), " " * 12)
     written = []
     for place, text in sorted(texts.items()):
         target = directory / _filled(_HIDDEN.sub(".", str(place)).replace("PACKAGE", package), values)
@@ -105,16 +108,8 @@ def _filled(text: str, values: dict[str, str]) -> str:
     return re.sub(r"{{(\w+)}}", lambda match: values[match[1]], text)
 
 
-def _texts(folder: str) -> dict[PurePosixPath, str]:
-    """The templates of a folder by their place in a repository."""
-    texts: dict[PurePosixPath, str] = {}
-
-    def walk(room: Traversable, place: PurePosixPath) -> None:
-        for entry in room.iterdir():
-            if entry.is_dir():
-                walk(entry, place / entry.name)
-            elif entry.name.endswith(_SUFFIX):
-                texts[place / entry.name.removesuffix(_SUFFIX)] = entry.read_text(encoding="utf-8")
-
-    walk(_TEMPLATES.joinpath(folder), PurePosixPath())
-    return texts
+def _texts(folder: str) -> dict[Path, str]:
+    """Return the templates of a folder by their place in a repository."""
+    root = _TEMPLATES / folder
+    paths = root.rglob("*.tmpl")
+    return {path.relative_to(root).with_suffix(""): path.read_text(encoding="utf-8") for path in paths}

@@ -17,8 +17,8 @@ import pytest
 
 from nxdt_core.cli.plot import draw
 from nxdt_core.cli.plot import read_run as read_plotted
-from nxdt_core.cli.report import POLICY, notice, page, read_run
-from nxdt_core.cli.report_plot import plot
+from nxdt_core.cli.report import page, read_run
+from nxdt_core.cli.report_plot import POLICY, document, element, plot
 from nxdt_core.errors.training import NotARunDirectory
 from nxdt_core.run import metric_rows
 from tests import processes
@@ -98,7 +98,8 @@ def test_no_text_of_a_run_becomes_an_element_or_attribute(tmp_path):
 
 
 def test_no_path_in_an_error_becomes_an_element(tmp_path):
-    found, harmless = (Parsed(notice(str(NotARunDirectory(path=path)), refresh_s=10)) for path in (HOSTILE, "x"))
+    errors = (element("pre", str(NotARunDirectory(path=path))) for path in (HOSTILE, "x"))
+    found, harmless = (Parsed(document("No report", error, refresh_s=10)) for error in errors)
     assert found.elements == harmless.elements
     assert HOSTILE in found.text
 
@@ -114,14 +115,14 @@ def test_a_page_allows_its_own_style_and_nothing_else(tmp_path):
 
 
 def test_one_module_of_the_report_writes_tags():
-    for path in sorted((ROOT / "nxdt_core/cli/report").glob("*.py")):
+    for path in sorted((ROOT / "nxdt_core/cli").glob("report*.py")):
         tree = ast.parse(path.read_text())
         texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and type(node.value) is str]
         made = [
             node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Markup"
         ]
         tags = [text for text in texts if re.search(r"(?<!\?P)<(/?[a-z!]|/?$)|&\w+;|/>", text)]
-        assert bool(tags or made) == (path.name == "markup.py"), (path, tags)
+        assert bool(tags or made) == (path.name == "report_plot.py"), (path, tags)
 
 
 def test_the_name_of_a_run_is_text_in_a_picture_of_nxdt_plot(tmp_path):
@@ -194,7 +195,7 @@ def test_no_link_of_a_run_is_followed(tmp_path):
     (run / "checkpoints/step-1").symlink_to(other / "checkpoints/step-1")
     (run / "checkpoints/step-2/manifest.json").symlink_to(other / manifest)
     found = read_run(run)
-    assert not any((found.values, found.curves, found.generations, found.events, found.versions, found.facts))
+    assert not any((found.values, found.curves, found.generations, found.events, found.environment))
 
 
 @pytest.mark.parametrize("log", [False, True])

@@ -65,7 +65,7 @@ ALLOWED = {
         f"{CORE}/cli/env.py: installed.read_text('RECORD')",
         f"{CORE}/cli/plugins.py: (source / 'pyproject.toml').read_text(encoding='utf-8')",
         f"{CORE}/kernel/lock.py: open(path, 'rb', buffering=0)",
-        f"{CORE}/scaffold/repository.py: entry.read_text(encoding='utf-8')",
+        f"{CORE}/scaffold/repository.py: path.read_text(encoding='utf-8')",
         f"{CORE}/cli/env.py: module.read_bytes()",
     },
     "files of the operating system": {

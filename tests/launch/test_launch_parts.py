@@ -28,7 +28,7 @@ from nxdt_core.errors.ranks import (
     PortTaken,
 )
 from nxdt_core.launch.launcher import node_from_environment
-from nxdt_core.launch.supervision.messages import Done, Down, End, Failure, Hello, Stop, decode, encode
+from nxdt_core.launch.supervision.messages import Done, End, Failure, Hello, Stop, decode, encode
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import RankEnvironment
@@ -105,11 +105,11 @@ def test_a_wrong_variable_is_named_with_its_value(name, value):
 
 def test_several_nodes_need_their_number_and_a_meeting_point():
     with raises(NodePlaceMissing, match="NODE_RANK, MASTER_PORT"):
-        node_from_environment(4, 2, {"MASTER_ADDR": "a"})
-    node = node_from_environment(4, 2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "1"})
-    assert (node.number, node.count, node.devices, node.address, node.port) == (1, 2, 4, "a", 1234)
+        node_from_environment(2, {"MASTER_ADDR": "a"})
+    node = node_from_environment(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "1"})
+    assert (node.rank, node.world_size, node.master_addr, node.master_port) == (1, 2, "a", 1234)
     with raises(BadLaunchVariable, match="NODE_RANK is '2'"):
-        node_from_environment(4, 2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "2"})
+        node_from_environment(2, {"MASTER_ADDR": "a", "MASTER_PORT": "1234", "NODE_RANK": "2"})
 
 
 # Verdicts
@@ -178,7 +178,7 @@ def supervisor():
 def test_a_connection_that_ends_without_a_word_brings_all_down(supervisor):
     members = [Member(supervisor, rank) for rank in range(2)]
     members[1].close()
-    assert members[0].next() == Down(status=1, cause="rank 1 on host1 died")
+    assert members[0].next() == End(status=1, cause="rank 1 on host1 died")
     assert supervisor.wait_for_root_cause().dead.rank == 1
 
 
@@ -215,7 +215,7 @@ def test_a_request_to_stop_reaches_ranks_that_come_later_and_a_second_ends_all(s
     late = Member(supervisor, 1)
     assert late.next() == Stop(signal=15)
     supervisor.stop(15, urgent=True)
-    assert first.next() == late.next() == Down(status=130, cause="it was interrupted")
+    assert first.next() == late.next() == End(status=130, cause="it was interrupted")
 
 
 def test_a_connection_without_the_token_is_closed(supervisor):

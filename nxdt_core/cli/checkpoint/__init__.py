@@ -7,18 +7,17 @@ import click
 from nxdt_core.cli.verb import LazyCommand, SuggestingGroup
 
 VERBS = {
-    "list": LazyCommand(
-        "nxdt_core.cli.checkpoint.store:list_", "List the checkpoints at URI, and whether they are committed."
-    ),
-    "inspect": LazyCommand("nxdt_core.cli.checkpoint.store:inspect", "Show what a checkpoint contains."),
-    "verify": LazyCommand("nxdt_core.cli.checkpoint.store:verify", "Check that checkpoints are whole."),
-    "diff": LazyCommand("nxdt_core.cli.checkpoint.diff:diff", "Compare two checkpoints."),
-    "copy": LazyCommand("nxdt_core.cli.checkpoint.copy:copy", "Copy checkpoints to another store."),
-    "prune": LazyCommand("nxdt_core.cli.checkpoint.store:prune", "Delete old checkpoints."),
-    "export": LazyCommand(
-        "nxdt_core.cli.checkpoint.convert:export", "Write the model of a checkpoint for transformers or llama.cpp."
-    ),
-    "import": LazyCommand("nxdt_core.cli.checkpoint.convert:import_", "Import a model that another program has saved."),
+    name: LazyCommand(f"nxdt_core.cli.checkpoint.{target}", summary)
+    for name, target, summary in (
+        ("list", "store:list_", "List the checkpoints at URI, and whether they are committed."),
+        ("inspect", "store:inspect", "Show what a checkpoint contains."),
+        ("verify", "store:verify", "Check that checkpoints are whole."),
+        ("diff", "diff:diff", "Compare two checkpoints."),
+        ("copy", "copy:copy", "Copy checkpoints to another store."),
+        ("prune", "store:prune", "Delete old checkpoints."),
+        ("export", "convert:export", "Write the model of a checkpoint for transformers or llama.cpp."),
+        ("import", "convert:import_", "Import a model that another program has saved."),
+    )
 }
 """The verbs, in the order of the help text."""
 

@@ -2,35 +2,31 @@
 
 from __future__ import annotations
 
-import re
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import click
+from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, print_report, trusted_keys
 from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import as_json, verb
+from nxdt_core.config import hub
 
 if TYPE_CHECKING:
-    from nxdt_core.hf.gguf import GgufDtype
-    from nxdt_core.protocols.ranks import RankAgreement
-    from nxdt_core.train.weights.export import ExportDtype, Exported
+    from nxdt_core.train.weights.export import Exported
     from nxdt_core.train.weights.importing import Imported
 
-_UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate(("", "K", "M", "G", "T"))}}
-_UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate(("K", "M", "G", "T"), start=1)}
 _DTYPES = {"hf": ("float32", "bfloat16", "float16"), "gguf": ("float32", "float16", "q8_0")}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
 
 
 def size(value: str) -> int:
     """Return the number of bytes; the ``type`` of an option."""
-    match = _SIZE.fullmatch(value.strip().upper())
-    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
-    if size_bytes < 1:
-        raise click.BadParameter(f"{value!r} is not a size; write it as 5GB, 800MB or 512MiB.")
-    return size_bytes
+    with suppress(ValidationError):
+        if size_bytes := int(TypeAdapter(ByteSize).validate_python(value)):
+            return size_bytes
+    raise click.BadParameter(f"{value!r} is not a size; write it as 5GB, 800MB or 512MiB.")
 
 
 @verb(
@@ -49,31 +45,31 @@ def size(value: str) -> int:
     type=click.Choice(["float32", "bfloat16", "float16", "q8_0"]),
     help="Dtype of the weights in DST; without it they keep theirs, and GGUF has float16.",
 )
-@click.option("--max-shard-size", type=size, default="5GB", show_default=True, help="Largest file of weights.")
+@click.option(
+    "--max-shard-size", "max_shard_bytes", type=size, default="5GB", show_default=True, help="Largest file of weights."
+)
 @click.option(
     "--workers", type=click.IntRange(min=1), default=1, show_default=True, help="Files to write at the same time."
 )
 @click.option("--push", metavar="OWNER/NAME", help="Upload DST to this repository of the Hugging Face hub, too.")
 @click.option("--private", is_flag=True, help="Where --push makes the repository: only its owner sees it.")
-@click.option("--ema", is_flag=True, help="Write the average of the weights (exp_manager.ema) instead of the weights.")
+@click.option(
+    "--ema", "average", is_flag=True, help="Write the average of the weights (exp_manager.ema) instead of the weights."
+)
 @named_config
 @trusted_keys
 @as_json
 @click.pass_context
 def export(
     ctx: click.Context,
+    /,
     source: str,
     target: str,
     format_: str,
-    dtype: ExportDtype | GgufDtype | None,
-    max_shard_size: int,
-    workers: int,
     push: str | None,
     private: bool,
-    ema: bool,
-    config: str | None,
-    trusted: tuple[str, ...],
     json_output: bool,
+    **options: Any,
 ) -> None:
     """Write the model of a checkpoint as a directory that transformers loads, or as a GGUF file.
 
@@ -87,7 +83,6 @@ def export(
     --push makes the repository where there is none, and takes the token from HF_TOKEN. A run starts from it with
     checkpoint.resume_from=hf:OWNER/NAME.
     """
-    from nxdt_core.config import hub
     from nxdt_core.train.weights.export import export_gguf, export_hf
 
     if push is not None and (format_ == "gguf" or "://" in target):
@@ -96,7 +91,7 @@ def export(
         hub.create(push, private=private)  # a token that may not write is found before the export
 
     allowed = _DTYPES[format_]
-    if dtype is not None and dtype not in allowed:
+    if options["dtype"] not in (None, *allowed):
         raise click.BadParameter(f"'{format_}' has {', '.join(allowed)}.", param_hint="--dtype")
 
     def report(exported: Exported) -> None:
@@ -109,12 +104,11 @@ def export(
             exported, f"Exported {exported.source} to {exported.target}: {size} of weights.{pushed}", json_output
         )
 
-    common: dict[str, Any] = {"average": ema, "config": config, "trusted": trusted}
     if format_ == "gguf":
-        report(export_gguf(source, target, dtype=cast("GgufDtype", dtype or "float16"), **common))
+        taken = {name: options[name] for name in ("average", "config", "trusted")}
+        report(export_gguf(source, target, dtype=options["dtype"] or "float16", **taken))
         return
-    common |= {"dtype": dtype, "max_shard_bytes": max_shard_size, "workers": workers}
-    ctx.exit(on_all_ranks(lambda ranks: export_hf(source, target, ranks=ranks, **common), report))
+    ctx.exit(on_all_ranks(lambda ranks: export_hf(source, target, ranks=ranks, **options), report))
 
 
 @verb(
@@ -126,21 +120,12 @@ def export(
 @click.argument("source", metavar="SRC")
 @click.argument("target", metavar="DST")
 @click.option("--config", metavar="CONFIG", help="YAML file or recipe:NAME of the model, instead of the one in SRC.")
-@click.option("--format", "format_", help="Format of SRC, instead of a detected one.")
+@click.option("--format", help="Format of SRC, instead of a detected one.")
 @click.option("--weights-only", is_flag=True, help="Leave out the optimizer's state, also where it is not whole.")
 @as_json
 @click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
 @click.pass_context
-def import_(
-    ctx: click.Context,
-    source: str,
-    target: str,
-    config: str | None,
-    format_: str | None,
-    weights_only: bool,
-    json_output: bool,
-    overrides: tuple[str, ...],
-) -> None:
+def import_(ctx: click.Context, /, source: str, target: str, json_output: bool, **options: Any) -> None:
     """Make a checkpoint of a model that another program has saved, such as a Hugging Face directory.
 
     SRC is a directory, or hf:owner/name of the Hugging Face hub. DST is what checkpoint.uri says: a directory, or an
@@ -151,20 +136,9 @@ def import_(
     """
     from nxdt_core.train.weights.importing import import_checkpoint
 
-    def run(ranks: RankAgreement | None) -> Imported:
-        return import_checkpoint(
-            source,
-            target,
-            config=config,
-            overrides=overrides,
-            format=format_,
-            weights_only=weights_only,
-            ranks=ranks,
-        )
-
     def report(imported: Imported) -> None:
         what = f"{imported.tensors} tensors, {human_size(imported.size_bytes)}, a model of {imported.model!r}"
         sentence = f"Imported {imported.source} ({imported.format}) to {imported.target}: {what}."
         print_report(imported, sentence, json_output)
 
-    ctx.exit(on_all_ranks(run, report))
+    ctx.exit(on_all_ranks(lambda ranks: import_checkpoint(source, target, ranks=ranks, **options), report))

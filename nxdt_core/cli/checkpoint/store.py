@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from math import prod
@@ -31,6 +31,7 @@ from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.checkpoint.write.retention import plan_prune, with_best
 from nxdt_core.cli.terminal import byte_bar, human_size, print_facts, print_table, print_wrapped, shade
 from nxdt_core.cli.verb import as_json, attributes, print_json, print_note, say, verb
+from nxdt_core.distributed.environment import find_place
 from nxdt_core.errors.checkpoints import (
     CheckpointDamaged,
     CheckpointNotFound,
@@ -39,13 +40,11 @@ from nxdt_core.errors.checkpoints import (
     CheckpointTooNew,
     NoSoundCheckpoint,
 )
+from nxdt_core.protocols.ranks import RankAgreement
+from nxdt_core.protocols.store import CheckpointStore
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from nxdt_core.launch.supervision.client import Client
-    from nxdt_core.protocols.ranks import RankAgreement
-    from nxdt_core.protocols.store import CheckpointStore
     from nxdt_core.train.weights.export import Exported
     from nxdt_core.train.weights.importing import Imported
 
@@ -130,8 +129,6 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
     Returns:
         The exit status. The failure of one rank ends all of them, and is reported once.
     """
-    from nxdt_core.distributed.environment import find_place
-
     place = find_place()
     if place.world_size == 1:
         report(work(None))

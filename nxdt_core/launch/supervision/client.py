@@ -22,7 +22,6 @@ from nxdt_core.launch.supervision.heartbeat import Heartbeat, continue_stopped, 
 from nxdt_core.launch.supervision.messages import (
     BeatReceived,
     Done,
-    Down,
     Dump,
     Dumped,
     End,
@@ -124,7 +123,6 @@ class Client:
         self._supervisor = supervisor
         self._is_rank = is_rank
         self._end: End | None = None
-        self._down: Down | None = None
         self._heartbeat: Heartbeat | None = None
         self.ended = threading.Event()
         """Set once the run has ended, or the connection."""
@@ -180,10 +178,8 @@ class Client:
     def outcome(self) -> tuple[int, str | None]:
         """Return the exit status and why the run failed (None where it did not), once a launcher's ranks have ended."""
         self.ended.wait(_SHUTDOWN_S)
-        if self._down is not None:
-            return self._down.status, self._down.cause
         if self._end is not None:
-            return self._end.status, None
+            return self._end.status, self._end.cause or None
         if self.ended.is_set():  # the connection broke, and no message said why
             return RankDied.exit_status, f"the launcher on {self._supervisor.host}, of node 0, died"
         return 0, None
@@ -230,12 +226,10 @@ class Client:
                 if self._heartbeat is not None:
                     self.send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
             case End():
-                self._end = message
-                self.ended.set()
-            case Down() if self._is_rank:
-                _leave(message.status)
-            case Down():
-                self._down = message
+                if message.cause and self._is_rank:
+                    _leave(message.status)
+                if message.cause or self._end is None:
+                    self._end = message
                 self.ended.set()
             case _:
                 raise ValueError(f"the supervisor sent {message}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 FailureKind = Literal["mistake", "bug", "interrupt", "death"]
 """``mistake``: an ``NxdtError``; ``death``: noted by the supervisor for a connection that ended without a report."""
@@ -23,7 +23,7 @@ class Hello:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """A rank cannot continue; it waits for :class:`Down`."""
+    """A rank cannot continue; it waits for :class:`End`."""
 
     rank: int
     host: str
@@ -52,20 +52,13 @@ class Stop:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Down:
-    """The supervisor ends everybody."""
-
-    status: int
-    cause: str
-    """Cause of the failure in a few words: who failed."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class End:
-    """All ranks are done."""
+    """The run is over: all ranks are done, or the supervisor ends them."""
 
     status: int
     """Exit status of a rank's process."""
+    cause: str = ""
+    """Cause of the failure in a few words: who failed; empty where all ranks are done."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,11 +108,9 @@ class Dumped:
     """Empty where it could not."""
 
 
-Message = Hello | Failure | Done | Stop | Down | End | Beat | BeatReceived | Dump | Dumped
+Message = Hello | Failure | Done | Stop | End | Beat | BeatReceived | Dump | Dumped
 
-_CLASSES: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (Hello, Failure, Done, Stop, Down, End, Beat, BeatReceived, Dump, Dumped)
-}
+_CLASSES: dict[str, type[Any]] = {kind.__name__: kind for kind in get_args(Message)}
 
 
 def encode(message: Message) -> bytes:

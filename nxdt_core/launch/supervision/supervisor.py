@@ -22,7 +22,6 @@ from nxdt_core.launch.supervision.messages import (
     Beat,
     BeatReceived,
     Done,
-    Down,
     Dump,
     Dumped,
     End,
@@ -141,7 +140,7 @@ class Supervisor:
         if hello.rank is not None:
             self._arrived.add(hello.rank)
         if self.root_cause is not None:  # it comes late
-            self._send(_down(self.root_cause), [writer])
+            self._send(End(status=self.root_cause.status, cause=self.root_cause.cause), [writer])
         elif self._stop is not None:
             self._send(self._stop, [writer])
         with suppress(OSError, ValueError):
@@ -243,24 +242,20 @@ class Supervisor:
             return
         self.root_cause = root_cause
         self._on_root_cause(root_cause)
-        down = _down(root_cause)
+        end = End(status=root_cause.status, cause=root_cause.cause)
         first = [writer for writer, hello in self._members.items() if self._in_rank_zero and hello.rank == 0]
-        self._send(down, [writer for writer in self._members if writer not in first])
+        self._send(end, [writer for writer in self._members if writer not in first])
         self._decided.set()
         for _ in range(int(_SHUTDOWN_S / _PACE_S)):
             if set(self._members) <= set(first):
                 break
             await asyncio.sleep(_PACE_S)
-        self._send(down, first)
+        self._send(end, first)
 
     def _send(self, message: Message, members: Iterable[asyncio.StreamWriter]) -> None:
         for writer in list(members):
             with suppress(OSError):
                 writer.write(encode(message))
-
-
-def _down(root_cause: RootCause) -> Down:
-    return Down(status=root_cause.status, cause=root_cause.cause)
 
 
 def keep_alive(connection: socket.socket) -> None:
