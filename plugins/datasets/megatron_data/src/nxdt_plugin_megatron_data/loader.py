@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.cache import cached_arrays, digest, file_digest, is_array
+from nxdt_core.data.mixture import Mixture
 from nxdt_core.data.packing import Packing
 from nxdt_core.data.sampler import Head
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
@@ -304,21 +305,11 @@ class BlendedDataset(MapDataset):
         return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts)
 
 
-class ChainedDataset(MapDataset):
+class ChainedDataset(Mixture):
     """Each sample of each set once, one set behind the other."""
 
     def __init__(self, datasets: Sequence[MapDataset]) -> None:
-        self._datasets = datasets
-        self._ends = np.cumsum([len(dataset) for dataset in datasets])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int, /) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        return self._datasets[which][index - (int(self._ends[which - 1]) if which else 0)]
+        super().__init__(datasets, [len(dataset) for dataset in datasets])
 
     def fingerprint(self) -> str:
         """Digest of the sets in their order."""
