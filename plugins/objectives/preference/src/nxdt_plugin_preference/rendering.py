@@ -136,7 +136,7 @@ def _read(
             wanted = " and ".join(map(repr, keys))
             raise AnswerMissing(place=str(place), key=key, keys=listing(list(record)) or "none", wanted=wanted)
         texts[key] = _text(record[key], key, place)
-        if not any(turn.content.strip() or turn.calls_tools for turn in _turns(texts[key], "assistant")[-1:]):
+        if not any(turn.content.strip() or turn.calls for turn in _turns(texts[key], "assistant")[-1:]):
             raise AnswerEmpty(place=str(place), key=key)
     read: tuple[str, ...] = ("prompt", *keys, *more)
     prompt: Text | None = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
@@ -323,7 +323,7 @@ class Renderer:
             texts, header, ignored = self._texts(runner, pair, prompt, conversations, "")
         except TemplateRefuses as refusal:
             # Some templates know a turn that only calls tools by its content being null.
-            if not any(turn.calls_tools and not turn.content for turns in conversations.values() for turn in turns):
+            if not any(turn.calls and not turn.content for turns in conversations.values() for turn in turns):
                 raise
             try:
                 texts, header, ignored = self._texts(runner, pair, prompt, conversations, None)
