@@ -177,12 +177,11 @@ def run_file(bench: Bench, name: str, *, steps: int, every: int, **sections: Map
 def random_tokens(bench: Bench, shape: Shape, sequence: int, sequences: int) -> dict[str, Any]:
     """Return section ``data`` of a run over random tokens of the whole vocabulary, in ``.bin/.idx`` files."""
     import numpy as np
-    from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
+    from nxdt_plugin_megatron_data.indexed_files import write_documents
 
     prefix = bench.work / f"tokens-{sequence}"
     tokens = np.random.default_rng(0).integers(0, shape.vocabulary, sequence * sequences + 1)
-    with IndexedWriter(prefix, np.dtype("<i4")) as writer:
-        writer.add(tokens)
+    write_documents(prefix, np.dtype("<i4"), [[tokens]])
     return {
         "name": "megatron-data",
         "data_prefix": str(prefix),

@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import torch
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.indexed_files import IndexedWriter, bin_path, dtype_for, idx_path, write_index
+from nxdt_plugin_megatron_data.indexed_files import bin_path, dtype_for, idx_path, write_documents, write_index
 from nxdt_plugin_megatron_data.loader import MegatronData, build_indices
 
 from nxdt_core.data.loader import GlobalBatchLoader
@@ -68,9 +68,9 @@ def main() -> int:
 def _corpus(where: Path) -> Path:
     """91,000 documents of 50 to 1,200 tokens."""
     random = np.random.default_rng(0)
-    with IndexedWriter(where / "corpus", dtype_for(VOCABULARY)) as writer:
-        for length in random.integers(50, 1200, 91_000).tolist():
-            writer.add(random.integers(0, VOCABULARY, length, dtype=np.uint16))
+    lengths = random.integers(50, 1200, 91_000).tolist()
+    documents = ([random.integers(0, VOCABULARY, length, dtype=np.uint16)] for length in lengths)
+    write_documents(where / "corpus", dtype_for(VOCABULARY), documents)
     return where / "corpus"
 
 

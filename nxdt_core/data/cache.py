@@ -138,7 +138,7 @@ def content_digests(paths: Iterable[Path], directory: Path | None) -> list[str]:
 
 
 def cached_arrays(
-    directory: Path,
+    directory: Path | None,
     name: str,
     kind: type[T],
     make: Callable[[], T],
@@ -150,7 +150,7 @@ def cached_arrays(
     """Return what ``directory`` keeps as ``name``, made where it is missing or damaged.
 
     Args:
-        directory: is made where it is missing.
+        directory: is made where it is missing. None keeps nothing.
         name: stands for all that decides the arrays; it ends with a :func:`digest` of it.
         kind: a dataclass of arrays.
         make: is called by one process of a node.
@@ -160,6 +160,8 @@ def cached_arrays(
             :func:`are_offsets`; what does not is damaged.
         most_bytes: that the directory may hold; what has not been asked for longest is removed. None sets no limit.
     """
+    if directory is None:
+        return make()
     place = directory / name
     with suppress(*_DAMAGED):
         return _mapped(place, kind, fits)
@@ -187,6 +189,11 @@ def cached_arrays(
         with suppress(*_DAMAGED):
             return _mapped(place, kind, fits)
         return made
+
+
+def warn_not_kept(error: OSError) -> None:
+    """Warn that tokens stay in the memory of this process; an ``on_error`` of :func:`cached_arrays`."""
+    _log.warning("%s: cannot keep tokens there; each process makes its own", error)
 
 
 def is_array(array: NDArray[Any], kinds: str, *shape: int) -> bool:

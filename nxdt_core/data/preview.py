@@ -88,40 +88,41 @@ def preview(
         samples = [(index, dataset[index]) for index in order]
     else:
         samples = list(enumerate(islice(dataset, wanted)))
-    rows: list[tuple[int, int, Sample]] = []  # each row of a sample is shown as a separate sample
-    for index, sample in samples:
-        if sample.input_ids.ndim == 1:
-            rows.append((index, 0, sample))
-            continue
-        for row, (ids, labels) in enumerate(zip(sample.input_ids, sample.labels, strict=True)):
-            weights = None if sample.loss_weights is None else sample.loss_weights[row]
-            documents = None if sample.document_ids is None else sample.document_ids[row]
-            one = Sample(input_ids=ids, labels=labels, loss_weights=weights, document_ids=documents)
-            rows.append((index, row, one))
-    first = {index for index, _ in samples[:count]}
     shown: list[ShownSample] = []
-    for index, row, one in rows:
-        if index in first:
-            pieces, learnt, length = list(_pieces(one)), _learnt(one), len(one.input_ids)
-            shown_documents = [ShownDocument(parts=tuple(_parts(one, piece, learnt, tokenizer))) for piece in pieces]
-            padding = length - sum(piece.stop - piece.start for piece in pieces)
-            shown.append(
-                ShownSample(index=index, row=row, documents=tuple(shown_documents), padding=padding, length=length)
-            )
+    lengths: list[int] = []
+    trained = places = 0
+    for number, (index, sample) in enumerate(samples):
+        for row, one in enumerate(_rows(sample)):
+            pieces, learnt = list(_pieces(one)), _learnt(one)
+            sizes, length = [piece.stop - piece.start for piece in pieces], len(one.input_ids)
+            lengths += sizes
+            trained, places = trained + int(learnt.sum()), places + length
+            if number < count:
+                documents = [ShownDocument(parts=tuple(_parts(one, piece, learnt, tokenizer))) for piece in pieces]
+                padding = length - sum(sizes)
+                shown.append(
+                    ShownSample(index=index, row=row, documents=tuple(documents), padding=padding, length=length)
+                )
     counted = None
     if report is None:
         counted = len(samples)
-        lengths = np.array([piece.stop - piece.start for _, _, one in rows for piece in _pieces(one)], np.int64)
-        trained = sum(int(_learnt(one).sum()) for _, _, one in rows)
-        places = sum(len(one.input_ids) for _, _, one in rows)
         report = DataReport(
             records=len(lengths),
-            tokens=TokenCount(tokens=int(lengths.sum()), trained=trained),
-            lengths=lengths,
-            efficiency=int(lengths.sum()) / places if places else None,
+            tokens=TokenCount(tokens=sum(lengths), trained=trained),
+            lengths=np.array(lengths, np.int64),
+            efficiency=sum(lengths) / places if places else None,
         )
     size = len(dataset) if isinstance(dataset, MapDataset) else None
     return Preview(samples=size, shown=tuple(shown), report=report, counted=counted)
+
+
+def _rows(sample: Sample) -> list[Sample]:
+    """Return each row of a sample as a sample."""
+    if sample.input_ids.ndim == 1:
+        return [sample]
+    fields = ("input_ids", "labels", "loss_weights", "document_ids")
+    arrays = {name: array for name in fields if (array := getattr(sample, name)) is not None}
+    return [Sample(**{name: array[row] for name, array in arrays.items()}) for row in range(len(sample.input_ids))]
 
 
 def _pieces(row: Sample) -> Iterator[slice]:

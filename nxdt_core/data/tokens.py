@@ -67,30 +67,29 @@ def tokenize(
     Documents that yield no tokens are left out, together with their special tokens. ``weights`` has one for each
     document at the end of ``documents``, or none.
     """
-    dtype = compact_dtype(tokenizer.vocab_size)
-    head = np.array([] if bos_id is None else [bos_id], dtype)
-    tail = np.array([] if eos_id is None else [eos_id], dtype)
     parts: list[NDArray[np.unsignedinteger]] = []
-    lengths: list[int] = []
     used: list[int] = []
-    for number, ids in enumerate(encode_documents(documents, tokenizer)):
+    for number, ids in enumerate(encode_documents(documents, tokenizer, bos_id=bos_id, eos_id=eos_id)):
         if len(ids):
             used.append(number)
-            parts += (head, ids, tail)
-            lengths.append(len(head) + len(ids) + len(tail))
-    tokens = np.concatenate(parts, dtype=dtype, casting="unsafe") if parts else np.empty(0, dtype)
-    starts = np.cumsum([0, *lengths], dtype=np.int64)[: len(lengths)]
+            parts.append(ids)
+    tokens = np.concatenate([np.empty(0, compact_dtype(tokenizer.vocab_size)), *parts])
+    starts = np.cumsum([0, *map(len, parts)], dtype=np.int64)[: len(parts)]
     weighted = [weights[number] for number in used] if any(weight != 1 for weight in weights) else []
     return TokenStream(tokens=tokens, starts=starts, weights=np.array(weighted, np.float32))
 
 
-def encode_documents(documents: Iterable[str], tokenizer: Tokenizer) -> Iterator[NDArray[np.unsignedinteger]]:
-    """Yield the ids of each document, of :func:`compact_dtype`, an empty array where it has none."""
+def encode_documents(
+    documents: Iterable[str], tokenizer: Tokenizer, *, bos_id: int | None = None, eos_id: int | None = None
+) -> Iterator[NDArray[np.unsignedinteger]]:
+    """Yield the ids of each document, of :func:`compact_dtype`, with ``bos_id`` before and ``eos_id`` after them where
+    they are given; an empty array for a document without tokens."""
     dtype = compact_dtype(tokenizer.vocab_size)
+    head, tail = (np.array([] if id_ is None else [id_], dtype) for id_ in (bos_id, eos_id))
     remaining = iter(documents)
     while batch := list(islice(remaining, _BATCH)):
         for ids in tokenizer.encode_to_arrays(batch):
-            yield np.asarray(ids, dtype)
+            yield np.concatenate([head, ids, tail], dtype=dtype, casting="unsafe") if len(ids) else np.empty(0, dtype)
 
 
 def leading_ids(tokenizer: Tokenizer, *, add_bos: bool = False) -> list[int]:

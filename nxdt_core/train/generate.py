@@ -257,7 +257,7 @@ def _question(
         reason = "it has none of the keys for a question and an answer"
         raise NoAnswerToJudge(place=str(place), reason=reason) from error
     *asked, last = conversation.messages
-    if last.role != "assistant" or last.calls_tools or not asked:
+    if last.role != "assistant" or last.calls or not asked:
         raise NoAnswerToJudge(place=str(place), reason="its last message is not a text of the assistant")
     if reserved is not None:
         reserved.check((message.content for message in asked), str(place))

@@ -12,7 +12,7 @@ import pytest
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.loader import HfData
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import write_documents
 from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_preference.config import PreferenceConfig, UnpairedConfig
 from nxdt_plugin_preference.loader import PreferenceData, UnpairedData
@@ -62,9 +62,7 @@ def texts(tmp_path):
 
 
 def megatron(tmp_path):
-    with IndexedWriter(tmp_path / "corpus", np.dtype("<u2")) as writer:
-        for length in (9, 30, 12):
-            writer.add(np.arange(length))
+    write_documents(tmp_path / "corpus", np.dtype("<u2"), ([np.arange(length)] for length in (9, 30, 12)))
     config = MegatronDataConfig(data_prefix=tmp_path / "corpus", index_mapping_dir=tmp_path / "cache")
     return lambda: MegatronData(config, DataContext(seq_length=8, seed=0, tokenizer=None, vocab_size=64)).split("train")
 

@@ -25,7 +25,7 @@ from hypothesis import strategies as st
 from nxdt_plugin_hf_data.config import HfDataConfig
 from nxdt_plugin_hf_data.loader import HfData
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import write_documents
 from nxdt_plugin_megatron_data.loader import MegatronData
 from nxdt_plugin_preference.config import PreferenceConfig
 from nxdt_plugin_preference.loader import PreferenceData
@@ -554,9 +554,8 @@ class Indexed(Subject):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self._prefix = directory / "corpus"
-        with IndexedWriter(self._prefix, np.dtype("<u2")) as writer:
-            for number in range(6):
-                writer.add(np.arange(7 + number), np.arange(3))
+        documents = ([np.arange(7 + number), np.arange(3)] for number in range(6))
+        write_documents(self._prefix, np.dtype("<u2"), documents)
         self._index, self._data = ((directory / f"corpus{end}").read_bytes() for end in (".idx", ".bin"))
         magic, version, code, sequences, borders = struct.unpack_from("<9sQBQQ", self._index)
         rest = self._index[34:]

@@ -15,7 +15,7 @@ import pytest
 import torch
 from nxdt_plugin_lora.peft_files import CONFIG, WEIGHTS
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
-from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import write_documents
 from nxdt_plugin_megatron_data.loader import MegatronData
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models
@@ -67,8 +67,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (sharded / "model.safetensors").rename(sharded / SHARD)
     (sharded / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(weights(), SHARD)}))
     (root / "megatron").mkdir()
-    with IndexedWriter(root / "megatron" / "corpus", np.dtype("<u2")) as writer:
-        writer.add(np.arange(99))
+    write_documents(root / "megatron" / "corpus", np.dtype("<u2"), [[np.arange(99)]])
     (root / "gguf").mkdir()
     (root / "gguf" / "model.gguf").write_bytes(b"GGUF\3\0\0\0" + (2**62).to_bytes(8, "little") * 2)
     return root

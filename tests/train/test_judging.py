@@ -11,7 +11,7 @@ from html import unescape
 import datasets
 import numpy as np
 import pytest
-from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import write_documents
 from nxdt_testing.errors import raises
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugin_util import markdown_to_safe_html
@@ -134,9 +134,7 @@ def test_a_prompt_of_a_chat_is_a_users_turn(tmp_path):
 
 
 def test_texts_to_go_on_from_need_a_tokenizer_before_anything_is_trained(tmp_path):
-    with IndexedWriter(tmp_path / "tokens", np.dtype("<u2")) as writer:
-        for _ in range(40):
-            writer.add(np.arange(64, dtype=np.uint16))
+    write_documents(tmp_path / "tokens", np.dtype("<u2"), [[np.arange(64, dtype=np.uint16)]] * 40)
     config = load(
         "recipe:gpt-indexed-tiny",
         [

@@ -50,13 +50,8 @@ class Message:
 
     @property
     def calls(self) -> Sequence[Mapping[str, Any]]:
-        """Return the message's tool calls; empty where it has none."""
+        """Return the message's tool calls, which a tool is to answer; empty where it has none."""
         return self.fields.get("tool_calls") or ()
-
-    @property
-    def calls_tools(self) -> bool:
-        """Return whether a tool is to answer."""
-        return bool(self.calls)
 
     @property
     def thought(self) -> str:
@@ -92,7 +87,7 @@ class Message:
 
     def for_template(self, nothing: str | None) -> dict[str, Any]:
         """Return the message as templates expect it; ``nothing`` is the content of a turn that only calls tools."""
-        content = nothing if self.calls_tools and not self.content else self.content
+        content = nothing if self.calls and not self.content else self.content
         return {"role": self.role, "content": content, **self.fields}
 
 
@@ -125,9 +120,9 @@ def check_order(conversation: Conversation) -> None:
                 before=before,
                 allowed=_MAY_FOLLOW[before],
             )
-        if message.role == "assistant" and not (message.content.strip() or message.calls_tools):
+        if message.role == "assistant" and not (message.content.strip() or message.calls):
             raise EmptyTurn(place=str(conversation.place), number=number)
-        before = "assistant with tool calls" if message.role == "assistant" and message.calls_tools else message.role
+        before = "assistant with tool calls" if message.role == "assistant" and message.calls else message.role
 
 
 def merged(messages: Sequence[Message]) -> list[Message]:
@@ -142,7 +137,7 @@ def merged(messages: Sequence[Message]) -> list[Message]:
         if message.role in ("system", "developer") and before and before.role != message.role:
             message = replace(message, role="user")
         alike = before and (before.role, before.train, before.weight) == (message.role, message.train, message.weight)
-        if before and alike and message.role != "tool" and not (before.calls_tools or message.calls_tools):
+        if before and alike and message.role != "tool" and not (before.calls or message.calls):
             content = "\n\n".join(text for text in (before.content, message.content) if text.strip())
             result[-1] = replace(message, content=content, fields={**before.fields, **message.fields})
         else:
@@ -160,28 +155,23 @@ def in_order_of_calls(messages: Sequence[Message], place: Place) -> list[Message
     """
     ordered = list(messages)
     for at, message in enumerate(messages):
-        if not message.calls_tools:
+        if not message.calls:
             continue
         results = list(takewhile(lambda candidate: candidate.role == "tool", messages[at + 1 :]))
         calls = [call.get("id") for call in message.calls]
         ids = [result.fields.get("tool_call_id") for result in results]
         if any(map(has_value, ids)) or (results and len(calls) > 1 and any(map(has_value, calls))):
-            _check_ids(calls, ids, place, at + 1)
+            for index, id_ in enumerate(ids):
+                if not has_value(id_) or id_ not in calls or id_ in ids[:index]:
+                    reason = f"its tool_call_id {id_!r} is not that of a call before it that has no result yet"
+                    raise BadMessage(place=str(place), number=at + 2 + index, reason=reason)
+            for index, id_ in enumerate(calls):
+                if id_ not in ids or id_ in calls[:index]:
+                    reason = f"its call with the id {id_!r} has no result, or shares one"
+                    raise BadMessage(place=str(place), number=at + 1, reason=reason)
             results.sort(key=lambda result: calls.index(result.fields["tool_call_id"]))
             ordered[at + 1 : at + 1 + len(results)] = results
     return ordered
-
-
-def _check_ids(calls: Sequence[Any], ids: Sequence[Any], place: Place, number: int) -> None:
-    """Check that the results with these ``ids`` answer each of the ``calls`` of message ``number`` once."""
-    for index, id_ in enumerate(ids):
-        if not has_value(id_) or id_ not in calls or id_ in ids[:index]:
-            reason = f"its tool_call_id {id_!r} is not that of a call before it that has no result yet"
-            raise BadMessage(place=str(place), number=number + 1 + index, reason=reason)
-    for index, id_ in enumerate(calls):
-        if id_ not in ids or id_ in calls[:index]:
-            reason = f"its call with the id {id_!r} has no result, or shares one"
-            raise BadMessage(place=str(place), number=number, reason=reason)
 
 
 def ignored_fields(conversation: Conversation, text: str, render: Callable[[Conversation], str]) -> tuple[str, ...]:

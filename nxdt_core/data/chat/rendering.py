@@ -123,7 +123,7 @@ class TemplateRunner:
             EndOfTurnUntrained: it does not; has the ``reason``.
         """
         # A turn that calls may end with what closes the call, and not the turn, where no text follows answers.
-        if message.ends(said) or (message.calls_tools and self._after_answer == ""):
+        if message.ends(said) or (message.calls and self._after_answer == ""):
             raise EndOfTurnUntrained(origin=self.template.origin, reason=reason)
 
     @cached_property

@@ -65,7 +65,11 @@ PACKED = {b"\xfd7zXZ": "xz", b"BZh": "bzip2", b"PK\3\4": "zip", b"\x1f\x8b": "gz
 """First bytes of compressed files."""
 _ESCAPED = re.compile(r"\\u[dD][89a-fA-F]")
 """Half of a character, or a whole one in two escapes."""
-_SPELLINGS = (("train_files", "train_dir"), ("validation_files", "val_dir"), ("test_files", "test_dir"))
+_SPELLINGS: Mapping[SplitName, tuple[str, str]] = {
+    "train": ("train_files", "train_dir"),
+    "validation": ("validation_files", "val_dir"),
+    "test": ("test_files", "test_dir"),
+}
 
 
 def _utf16_or_32(content: bytes) -> str | None:
@@ -372,19 +376,15 @@ class RecordFiles(Section):
 
     def files(self, split: SplitName) -> tuple[Path, ...]:
         """Return the paths of a split, by either spelling."""
-        named, single = {
-            "train": (self.train_files, self.train_dir),
-            "validation": (self.validation_files, self.val_dir),
-            "test": (self.test_files, self.test_dir),
-        }[split]
-        return named if single is None else (single,)
+        files, directory = (getattr(self, key) for key in _SPELLINGS[split])
+        return files if directory is None else (directory,)
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield what cannot work with any files, as (key, message)."""
-        for named, single in _SPELLINGS:
+        for named, single in _SPELLINGS.values():
             if getattr(self, named) and getattr(self, single) is not None:
                 yield single, f"{named} is given too; keep one of the two"
-        if not (self.files("train") or self.files("validation") or self.files("test")):
+        if not any(map(self.files, _SPELLINGS)):
             yield "train_files", "no files are named; give at least one path or pattern"
         if self.cache_gib is not None and self.cache_dir is None:
             yield "cache_gib", "it limits data.cache_dir, which is not set"

@@ -52,9 +52,11 @@ class Place:
     path: str
     number: int
     """Number from 1: the line of a JSONL file, the record of any other."""
+    part: str = ""
+    """Part of the record, such as ``prompt``; empty for all of it."""
 
     def __str__(self) -> str:
-        return f"{self.path}:{self.number}"
+        return f"{self.path}:{self.number}{f', {self.part}' if self.part else ''}"
 
 
 Record = tuple[Place, dict[str, Any]]

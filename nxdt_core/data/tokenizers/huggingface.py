@@ -417,12 +417,4 @@ class MegatronTokenizer(HuggingFaceTokenizer):
     """
 
     def __init__(self, config: MegatronTokenizerConfig) -> None:
-        super().__init__(
-            HuggingFaceTokenizerConfig(
-                vocab_file=config.vocab_file,
-                merge_file=config.merge_file,
-                bos_token=config.bos_token,
-                eos_token=config.eos_token,
-                pad_token=config.pad_token,
-            )
-        )
+        super().__init__(HuggingFaceTokenizerConfig(**config.model_dump(exclude={"type"})))

@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import yaml
-from nxdt_plugin_megatron_data.indexed_files import IndexedWriter
+from nxdt_plugin_megatron_data.indexed_files import write_documents
 
 from tests.launch.launching import finish, start
 from tests.sampling import sampled
@@ -65,9 +65,7 @@ WORDS = ["".join(map(chr, (97 + np.array(row) % 26).tolist())) for row in ROWS]
 
 
 def megatron(directory, name):
-    with IndexedWriter(directory / "corpus", np.dtype("<u2")) as writer:
-        for row in ROWS * 20:
-            writer.add(np.array(row))
+    write_documents(directory / "corpus", np.dtype("<u2"), ([np.array(row)] for row in ROWS * 20))
     return directory / name, {"name": "megatron-data", "data_prefix": str(directory / "corpus")}
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
-from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, IndexedWriter, bin_path, dtype_for, idx_path
+from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, dtype_for, idx_path, write_documents
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
@@ -18,9 +18,7 @@ CODES = {"<u1": 1, "<i2": 3, "<i4": 4, "<i8": 5, "<u2": 8}
 
 
 def write(prefix, sequences, dtype="<u2"):
-    with IndexedWriter(prefix, np.dtype(dtype)) as writer:
-        for tokens in sequences:
-            writer.add(np.array(tokens, np.int64))
+    write_documents(prefix, np.dtype(dtype), ([np.array(tokens, np.int64)] for tokens in sequences))
     return prefix
 
 
@@ -41,10 +39,8 @@ def test_ours_are_those_written_by_hand_to_the_byte(by_hand, sequences, tmp_path
 
 
 def test_a_document_of_several_sequences_and_one_of_none_keep_their_borders(by_hand, tmp_path):
-    with IndexedWriter(tmp_path / "ours", np.dtype("<u2")) as writer:
-        writer.add(np.array([1, 2]), np.array([3]))
-        writer.add()
-        writer.add(np.array([4, 5, 6]))
+    documents = [[np.array([1, 2]), np.array([3])], [], [np.array([4, 5, 6])]]
+    write_documents(tmp_path / "ours", np.dtype("<u2"), documents)
     assert content(tmp_path / "ours") == content(by_hand("hand", [[1, 2], [3], [4, 5, 6]], borders=[0, 2, 2, 3]))
     assert IndexedTokens(tmp_path / "ours").borders.tolist() == [0, 2, 2, 3]
 

@@ -18,7 +18,6 @@ from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 from nxdt_plugin_megatron_data.loader import (
     IndexedDataset,
     Indices,
-    SampleSettings,
     are_indices,
     build_indices,
     cached_indices,
@@ -82,8 +81,8 @@ def test_every_sample_of_every_split_is_that_of_megatron_core(built_by_megatron,
     for which, part in enumerate(split_bounds(read_shares(split), len(source))):
         drop = drop_last or which != 1
         indices = build_indices(source.lengths, part, seq_length=16, seed=11, extra=extra, drop_last=drop)
-        cut = SampleSettings(seq_length=16, extra=extra, packing=None, eod_id=7, vocab_size=259)
-        ours = IndexedDataset(source, indices, cut, content="")
+        settings = {"seq_length": 16, "extra": extra, "packing": None, "eod_id": 7, "vocab_size": 259}
+        ours = IndexedDataset(source, indices, **settings, content="")
         assert len(ours) == len(wanted[which]) > 0
         for number in range(len(ours)):
             sample, other = ours[number], wanted[which][number]

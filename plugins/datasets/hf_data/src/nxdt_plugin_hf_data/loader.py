@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +42,6 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
     Raises:
         CacheUnwritable: the directory cannot be written to, or is full.
     """
-    if directory is None:
-        return make()
-
-    def whole() -> TokenStream:
-        made = make()
-        return TokenStream(tokens=made.tokens[:], starts=made.starts)
 
     def on_error(error: OSError) -> None:
         raise CacheUnwritable(path=str(directory), reason=error.strerror or str(error)) from error
@@ -62,19 +55,10 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
             and is_array(stream.weights, "f", 0)
         )
 
-    return cached_arrays(directory, name, TokenStream, whole, on_error, fits)
+    return cached_arrays(directory, name, TokenStream, make, on_error, fits)
 
 
 _KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Named:
-    """The data of one source for one split."""
-
-    key: str
-    path: Path
-    text_key: str
 
 
 class HfData(DatasetSplits):
@@ -106,14 +90,13 @@ class HfData(DatasetSplits):
             MixtureInSequence: several sources are to be taken in their order.
             NxdtError: of the data.
         """
-        config, named, key = self._config, dict[str, Named](), _KEYS[name]
+        config, key, datasets = self._config, _KEYS[name], dict[str, Any]()
+        open_source = self._stream if config.streaming else self._saved
         for label, source in config.named_sources().items():
             path = getattr(source, key)
             if path is not None:
                 full_key = f"data.sources.{label}.{key}" if config.sources else f"data.{key}"
-                named[label] = Named(key=full_key, path=path, text_key=source.text_key or config.text_key)
-        open_source: Callable[[Named, SplitName], Any] = self._stream if config.streaming else self._saved
-        datasets = {label: open_source(source, name) for label, source in named.items()}
+                datasets[label] = open_source(path, full_key, source.text_key or config.text_key, name)
         if not datasets:
             return None
         if name != "train":
@@ -126,12 +109,12 @@ class HfData(DatasetSplits):
         seed, size = self._context.seed, config.shuffle_block
         return Blocks(stream, size=size, seed=seed) if self._context.shuffle else stream
 
-    def _stream(self, named: Named, split: SplitName) -> IterableDataset:
+    def _stream(self, path: Path, key: str, text_key: str, split: SplitName) -> IterableDataset:
         trains = split == "train"
         return FileStream(
-            files_of(named.path, named.key, split),
-            key=named.key,
-            text_key=named.text_key,
+            files_of(path, key, split),
+            key=key,
+            text_key=text_key,
             framing=self._framing,
             cutting=self._cutting,
             split=split,
@@ -153,14 +136,14 @@ class HfData(DatasetSplits):
         eos = _special("data.add_eos", tokenizer.eos_id, "end of text") if config.add_eos else None
         return TextFraming(tokenizer=tokenizer, bos_id=bos, eos_id=eos)
 
-    def _saved(self, named: Named, split: SplitName) -> MapDataset:
+    def _saved(self, path: Path, key: str, text_key: str, split: SplitName) -> MapDataset:
         directory = self._config.cache_dir or self._context.cache_dir
-        saved = open_saved(named.path, key=named.key, split=split, digests=directory)
-        chosen(saved.table.column_names, named.text_key, saved.path)
+        saved = open_saved(path, key=key, split=split, digests=directory)
+        chosen(saved.table.column_names, text_key, saved.path)
         if not is_tokenised(saved.table):
             framing = self._framing()
-            source = digest(saved.content, named.text_key, framing.fingerprint())
-            texts = text_column(saved.table, named.text_key, saved.path)
+            source = digest(saved.content, text_key, framing.fingerprint())
+            texts = text_column(saved.table, text_key, saved.path)
             stream = cached(
                 directory,
                 source,
@@ -184,7 +167,7 @@ class HfData(DatasetSplits):
             columns, packs=packs, path=saved.path, source=saved.content, split=split, files=saved.files
         )
         if not columns.teach():
-            raise NothingToLearn(key=named.key, path=saved.path, where="in each of its rows")
+            raise NothingToLearn(key=key, path=saved.path, where="in each of its rows")
         return dataset
 
 

@@ -417,11 +417,6 @@ class TextFraming:
     bos_id: int | None
     eos_id: int | None
 
-    def around(self, ids: NDArray[np.integer]) -> NDArray[np.integer]:
-        """Return the tokens of a text with those that belong before and behind it."""
-        ends = [[] if special is None else [special] for special in (self.bos_id, self.eos_id)]
-        return np.concatenate([ends[0], ids, ends[1]], dtype=np.int64, casting="unsafe")
-
     def fingerprint(self) -> str:
         """Digest of all that decides the tokens of a text."""
         return digest(self.tokenizer.fingerprint(), self.bos_id, self.eos_id)

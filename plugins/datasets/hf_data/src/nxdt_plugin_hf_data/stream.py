@@ -243,9 +243,10 @@ class FileStream(IterableDataset):
                 if self._text:
                     framing = self._framing()
                     texts = text_column(table, self._text_key, str(path), first)
-                    for place, ids in zip(places, encode_documents(texts, framing.tokenizer), strict=False):
+                    documents = encode_documents(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id)
+                    for place, ids in zip(places, documents, strict=False):
                         if len(ids):
-                            yield Row(place=place, path=path, ids=framing.around(ids))
+                            yield Row(place=place, path=path, ids=ids)
                     continue
                 columns = self._checked(path, first, table)
                 for place, row in zip(places, range(batch.num_rows), strict=False):

@@ -22,20 +22,12 @@ def nxdt_datasets() -> list[Component]:
 @hookimpl
 def nxdt_cli() -> list[CliCommand]:
     """Declare the commands that make indexed files and look at them."""
+    summaries = {
+        "preprocess": "Tokenise JSONL or text into Megatron's .bin/.idx files.",
+        "merge": "Join pairs of .bin/.idx files into one.",
+        "inspect": "Check a pair of .bin/.idx files and show its contents.",
+    }
     return [
-        CliCommand(
-            name="data preprocess",
-            target="nxdt_plugin_megatron_data.commands:preprocess",
-            summary="Tokenise JSONL or text into Megatron's .bin/.idx files.",
-        ),
-        CliCommand(
-            name="data merge",
-            target="nxdt_plugin_megatron_data.commands:merge",
-            summary="Join pairs of .bin/.idx files into one.",
-        ),
-        CliCommand(
-            name="data inspect",
-            target="nxdt_plugin_megatron_data.commands:inspect",
-            summary="Check a pair of .bin/.idx files and show its contents.",
-        ),
+        CliCommand(name=f"data {verb}", target=f"nxdt_plugin_megatron_data.commands:{verb}", summary=summary)
+        for verb, summary in summaries.items()
     ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -128,16 +129,17 @@ def preprocess(
         overwrite=overwrite,
         shard=part,
     )
+    began = time.monotonic()
     with _bar(job.files) as watch:
-        outcome = run(job, watch)
-    counts = outcome.counts
-    rate = (counts.tokens - outcome.tokens_before) / max(outcome.seconds, 1e-9)
+        counts, tokens_before = run(job, watch)
+    seconds = time.monotonic() - began
+    rate = (counts.tokens - tokens_before) / max(seconds, 1e-9)
     if json_output:
-        facts = asdict(counts) | {"tokens_before": outcome.tokens_before, "seconds": round(outcome.seconds, 3)}
+        facts = asdict(counts) | {"tokens_before": tokens_before, "seconds": round(seconds, 3)}
         print_json({"prefix": str(job.prefix), **facts, "tokens_per_second": round(rate)})
         return
-    if outcome.tokens_before:
-        click.echo(f"Resumed after {outcome.tokens_before:,} tokens of an unfinished run.")
+    if tokens_before:
+        click.echo(f"Resumed after {tokens_before:,} tokens of an unfinished run.")
     click.echo(
         f"Wrote {job.prefix}.bin and .idx: {counts.tokens:,} tokens in {counts.documents:,} documents, "
         f"{rate:,.0f} tokens/s."

@@ -123,7 +123,6 @@ class RecordEncoder:
         self._tokenizer = tokenizer
         self._recipe = recipe
         self._dtype = dtype_for(tokenizer.vocab_size)
-        self._tail = np.array([tokenizer.eos_id] if recipe.append_eod else [], self._dtype)
 
     def encode(self, content: bytes, *, json_lines: bool) -> Encoded:
         """Return the tokens of a block's records; a blank line is not a record."""
@@ -134,20 +133,17 @@ class RecordEncoder:
                 texts.append(_text_of(record, self._recipe.text_key) if json_lines else record.decode())
             except UnicodeDecodeError as error:
                 if likely is None:  # the likeliest encoding of the block, and what converts it
-                    name = iconv_name(content, _bad_byte(content) or 0)
+                    name = iconv_name(content, content.index(record) + error.start)
                     likely = f"; it looks like {name}, which 'iconv -f {name} -t UTF-8' converts" if name else ""
                 encoded.faults.append((line, f"not UTF-8: byte {record[error.start]:#04x}{likely}"))
             except ValueError as error:
                 encoded.faults.append((line, str(error)))
-        parts: list[NDArray[Any]] = []
-        lengths = []
-        for ids in encode_documents(texts, self._tokenizer):
-            if len(ids):
-                parts += [ids, self._tail]
-                lengths.append(len(ids) + len(self._tail))
-        encoded.empty = len(texts) - len(lengths)
-        encoded.lengths = np.array(lengths, np.int32)
-        encoded.tokens = np.concatenate(parts, dtype=self._dtype, casting="unsafe").tobytes() if parts else b""
+        eod_id = self._tokenizer.eos_id if self._recipe.append_eod else None
+        documents = [ids for ids in encode_documents(texts, self._tokenizer, eos_id=eod_id) if len(ids)]
+        encoded.empty = len(texts) - len(documents)
+        encoded.lengths = np.array([*map(len, documents)], np.int32)
+        if documents:
+            encoded.tokens = np.concatenate(documents, dtype=self._dtype, casting="unsafe").tobytes()
         return encoded
 
     def _records(self, content: bytes, json_lines: bool) -> Iterator[tuple[int, bytes]]:
@@ -183,15 +179,6 @@ def _text_of(record: bytes, key: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"the text under the key {key!r} holds half a character (a lone surrogate)") from error
     return text
-
-
-def _bad_byte(content: bytes) -> int | None:
-    """Return the place of the first byte that is not UTF-8."""
-    try:
-        content.decode()
-    except UnicodeDecodeError as error:
-        return error.start
-    return None
 
 
 _encoder: RecordEncoder | None = None

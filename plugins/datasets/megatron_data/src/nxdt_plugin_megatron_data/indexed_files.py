@@ -19,11 +19,10 @@ import difflib
 import json
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import numpy as np
@@ -31,7 +30,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
-from nxdt_core.system.regular_files import read_text, regular_opener, replacing, require_fetched
+from nxdt_core.system.regular_files import read_text, replacing, require_fetched
 from nxdt_plugin_megatron_data.errors import BadIndexFile, DataShorterThanIndex, IndexedFileMissing
 
 MAGIC = b"MMIDIDX\x00\x00"
@@ -53,15 +52,6 @@ _UINT16_BELOW = 65500
 def dtype_for(vocab_size: int) -> np.dtype[np.generic]:
     """Return the type of tokens that Megatron-Core's preprocessing takes for a vocabulary."""
     return np.dtype("<u2") if vocab_size < _UINT16_BELOW else np.dtype("<i4")
-
-
-def code_of(dtype: np.dtype[np.generic]) -> int:
-    """Return the code of a type.
-
-    Raises:
-        KeyError: the format has none for it.
-    """
-    return {known: code for code, known in DTYPES.items()}[dtype.newbyteorder("<")]
 
 
 def idx_path(prefix: Path) -> Path:
@@ -200,50 +190,28 @@ class IndexedTokens:
         return int(self.lengths.sum(dtype=np.int64))
 
 
-class IndexedWriter:
-    """Appends documents; the files have their names once the block ends well, and are gone where it fails.
+def write_documents(prefix: Path, dtype: np.dtype[Any], documents: Iterable[Sequence[NDArray[Any]]]) -> None:
+    """Write ``.bin`` and ``.idx`` of documents, each of which has one or more sequences.
 
     Example::
 
-        with IndexedWriter(Path("corpus"), np.dtype("<u2")) as writer:
-            writer.add(np.array([1, 2, 3]))
+        write_documents(Path("corpus"), np.dtype("<u2"), [[np.array([1, 2, 3])]])
+
+    Raises:
+        OverflowError: a token does not fit the type.
     """
-
-    def __init__(self, prefix: Path, dtype: np.dtype[Any]) -> None:
-        self._prefix = prefix
-        self._dtype = dtype.newbyteorder("<")
-        self._lengths: list[int] = []
-        self._borders = [0]
-        self._part = bin_path(prefix).with_suffix(".bin.part")
-        self._bin = open(self._part, "wb", opener=regular_opener)  # noqa: SIM115
-
-    def __enter__(self) -> IndexedWriter:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bin.close()
-        if kind is not None:
-            self._part.unlink()
-            return
-        lengths, borders = np.array(self._lengths, np.int32), np.array(self._borders, np.int64)
-        write_index(idx_path(self._prefix), self._dtype, lengths, borders)
-        self._part.rename(bin_path(self._prefix))
-
-    def add(self, *sequences: NDArray[Any]) -> None:
-        """Append a document of one or more sequences.
-
-        Raises:
-            OverflowError: a token does not fit the type.
-        """
-        for tokens in sequences:
-            held = tokens.astype(self._dtype)
-            if (held != tokens).any():
-                raise OverflowError(f"a token of {tokens.max()} does not fit {self._dtype}")
-            self._bin.write(held.tobytes())
-            self._lengths.append(len(tokens))
-        self._borders.append(len(self._lengths))
+    dtype = dtype.newbyteorder("<")
+    lengths, borders = list[int](), [0]
+    with replacing(bin_path(prefix)) as file:
+        for document in documents:
+            for tokens in document:
+                stored = tokens.astype(dtype)
+                if (stored != tokens).any():
+                    raise OverflowError(f"a token of {tokens.max()} does not fit {dtype}")
+                file.write(stored.tobytes())
+                lengths.append(len(tokens))
+            borders.append(len(lengths))
+        write_index(idx_path(prefix), dtype, np.array(lengths, np.int32), np.array(borders, np.int64))
 
 
 def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], borders: NDArray[np.int64]) -> None:
@@ -256,7 +224,8 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
         borders: [documents + 1] first sequence of each document, and the number of sequences.
     """
     with replacing(path) as file:
-        file.write(HEADER.pack(MAGIC, VERSION, code_of(dtype), len(lengths), len(borders)))
+        code = next(code for code, known in DTYPES.items() if known == dtype)
+        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(borders)))
         file.write(lengths.astype("<i4").tobytes())
         ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
         file.write((ends - lengths * np.int64(dtype.itemsize)).astype("<i8").tobytes())

@@ -20,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nxdt_core.data.cache import cached_arrays, digest, file_digest, is_array
+from nxdt_core.data.mixture import Mixture
 from nxdt_core.data.packing import Packing
 from nxdt_core.data.sampler import Head
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
@@ -104,9 +105,7 @@ def are_indices(
 
 
 def _is_permutation(order: NDArray[np.integer], of: range) -> bool:
-    places = order.astype(np.int64) - of.start
-    is_within = 0 <= places.min(initial=0) <= places.max(initial=0) < max(len(of), 1)
-    return is_array(order, "iu", len(of)) and is_within and bool((np.bincount(places, minlength=len(of)) == 1).all())
+    return is_array(order, "iu", len(of)) and np.array_equal(np.sort(order), np.arange(of.start, of.stop))
 
 
 def _starts(
@@ -146,39 +145,38 @@ def cached_indices(
     return cached_arrays(directory, name, Indices, build, on_error, fits)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SampleSettings:
-    """Settings that make samples of the tokens of any file."""
-
-    seq_length: int
-    extra: bool
-    """True if a sample takes one token more than ``seq_length``, for its last label."""
-    packing: Packing | None
-    """Separation of documents in one sample; None: they are one text, and every label counts."""
-    eod_id: int | None
-    """The token that ends a document, where it is known: with ``packing``, documents also end there."""
-    vocab_size: int | None
-    """Ids are below; None does not look."""
-    vocab_owner: str = "the model"
-    """Description of whose vocabulary it is."""
-
-
 class IndexedDataset(MapDataset):
     """A map-style dataset; sample i is sample i of Megatron-Core's ``GPTDataset`` for the same indices.
 
     Args:
         source: the file.
         indices: which of its tokens each sample is made of.
-        cut: how.
+        seq_length: tokens of a sample.
+        extra: whether a sample takes one token more, for its last label.
+        packing: separation of documents in one sample; None: they are one text, and every label counts.
+        eod_id: the token that ends a document, where it is known: with ``packing``, documents also end there.
+        vocab_size: ids are below; None does not look.
+        vocab_owner: whose vocabulary it is, for errors.
         content: digest of the file and of what the indices were built by.
     """
 
-    def __init__(self, source: IndexedTokens, indices: Indices, cut: SampleSettings, *, content: str) -> None:
-        self._source = source
-        self._indices = indices
-        self._cut = cut
-        self._content = content
-        self._window = cut.seq_length + int(cut.extra)
+    def __init__(
+        self,
+        source: IndexedTokens,
+        indices: Indices,
+        *,
+        seq_length: int,
+        extra: bool,
+        packing: Packing | None,
+        eod_id: int | None,
+        vocab_size: int | None,
+        vocab_owner: str = "the model",
+        content: str,
+    ) -> None:
+        self._source, self._indices, self._content = source, indices, content
+        self._seq_length, self._extra, self._window = seq_length, extra, seq_length + int(extra)
+        self._packing, self._eod_id = packing, eod_id
+        self._vocab_size, self._vocab_owner = vocab_size, vocab_owner
 
     def __len__(self) -> int:
         return len(self._indices.shuffle)
@@ -192,28 +190,27 @@ class IndexedDataset(MapDataset):
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         window, borders, found = self._tokens(index)
-        cut = self._cut
-        inputs = window[: cut.seq_length]
-        labels = window[1:] if cut.extra else np.append(window[1:], IGNORE_INDEX)
+        places = np.arange(self._seq_length)
+        inputs = window[: self._seq_length]
+        labels = window[1:] if self._extra else np.append(window[1:], IGNORE_INDEX)
         if found < self._window:
-            labels = np.where(np.arange(cut.seq_length) < found - 1, labels, IGNORE_INDEX)
+            labels = np.where(places < found - 1, labels, IGNORE_INDEX)
         sample = Sample(input_ids=inputs, labels=labels)
-        if cut.packing is not None:
+        if self._packing is not None:
             # Documents begin where sequences do, and behind each end-of-document token: places 1 … seq.
             starts = borders[(borders > 0) & (borders <= len(inputs))]
-            if cut.eod_id is not None:
-                starts = np.union1d(starts, np.flatnonzero(inputs == cut.eod_id) + 1)
-            sample = cut.packing.sample(inputs, labels, starts)
-        if found >= cut.seq_length:
+            if self._eod_id is not None:
+                starts = np.union1d(starts, np.flatnonzero(inputs == self._eod_id) + 1)
+            sample = self._packing.sample(inputs, labels, starts)
+        if found >= self._seq_length:
             return sample
         if sample.document_ids is not None:
             sample.document_ids[found:] = -1
-        return replace(sample, padding=np.arange(cut.seq_length) >= found)
+        return replace(sample, padding=places >= found)
 
     def fingerprint(self) -> str:
         """Digest of the file, the indices' settings and how samples are cut."""
-        cut = self._cut
-        return digest(self._content, len(self), cut.seq_length, cut.extra, cut.packing, cut.eod_id)
+        return digest(self._content, len(self), self._seq_length, self._extra, self._packing, self._eod_id)
 
     def _tokens(self, index: int) -> tuple[NDArray[np.int64], NDArray[np.int64], int]:
         """Tokens [window], places in them at which another sequence begins, and how many were found."""
@@ -224,7 +221,7 @@ class IndexedDataset(MapDataset):
         sequences = indices.documents[first : last + 1]
         counts = source.lengths[sequences].astype(np.int64)
         begins = source.pointers[sequences] // source.dtype.itemsize
-        counts[-1] = end + int(self._cut.extra)
+        counts[-1] = end + int(self._extra)
         counts[0] -= offset
         begins[0] += offset
         borders = np.cumsum(counts)
@@ -235,16 +232,16 @@ class IndexedDataset(MapDataset):
             window[at : at + count] = source.tokens(begin, count)
             at += count
         window[found:] = 0
-        if self._cut.vocab_size is not None:
+        if self._vocab_size is not None:
             unsigned = window.view(np.uint64)  # of which a negative token is the largest
-            if int(unsigned.max()) >= self._cut.vocab_size:
-                position = int(unsigned.argmax())
+            position = int(unsigned.argmax())
+            if int(unsigned[position]) >= self._vocab_size:
                 raise TokenOutsideVocabulary(
                     path=str(source.prefix),
                     sequence=int(sequences[np.searchsorted(borders, position, side="right")]),
                     token=int(window[position]),
-                    owner=self._cut.vocab_owner,
-                    last=self._cut.vocab_size - 1,
+                    owner=self._vocab_owner,
+                    last=self._vocab_size - 1,
                 )
         return window, borders[:-1], found
 
@@ -308,21 +305,11 @@ class BlendedDataset(MapDataset):
         return digest(*(dataset.fingerprint() for dataset in self._datasets), self._counts)
 
 
-class ChainedDataset(MapDataset):
+class ChainedDataset(Mixture):
     """Each sample of each set once, one set behind the other."""
 
     def __init__(self, datasets: Sequence[MapDataset]) -> None:
-        self._datasets = datasets
-        self._ends = np.cumsum([len(dataset) for dataset in datasets])
-
-    def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    def __getitem__(self, index: int, /) -> Sample:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of {len(self)}")
-        which = int(np.searchsorted(self._ends, index, side="right"))
-        return self._datasets[which][index - (int(self._ends[which - 1]) if which else 0)]
+        super().__init__(datasets, [len(dataset) for dataset in datasets])
 
     def fingerprint(self) -> str:
         """Digest of the sets in their order."""
@@ -403,50 +390,49 @@ class MegatronData(DatasetSplits):
         return IndexedTokens(prefix)
 
     def _dataset(self, source: IndexedTokens, name: SplitName) -> IndexedDataset:
-        own = isinstance(self._config.data_prefix, Mapping)
+        config, context = self._config, self._context
+        own = isinstance(config.data_prefix, Mapping)
         sequences = range(len(source)) if own else split_bounds(self._shares, len(source))[SPLITS.index(name)]
-        cut = self._cut
-        drop_last = name != "validation" or self._config.validation_drop_last
+        length, extra = context.seq_length, not config.no_seqlen_plus_one_input_tokens
+        drop_last = name != "validation" or config.validation_drop_last
         tokens = int(source.lengths[sequences.start : sequences.stop].sum(dtype="int64"))
-        if not count_samples(tokens, seq_length=cut.seq_length, extra=cut.extra, drop_last=drop_last):
+        if not count_samples(tokens, seq_length=length, extra=extra, drop_last=drop_last):
             raise EmptySplit(
                 split=name,
                 path=str(source.prefix),
                 documents=len(sequences),
                 tokens=tokens,
-                seq_length=cut.seq_length,
-                needed=cut.seq_length + int(cut.extra) if drop_last else 1 + int(cut.extra),
+                seq_length=length,
+                needed=length + int(extra) if drop_last else 1 + int(extra),
             )
-        seed = self._context.seed
-        settings = (sequences, cut.seq_length, seed, cut.extra, drop_last)
-        content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, source.lengths, settings)
-        directory = self._config.index_mapping_dir or source.prefix.parent / "index_mapping"
-        length, extra, lengths = cut.seq_length, cut.extra, source.lengths
+        seed, lengths = context.seed, source.lengths
+        settings = (sequences, length, seed, extra, drop_last)
+        content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, lengths, settings)
+        directory = config.index_mapping_dir or source.prefix.parent / "index_mapping"
         indices = cached_indices(
             directory,
             f"{source.prefix.name}-{name}-{content}",
             lambda: build_indices(lengths, sequences, seq_length=length, seed=seed, extra=extra, drop_last=drop_last),
             lambda found: are_indices(found, lengths, sequences, seq_length=length, extra=extra, drop_last=drop_last),
         )
-        return IndexedDataset(source, indices, cut, content=content)
-
-    @cached_property
-    def _cut(self) -> SampleSettings:
-        config, context = self._config, self._context
-        packing = Packing(
-            reset_attention_mask=config.reset_attention_mask,
-            reset_position_ids=config.reset_position_ids,
-            eod_id=self._eod_id if config.eod_mask_loss else None,
-        )
-        separate_documents = config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss
+        packing = None
+        if config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss:
+            packing = Packing(
+                reset_attention_mask=config.reset_attention_mask,
+                reset_position_ids=config.reset_position_ids,
+                eod_id=self._eod_id if config.eod_mask_loss else None,
+            )
         vocab_size = context.vocab_size
         if vocab_size is None and context.tokenizer is not None:
             vocab_size = context.tokenizer.vocab_size
-        return SampleSettings(
-            seq_length=context.seq_length,
-            extra=not config.no_seqlen_plus_one_input_tokens,
-            packing=packing if separate_documents else None,
+        return IndexedDataset(
+            source,
+            indices,
+            seq_length=length,
+            extra=extra,
+            packing=packing,
             eod_id=self._eod_id,
             vocab_size=vocab_size,
             vocab_owner="the model" if context.vocab_size is not None else "the tokenizer",
+            content=content,
         )

@@ -264,19 +264,8 @@ class Job:
     """Number of the part to write, from 1, and of all parts."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Result of a preprocessing."""
-
-    counts: Counts
-    tokens_before: int
-    """Tokens of them that an earlier, unfinished run had written."""
-    seconds: float
-    """Duration of this run."""
-
-
-def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
-    """Do the job, or the rest of it.
+def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> tuple[Counts, int]:
+    """Do the job, or the rest of it; return the counts, and how many of the tokens an unfinished run had written.
 
     Args:
         job: see there.
@@ -288,7 +277,6 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
         NoRoom, WorkerDied: of the machine.
         NoEndToken: the tokenizer has no end-of-text token to append.
     """
-    began = time.monotonic()
     tokenizer = job.tokenizer.build()
     if job.recipe.append_eod and tokenizer.eos_id is None:
         raise NoEndToken(tokenizer=job.tokenizer.label)
@@ -341,7 +329,7 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> Outcome:
             if not output.counts.documents and job.shard[1] == 1:  # a part of a small input may have none
                 raise NoDocuments(files=len(job.files), records=output.counts.records)
             output.finish(note)
-    return Outcome(counts=output.counts, tokens_before=before, seconds=time.monotonic() - began)
+    return output.counts, before
 
 
 def _content(path: Path) -> str:

@@ -63,7 +63,7 @@ class Renderer:
             return self._render(conversation, trained)
         except TemplateRefuses:
             # Some templates know a turn that only calls tools by its content being null; others cannot have that.
-            if self._nothing is None or not any(m.calls_tools and not m.content for m in conversation.messages):
+            if self._nothing is None or not any(m.calls and not m.content for m in conversation.messages):
                 raise
             self._nothing = None
             try:

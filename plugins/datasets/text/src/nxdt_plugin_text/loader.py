@@ -130,10 +130,9 @@ class TextData(DatasetSplits):
             for path in expand(patterns, key):
                 content = read_bytes(path)
                 digests.append(digest(content))
-                keys = (config.text_key, config.document_separator, config.weight_key)
-                for document, weight in documents(
-                    path, content, text_key=keys[0], separator=keys[1], weight_key=keys[2]
-                ):
+                separator, weight_key = config.document_separator, config.weight_key
+                of_file = documents(path, content, text_key=config.text_key, separator=separator, weight_key=weight_key)
+                for document, weight in of_file:
                     weights.append(weight)
                     yield document
 

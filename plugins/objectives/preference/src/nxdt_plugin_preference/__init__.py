@@ -14,37 +14,21 @@ if TYPE_CHECKING:
 @hookimpl
 def nxdt_objectives() -> list[Component]:
     """Declare the losses."""
+    summaries = {
+        "dpo": "direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), IPO, cDPO, robust DPO",
+        "cpo": "contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), SimPO",
+        "kto": "Kahneman-Tversky optimisation of unpaired answers (Ethayarajh et al. 2024, arXiv:2402.01306)",
+        "orpo": "odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691)",
+        "reward": "reward model: one score per answer (Ouyang et al. 2022, arXiv:2203.02155)",
+    }
     return [
         Component(
-            name="dpo",
-            target="nxdt_plugin_preference.objectives:Dpo",
-            config="nxdt_plugin_preference.config:DpoConfig",
-            summary="direct preference optimisation (Rafailov et al. 2023, arXiv:2305.18290), IPO, cDPO, robust DPO",
-        ),
-        Component(
-            name="cpo",
-            target="nxdt_plugin_preference.objectives:Cpo",
-            config="nxdt_plugin_preference.config:CpoConfig",
-            summary="contrastive preference optimisation (Xu et al. 2024, arXiv:2401.08417), SimPO",
-        ),
-        Component(
-            name="kto",
-            target="nxdt_plugin_preference.objectives:Kto",
-            config="nxdt_plugin_preference.config:KtoConfig",
-            summary="Kahneman-Tversky optimisation of unpaired answers (Ethayarajh et al. 2024, arXiv:2402.01306)",
-        ),
-        Component(
-            name="orpo",
-            target="nxdt_plugin_preference.objectives:Orpo",
-            config="nxdt_plugin_preference.config:OrpoConfig",
-            summary="odds-ratio preference optimisation (Hong et al. 2024, arXiv:2403.07691)",
-        ),
-        Component(
-            name="reward",
-            target="nxdt_plugin_preference.objectives:Reward",
-            config="nxdt_plugin_preference.config:RewardConfig",
-            summary="reward model: one score per answer (Ouyang et al. 2022, arXiv:2203.02155)",
-        ),
+            name=name,
+            target=f"nxdt_plugin_preference.objectives:{name.title()}",
+            config=f"nxdt_plugin_preference.config:{name.title()}Config",
+            summary=summary,
+        )
+        for name, summary in summaries.items()
     ]
 
 

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
+from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array, warn_not_kept
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.files.records import (
     BadRecords,
@@ -382,8 +382,6 @@ class PreferenceData(DatasetSplits):
             vocab_size = self._tokenizer.vocab_size
             return gather(counted(), bad, unused, renderer.fingerprint, vocab_size=vocab_size, unpaired=self._unpaired)
 
-        if directory is None:
-            return pairs()
         try:
             runner = runner_of(config, self._tokenizer)
         except NxdtError:  # of which records of messages say more
@@ -392,13 +390,9 @@ class PreferenceData(DatasetSplits):
         decided = (len(records), texts, config.space_after_turns, config.unused_fields)
         policy = (config.bad_records, config.max_bad_share, config.turn_order, runner and runner.settings)
         name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
-
-        def on_error(error: OSError) -> None:
-            _log.warning("%s: cannot keep tokens there; each process makes its own", error)
-
         fits = partial(PairArrays.fits, unpaired=self._unpaired, vocab_size=self._tokenizer.vocab_size)
         return cached_arrays(
-            directory, f"pairs-{name}", PairArrays, pairs, on_error, fits, most_bytes=config.cache_bytes
+            directory, f"pairs-{name}", PairArrays, pairs, warn_not_kept, fits, most_bytes=config.cache_bytes
         )
 
     @property

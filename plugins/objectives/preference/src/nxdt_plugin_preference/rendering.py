@@ -76,16 +76,6 @@ class Preference:
     """Fields of the record that are not part of the pair."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Part(Place):
-    """Location of messages in a record."""
-
-    part: str
-
-    def __str__(self) -> str:
-        return f"{Place.__str__(self)}, {self.part}"
-
-
 def read_unpaired(record: Mapping[str, Any], place: Place, *, merge: bool = False) -> Preference:
     """Return the answer of a record and its ``label``: ``completion``, in the forms of :func:`read_preference`, or
     ``chosen`` and ``rejected``, which are one desirable answer and one undesirable.
@@ -146,7 +136,7 @@ def _read(
             wanted = " and ".join(map(repr, keys))
             raise AnswerMissing(place=str(place), key=key, keys=listing(list(record)) or "none", wanted=wanted)
         texts[key] = _text(record[key], key, place)
-        if not any(turn.content.strip() or turn.calls_tools for turn in _turns(texts[key], "assistant")[-1:]):
+        if not any(turn.content.strip() or turn.calls for turn in _turns(texts[key], "assistant")[-1:]):
             raise AnswerEmpty(place=str(place), key=key)
     read: tuple[str, ...] = ("prompt", *keys, *more)
     prompt: Text | None = None if record.get("prompt") is None else _text(record["prompt"], "prompt", place)
@@ -198,7 +188,8 @@ def _read(
         for end, turn in (("begins", answer[0]), ("ends", answer[-1])):
             if turn.role != "assistant":
                 raise AnswerOfOthers(place=str(place), key=key, end=end, role=turn.role)
-        check_order(Conversation(place=_part(place, f"prompt and {key!r}"), messages=[*asked, *answer]))
+        whole = replace(place, part=f"prompt and {key!r}")
+        check_order(Conversation(place=whole, messages=[*asked, *answer]))
     turns = [*asked, *(turn for answer in answers.values() for turn in answer)]
     marked = any(turn.train is not None for turn in turns)  # without effect, since both answers always count
     return Preference(
@@ -233,17 +224,13 @@ def _text(value: Any, key: str, place: Place) -> Text:
     value = [value] if isinstance(value, dict) else value  # LLaMA-Factory has an answer's one message
     if not isinstance(value, list) or not all(isinstance(message, dict) for message in value):
         raise BadPreference(place=str(place), key=key, reason=f"it is a {type(value).__name__}")
-    part = _part(place, repr(key))
+    part = replace(place, part=repr(key))
     messages = [read_message(message, part, number) for number, message in enumerate(value, start=1)]
     return tuple(in_order_of_calls(messages, part))
 
 
 def _turns(text: Text, role: str) -> Turns:
     return (Message(role=role, content=text),) if isinstance(text, str) else text
-
-
-def _part(place: Place, part: str) -> Place:
-    return _Part(path=place.path, number=place.number, part=part)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -336,7 +323,7 @@ class Renderer:
             texts, header, ignored = self._texts(runner, pair, prompt, conversations, "")
         except TemplateRefuses as refusal:
             # Some templates know a turn that only calls tools by its content being null.
-            if not any(turn.calls_tools and not turn.content for turns in conversations.values() for turn in turns):
+            if not any(turn.calls and not turn.content for turns in conversations.values() for turn in turns):
                 raise
             try:
                 texts, header, ignored = self._texts(runner, pair, prompt, conversations, None)
