@@ -13,8 +13,8 @@ from nxdt_plugin_migrate.config.nxdt_keys import (
     DATA_READERS,
     DEFAULTS,
     IGNORED,
-    MODEL_READERS,
     SEARCHED,
+    UNREAD,
     UNREAD_VALUE,
     nxdt_keys,
 )
@@ -140,7 +140,7 @@ def _leave_out_unread(document: Document) -> None:
                 f"data.{key}", "ignored", f"the data module that NxD Training takes here ({data}) does not read it"
             )
     for key in _sections_of(document, "model"):
-        if key not in MODEL_READERS.get(source, ()) and f"model.{key}" in known:
+        if key in UNREAD.get(source, ()):
             document.drop(f"model.{key}", "ignored", f"NxD Training's models of model_source {source} do not read it")
     if document.value(_PRECISION) != "manual":
         for key in ("master_weights", "fp32_grad_acc", *_SWITCHES):
