@@ -398,5 +398,5 @@ def meaning(key: str, known: Collection[str]) -> KeyMeaning | None:
         program = "neuronx-nemo-megatron" if key in NNM_MOVED else "NeMo" if key in MOVED else "NxD Training"
         return KeyMeaning(name=name, program=program)
     key = key if why_unneeded(key) else current_name(key, {*OF_ENGINE, *GONE, *NEUTRAL}) or MOVED.get(key, key)
-    found = why_unneeded(key)
-    return None if found is None else KeyMeaning(unneeded=found[0], program=found[1])
+    reason = why_unneeded(key)
+    return None if reason is None else KeyMeaning(unneeded=reason[0], program=reason[1])
