@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, cast, final
 
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
@@ -53,7 +53,7 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_plugin_nxd.errors import VocabularyIsSharded
 from nxdt_plugin_nxd.library import computes_on_host
-from nxdt_plugin_nxd.translation import MeshCoordinates, Replacement, Shard, Translation, is_within, paths_of, translate
+from nxdt_plugin_nxd.translation import MeshCoordinates, Shard, Translation, is_within, paths_of, translate
 
 _META = torch.device("meta")
 _SEQUENCE_DIM = 1
@@ -64,7 +64,16 @@ def apply_translation(module: nn.Module, translation: Translation, *, sequence_p
     """Put the library's layers into ``module``, on the meta device."""
     for replacement in translation.replacements:
         part = module.get_submodule(replacement.path)
-        layer = _layer(part, replacement, sequence_parallel)
+        layer: nn.Module
+        if isinstance(part, nn.Embedding) and replacement.style == "replicate":
+            layer = SequenceEmbedding(part)
+        elif isinstance(part, nn.Embedding):
+            layer = VocabularyEmbedding(part, sequence_parallel=sequence_parallel)
+        elif replacement.style == "row":
+            layer = RowLinear(cast(nn.Linear, part), sequence_parallel=sequence_parallel)
+        else:
+            kind = VocabularyHead if replacement.style == "vocab_head" else ColumnLinear
+            layer = kind(cast(nn.Linear, part), replacement.copies)
         for leaf, parameter in part.named_parameters(recurse=False):
             getattr(layer, leaf).requires_grad_(parameter.requires_grad)
         module.set_submodule(replacement.path, layer)
@@ -106,17 +115,6 @@ def _update_of(part: nn.Module, shard_dim: int) -> nn.Module | None:
     if shard_dim == update.inputs:
         update.over_inputs = reduce_from_tensor_model_parallel_region
     return update
-
-
-def _layer(part: nn.Module, replacement: Replacement, sequence_parallel: bool) -> nn.Module:
-    if isinstance(part, nn.Embedding):
-        if replacement.style == "replicate":
-            return SequenceEmbedding(part)
-        return VocabularyEmbedding(part, sequence_parallel=sequence_parallel)
-    assert isinstance(part, nn.Linear)
-    if replacement.style == "row":
-        return RowLinear(part, sequence_parallel=sequence_parallel)
-    return (VocabularyHead if replacement.style == "vocab_head" else ColumnLinear)(part, replacement.copies)
 
 
 def _summed(partial: torch.Tensor, *, sequence_parallel: bool) -> torch.Tensor:

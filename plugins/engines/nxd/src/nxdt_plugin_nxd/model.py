@@ -20,14 +20,14 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.engine.model import TokenValues
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import check_loadable
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
-from nxdt_core.models.loss import cross_entropies
 from nxdt_core.models.random.positions import rounded_block
-from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, TokenMeasure
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -203,14 +203,10 @@ class NxdModel(ParallelModel):
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-
-        def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
-            return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
-
-        passing = _TokenValues(measure or log_probs)
+        passing = TokenValues(measure)
         self.run_eval(micro_batches, passing)
-        kept = iter(passing.kept)
-        return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
+        values = iter(passing.values)
+        return [self._from_last_stage(next(values, None), batch.labels.shape) for batch in micro_batches]
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -349,20 +345,8 @@ class NxdModel(ParallelModel):
             trained.tensor.grad = None
 
 
-class _TokenValues(Objective):
-    """An objective that keeps a value of each token and gives no loss."""
-
-    def __init__(self, measure: TokenMeasure) -> None:
-        self._measure = measure
-        self.kept: list[torch.Tensor] = []
-
-    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        self.kept.append(self._measure(logits, batch.labels, step))
-        return ObjectiveOutput(loss_sum=self.kept[-1].sum() * 0, weight=self.weight(batch))
-
-
 def elements(held: torch.Tensor | LocalShard) -> torch.Tensor:
-    """Return the local elements of a tensor or a piece."""
+    """Return the local elements of a tensor or a shard."""
     return held.tensor if isinstance(held, LocalShard) else held
 
 
