@@ -171,7 +171,7 @@ class NxdEngine(ParallelEngine):
         from nxdt_plugin_nxd.model import NxdOptimizer
 
         overrides = self.config.run.model.optim.param_groups
-        check_overrides(overrides, [name for name, each in model.named_parameters() if each.requires_grad], self.ranks)
+        check_overrides(overrides, [name for name, p in model.named_parameters() if p.requires_grad], self.ranks)
         groups = parameter_groups(
             model.named_parameters(),
             model.plan,

@@ -50,8 +50,8 @@ class Machine:
         """Return the machine at hand, whose logical cores the runtime's variables describe."""
         environment = os.environ if environment is None else environment
         name = _TRN1 if platform in _LIKE_TRN1 else platform
-        said = environment.get(LNC) or environment.get(_OLDER_LNC)
-        return cls(platform=name, lnc=_lnc(said, name), processes=processes)
+        cores = environment.get(LNC) or environment.get(_OLDER_LNC)
+        return cls(platform=name, lnc=_lnc(cores, name), processes=processes)
 
 
 def machine_of_product(product: str, processes: int) -> Machine:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, final
+from typing import Any, NoReturn, cast, final
 
 import torch
 from neuronx_distributed.parallel_layers import parallel_state
@@ -34,6 +34,7 @@ from torch.nn import functional
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.engine.expert import ExchangingDispatcher
 from nxdt_core.engine.pipeline.split import cut_stage
+from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.weights import allocate, build_whole, draw_local_shard
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
@@ -53,7 +54,7 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
 from nxdt_plugin_nxd.errors import VocabularyIsSharded
 from nxdt_plugin_nxd.library import computes_on_host
-from nxdt_plugin_nxd.translation import MeshCoordinates, Replacement, Shard, Translation, is_within, paths_of, translate
+from nxdt_plugin_nxd.translation import MeshCoordinates, Shard, Translation, is_within, translate
 
 _META = torch.device("meta")
 _SEQUENCE_DIM = 1
@@ -64,7 +65,16 @@ def apply_translation(module: nn.Module, translation: Translation, *, sequence_p
     """Put the library's layers into ``module``, on the meta device."""
     for replacement in translation.replacements:
         part = module.get_submodule(replacement.path)
-        layer = _layer(part, replacement, sequence_parallel)
+        layer: nn.Module
+        if isinstance(part, nn.Embedding) and replacement.style == "replicate":
+            layer = SequenceEmbedding(part)
+        elif isinstance(part, nn.Embedding):
+            layer = VocabularyEmbedding(part, sequence_parallel=sequence_parallel)
+        elif replacement.style == "row":
+            layer = RowLinear(cast(nn.Linear, part), sequence_parallel=sequence_parallel)
+        else:
+            kind = VocabularyHead if replacement.style == "vocab_head" else ColumnLinear
+            layer = kind(cast(nn.Linear, part), replacement.copies)
         for leaf, parameter in part.named_parameters(recurse=False):
             getattr(layer, leaf).requires_grad_(parameter.requires_grad)
         module.set_submodule(replacement.path, layer)
@@ -99,24 +109,13 @@ def _update_of(part: nn.Module, shard_dim: int) -> nn.Module | None:
     if not isinstance(update, Update):
         return None
     rank, ranks = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_tensor_model_parallel_size()
-    own = getattr(part, "in_features", 0) // ranks
+    inputs = getattr(part, "in_features", 0) // ranks
     for dropout in (module for module in update.modules() if isinstance(module, Dropout)):
         dropout.whole = shard_dim == 0
-        dropout.features = None if dropout.whole else (rank * own, own * ranks)
+        dropout.features = None if dropout.whole else (rank * inputs, inputs * ranks)
     if shard_dim == update.inputs:
         update.over_inputs = reduce_from_tensor_model_parallel_region
     return update
-
-
-def _layer(part: nn.Module, replacement: Replacement, sequence_parallel: bool) -> nn.Module:
-    if isinstance(part, nn.Embedding):
-        if replacement.style == "replicate":
-            return SequenceEmbedding(part)
-        return VocabularyEmbedding(part, sequence_parallel=sequence_parallel)
-    assert isinstance(part, nn.Linear)
-    if replacement.style == "row":
-        return RowLinear(part, sequence_parallel=sequence_parallel)
-    return (VocabularyHead if replacement.style == "vocab_head" else ColumnLinear)(part, replacement.copies)
 
 
 def _summed(partial: torch.Tensor, *, sequence_parallel: bool) -> torch.Tensor:
@@ -303,7 +302,7 @@ class Stage:
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of all modules by path, tied ones under each of their paths."""
-        return {name: each for part in self.modules for name, each in part.named_parameters(remove_duplicate=False)}
+        return {name: p for part in self.modules for name, p in part.named_parameters(remove_duplicate=False)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -409,17 +408,17 @@ def materialise(stage: Stage, place: MeshCoordinates, device: torch.device, *, s
     """
     for module in stage.modules:
         allocate(module, device, tied=stage.plan.tied)
-    for name, held in parameters_of(stage, place).items():
-        parameter, shard = held.parameter, held.shard
-        if not held.counted:
+    for name, local in parameters_of(stage, place).items():
+        parameter, shard = local.parameter, local.shard
+        if not local.counted:
             parameter.shared = True  # type: ignore[attr-defined]  # the library's norms count its elements elsewhere
         if shard is not None and place.sizes.tp > 1 and not hasattr(parameter, "tensor_model_parallel"):
             # Memory has been given to them, which drops attributes.
             set_tensor_model_parallel_attributes(parameter, True, shard.dim, 1, num_partitions=shard.parts)
-        if held.distributed:
+        if local.distributed:
             parameter.expert_model_parallel = True  # type: ignore[attr-defined]
         if base or name in stage.added:
-            draw_local_shard(LocalShard(held.parameter, held.shape, held.region()), name, stage.rules, seed=seed)
+            draw_local_shard(LocalShard(local.parameter, local.shape, local.region()), name, stage.rules, seed=seed)
 
 
 def round_to(stage: Stage, dtype: torch.dtype) -> None:
@@ -433,21 +432,21 @@ def round_to(stage: Stage, dtype: torch.dtype) -> None:
 
 def parameters_of(stage: Stage, place: MeshCoordinates) -> dict[str, LocalParameter]:
     """Return this rank's parameters by global name; a tied one goes by its owner's name."""
-    parameters, local = stage.named_parameters(), {}
+    parameters, here = stage.named_parameters(), {}
     owner_of = {user: owner for owner, user in stage.plan.tied}
     for path, parameter in parameters.items():
         name = owner_of.get(path, path)
         if name != path and name in parameters:
             continue  # the same parameter as its owner, which is here
         shard = stage.shards.get(path)
-        local[name] = LocalParameter(
+        here[name] = LocalParameter(
             parameter=parameter,
             shard=shard,
             partial=path in stage.partial,
             counted=name == path and (shard is None or place.tp % shard.copies == 0),
             place=place,
         )
-    return local
+    return here
 
 
 _SALT_BITS = 62
@@ -459,7 +458,7 @@ def _place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinate
     Under ``sequence_parallel`` activations outside the tensor blocks are parts of the sequence. A single process has no
     salts.
     """
-    blocks, tensor_part = paths_of(module, plan.tensor_blocks), (place.tp, place.sizes.tp)
+    blocks, tensor_part = modules_at(module, plan.tensor_blocks), (place.tp, place.sizes.tp)
     for path, part in module.named_modules():
         if not hasattr(part, "salt"):
             continue

@@ -148,10 +148,10 @@ def variables_of(config: ResolvedConfig) -> dict[str, str]:
 def apply_environment(variables: Mapping[str, str], environment: MutableMapping[str, str]) -> None:
     """Set ``variables`` in ``environment``, which must happen before torch-xla is imported."""
     for name, value in variables.items():
-        held = environment.get(name)
-        if name == _FLAGS and held:
-            environment[name] = held if value in held else f"{held} {value}"
-        elif held is None:
+        present = environment.get(name)
+        if name == _FLAGS and present:
+            environment[name] = present if value in present else f"{present} {value}"
+        elif present is None:
             environment[name] = value
 
 

@@ -20,13 +20,13 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
+from nxdt_core.engine.model import TokenValues
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import check_loadable
 from nxdt_core.errors.training import OptimizerNeedsWholeParameters, OptimizerStateDoesNotFit
-from nxdt_core.models.loss import cross_entropies
 from nxdt_core.models.random.positions import rounded_block
-from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, TokenMeasure
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -43,7 +43,7 @@ from nxdt_plugin_nxd.translation import MeshCoordinates
 class TrainedTensor:
     """A tensor that the optimizer updates."""
 
-    held: LocalParameter
+    local: LocalParameter
     tensor: nn.Parameter
     """The parameter itself where nothing is divided and no master is kept."""
     part: int
@@ -53,7 +53,7 @@ class TrainedTensor:
 
     def region(self) -> TensorSlice:
         """Return the place of its elements in the whole parameter."""
-        outer, size = self.held.region(), self.tensor.shape[0] if self.tensor.ndim else 0
+        outer, size = self.local.region(), self.tensor.shape[0] if self.tensor.ndim else 0
         if self.parts == 1:
             return outer
         offsets = (outer.offsets[0] + self.part * size, *outer.offsets[1:])
@@ -61,16 +61,16 @@ class TrainedTensor:
 
     def local_shard(self, value: torch.Tensor) -> torch.Tensor | LocalShard:
         """Return a tensor of this one's shape as a checkpoint takes it."""
-        return self.held.local_shard(value) if self.parts == 1 else LocalShard(value, self.held.shape, self.region())
+        return self.local.local_shard(value) if self.parts == 1 else LocalShard(value, self.local.shape, self.region())
 
     def placed(self, tensor_group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None) -> ParameterShard:
         """Return the optimizer's record of where this parameter is."""
-        over = [tensor_group] if self.held.shard is not None else []
-        over += [expert_group] if self.held.distributed else []
+        over = [tensor_group] if self.local.shard is not None else []
+        over += [expert_group] if self.local.distributed else []
         over += [self.group] if self.parts > 1 else []
         groups = tuple(group for group in over if group is not None)
         return ParameterShard(
-            shape=self.held.shape, region=self.region(), groups=groups, matrix=len(self.held.shape) >= 2
+            shape=self.local.shape, region=self.region(), groups=groups, matrix=len(self.local.shape) >= 2
         )
 
     @torch.no_grad()
@@ -79,16 +79,16 @@ class TrainedTensor:
 
         ``rounding`` is a seed and a name, by which they are rounded stochastically as by the torch engine.
         """
-        if self.tensor is self.held.parameter:
+        if self.tensor is self.local.parameter:
             return
         value = self.tensor.detach()
         if rounding is not None:
-            (seed, name), shape, offsets = rounding, self.held.shape, self.region().offsets
+            (seed, name), shape, offsets = rounding, self.local.shape, self.region().offsets
             value = rounded_block(value, seed=seed, name=name, shape=shape, offsets=offsets)
-        value = value.to(self.held.parameter.dtype)
+        value = value.to(self.local.parameter.dtype)
         if self.parts > 1:
             value = comm.all_gather(value, dim=0, groups=groups, pin_layout=False)
-        self.held.parameter.copy_(value)
+        self.local.parameter.copy_(value)
 
     def part_of(self, whole: torch.Tensor) -> torch.Tensor:
         """Return this part of a tensor of the parameter's shape."""
@@ -114,12 +114,12 @@ class NxdModel(ParallelModel):
         self.tensor_group = parallel_state.get_tensor_model_parallel_group() if place.sizes.tp > 1 else None
         self.expert_group = parallel_state.get_expert_model_parallel_group() if place.sizes.ep > 1 else None
         """Ranks that share tensors, and experts; None where there is one."""
-        self.held: Mapping[str, LocalParameter] = parameters_of(stage, place)
+        self.local: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """Parameters of this rank by global name."""
         self.trained: dict[str, TrainedTensor] = {}
         """Tensors that the optimizer updates, by global name."""
         self._masters = precision.master_weights
-        for name, local in self.held.items():
+        for name, local in self.local.items():
             parameter = local.parameter
             if not parameter.requires_grad:
                 continue
@@ -136,7 +136,7 @@ class NxdModel(ParallelModel):
             if parts > 1 or self._masters:
                 values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
                 tensor = nn.Parameter(values.to(torch.float32 if self._masters else parameter.dtype, copy=True))
-            self.trained[name] = TrainedTensor(held=local, tensor=tensor, part=part, parts=parts, group=group)
+            self.trained[name] = TrainedTensor(local=local, tensor=tensor, part=part, parts=parts, group=group)
         # On a device, the Neuron runtime rounds; environment variables enable it.
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
@@ -151,7 +151,7 @@ class NxdModel(ParallelModel):
             parameter.main_grad = gradient if before is None else before.add_(gradient)  # type: ignore[attr-defined]
             parameter.grad = None
 
-        for parameter in (local.parameter for local in self.held.values()):
+        for parameter in (local.parameter for local in self.local.values()):
             if parameter.requires_grad and parameter.dtype != gradients:
                 parameter.main_grad = None  # type: ignore[attr-defined]
                 parameter.register_post_accumulate_grad_hook(add)  # type: ignore[no-untyped-call]
@@ -163,7 +163,7 @@ class NxdModel(ParallelModel):
         tied = stage.plan.tied if sizes.pp > 1 else ()
         # Collective: every stage calls it, and those in between get none.
         self._tied_group = parallel_state.create_pg_with_ranks([0, sizes.pp - 1]) if tied else None
-        self._tied = [owner for owner, _ in tied if owner in self.held]
+        self._tied = [owner for owner, _ in tied if owner in self.local]
         names = stage.named_parameters().keys()
         saved = {name: value for module in stage.modules for name, value in module.state_dict().items()}
         self._buffers = {name: value for name, value in saved.items() if name not in names}
@@ -202,14 +202,10 @@ class NxdModel(ParallelModel):
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-
-        def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
-            return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
-
-        passing = _TokenValues(measure or log_probs)
+        passing = TokenValues(measure)
         self.run_eval(micro_batches, passing)
-        kept = iter(passing.kept)
-        return [self._from_last_stage(next(kept, None), batch.labels.shape) for batch in micro_batches]
+        values = iter(passing.values)
+        return [self._from_last_stage(next(values, None), batch.labels.shape) for batch in micro_batches]
 
     @torch.no_grad()
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -220,24 +216,24 @@ class NxdModel(ParallelModel):
         batch = Batch(input_ids=padded, labels=padded)
         if self._pipeline is None:
             return whole_logits(self._logits(batch.to(self._around.device), StepContext()))[:, :length]
-        kept: list[torch.Tensor] = []
+        outputs: list[torch.Tensor] = []
 
-        def keep(logits: Any, *_: object) -> torch.Tensor:
-            kept.append(whole_logits(logits))
-            return kept[0].sum()
+        def collect(logits: Any, *_: object) -> torch.Tensor:
+            outputs.append(whole_logits(logits))
+            return outputs[0].sum()
 
-        self._pipeline.run([batch], lambda _: StepContext(), keep)
-        shape = max(self._around.ranks.all_gather_object(tuple(kept[0].shape) if kept else ()), key=len)
-        return self._from_last_stage(kept[0] if kept else None, shape)[:, :length]
+        self._pipeline.run([batch], lambda _: StepContext(), collect)
+        shape = max(self._around.ranks.all_gather_object(tuple(outputs[0].shape) if outputs else ()), key=len)
+        return self._from_last_stage(outputs[0] if outputs else None, shape)[:, :length]
 
     def _from_last_stage(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         """Return what the last pipeline stage has, on every rank. Collective in a pipeline."""
         if self._around.pipeline_group is None:
             assert value is not None
             return value
-        held = torch.zeros(shape, device=self._around.device) if value is None else value.float()
-        dist.all_reduce(held, group=self._around.pipeline_group)
-        return held
+        result = torch.zeros(shape, device=self._around.device) if value is None else value.float()
+        dist.all_reduce(result, group=self._around.pipeline_group)
+        return result
 
     def _set_training(self, mode: bool) -> None:
         for module in self._stage.modules:
@@ -251,13 +247,13 @@ class NxdModel(ParallelModel):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's parameters under their global names; a tied one under its owner's."""
-        return ((name, held.parameter) for name, held in self.held.items())
+        return ((name, local.parameter) for name, local in self.local.items())
 
     def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
         """Return parameters and saved buffers; a tied one once."""
-        weights = {name: held.local_shard(held.parameter.detach()) for name, held in self.held.items()}
+        weights = {name: local.local_shard(local.parameter.detach()) for name, local in self.local.items()}
         if self._masters:
-            weights |= {name: each.local_shard(each.tensor.detach()) for name, each in self.trained.items()}
+            weights |= {name: trained.local_shard(trained.tensor.detach()) for name, trained in self.trained.items()}
         return weights | self._buffers
 
     @torch.no_grad()
@@ -267,17 +263,17 @@ class NxdModel(ParallelModel):
         Raises:
             WeightsDoNotFit: names or shapes differ (with ``strict=False``: shapes only).
         """
-        own = self.state_dict()
-        check_loadable(own, state, strict=strict)
+        target = self.state_dict()
+        check_loadable(target, state, strict=strict)
         for name, value in state.items():
-            if name in own:
-                elements(own[name]).copy_(elements(value))
+            if name in target:
+                elements(target[name]).copy_(elements(value))
         if self._masters:
             self.weights_changed()
             return
-        for each in self.trained.values():
-            if each.tensor is not each.held.parameter:
-                each.tensor.copy_(each.part_of(each.held.parameter))
+        for trained in self.trained.values():
+            if trained.tensor is not trained.local.parameter:
+                trained.tensor.copy_(trained.part_of(trained.local.parameter))
 
     def weights_changed(self) -> None:
         """Hand what the optimizer has updated to the parameters. Collective."""
@@ -286,13 +282,13 @@ class NxdModel(ParallelModel):
         if self.data_ranks > 1:
             groups = parallel_state.get_data_parallel_group(as_list=as_list)
             experts = parallel_state.get_expert_data_parallel_group(as_list=as_list)
-        for name, each in self.trained.items():
+        for name, trained in self.trained.items():
             rounding = (self._around.seed, f"rounding\0{self._step}\0{name}") if self._rounds_on_host else None
-            each.give(experts if each.held.distributed else groups, rounding)
+            trained.give(experts if trained.local.distributed else groups, rounding)
 
     def parameter_norm(self) -> torch.Tensor:
         """Return the 2-norm of all weights, each element counted once."""
-        return _norm([(held.parameter, held.parameter.detach()) for held in self.held.values()])
+        return _norm([(local.parameter, local.parameter.detach()) for local in self.local.values()])
 
     def local_modules(self) -> Sequence[nn.Module]:
         """Return the modules of this rank's stages."""
@@ -303,16 +299,16 @@ class NxdModel(ParallelModel):
     def finish_gradients(self, max_norm: float | None) -> torch.Tensor:
         """Complete the gradients' sums over ranks, clip them, and return their norm before clipping."""
         sums: dict[str, torch.Tensor] = {}
-        for name, held in self.held.items():
-            summed = getattr(held.parameter, "main_grad", None)
-            gradient = held.parameter.grad if summed is None else summed
+        for name, local in self.local.items():
+            summed = getattr(local.parameter, "main_grad", None)
+            gradient = local.parameter.grad if summed is None else summed
             if gradient is not None:
                 sums[name] = gradient
         as_list = not computes_on_host()
-        partials = [grad for name, grad in sums.items() if self.held[name].partial]
+        partials = [grad for name, grad in sums.items() if self.local[name].partial]
         if partials:
             comm.all_reduce("sum", partials, groups=parallel_state.get_tensor_model_parallel_group(as_list=as_list))
-        shards = {name: self.held[name].shard for name in sums}
+        shards = {name: self.local[name].shard for name in sums}
         copies = [sums[name] for name, shard in shards.items() if shard is not None and shard.copies > 1]
         if copies:
             comm.all_reduce("sum", copies, groups=parallel_state.get_kv_shared_group(as_list=as_list))
@@ -324,45 +320,33 @@ class NxdModel(ParallelModel):
             # ask of its experts. All else is summed over those ranks, too.
             bucket_allreduce_gradients(list(sums.values()))
             if self._place.sizes.ep > 1:
-                others = [grad for name, grad in sums.items() if not self.held[name].distributed]
+                others = [grad for name, grad in sums.items() if not self.local[name].distributed]
                 bucket_allreduce_gradients(others, reduce_over_ep_group=True)
-        norm = _norm([(held.parameter, sums.get(name)) for name, held in self.held.items()])
+        norm = _norm([(local.parameter, sums.get(name)) for name, local in self.local.items()])
         if max_norm is not None and sums:
             clip_grads_with_norm(
-                [_counted(self.held[name].parameter, grad) for name, grad in sums.items()], norm, max_norm
+                [_counted(self.local[name].parameter, grad) for name, grad in sums.items()], norm, max_norm
             )
         for name, trained in self.trained.items():
             gradient = sums.get(name)
-            if trained.tensor is not trained.held.parameter and gradient is not None:
+            if trained.tensor is not trained.local.parameter and gradient is not None:
                 gradient = trained.part_of(gradient).to(trained.tensor.dtype)
             trained.tensor.grad = gradient
         return norm
 
     def clear_gradients(self) -> None:
         """Drop all gradients."""
-        for held in self.held.values():
-            held.parameter.grad = None
-            if hasattr(held.parameter, "main_grad"):
-                held.parameter.main_grad = None
+        for local in self.local.values():
+            local.parameter.grad = None
+            if hasattr(local.parameter, "main_grad"):
+                local.parameter.main_grad = None
         for trained in self.trained.values():
             trained.tensor.grad = None
 
 
-class _TokenValues(Objective):
-    """An objective that keeps a value of each token and gives no loss."""
-
-    def __init__(self, measure: TokenMeasure) -> None:
-        self._measure = measure
-        self.kept: list[torch.Tensor] = []
-
-    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
-        self.kept.append(self._measure(logits, batch.labels, step))
-        return ObjectiveOutput(loss_sum=self.kept[-1].sum() * 0, weight=self.weight(batch))
-
-
-def elements(held: torch.Tensor | LocalShard) -> torch.Tensor:
-    """Return the local elements of a tensor or a piece."""
-    return held.tensor if isinstance(held, LocalShard) else held
+def elements(tensor: torch.Tensor | LocalShard) -> torch.Tensor:
+    """Return the local elements of a tensor or a shard."""
+    return tensor.tensor if isinstance(tensor, LocalShard) else tensor
 
 
 def _norm(tensors: Sequence[tuple[nn.Parameter, torch.Tensor | None]]) -> torch.Tensor:
@@ -403,20 +387,20 @@ class NxdOptimizer(ParallelOptimizer):
         over = model.tensor_group, model.expert_group
         placed: list[ParameterGroup] = []
         for group in groups:
-            trained = [self._trained[name] for name in group["names"]]
-            shards = [each.placed(*over) for each in trained]
-            placed.append({**group, "params": [each.tensor for each in trained], "shards": shards})
+            tensors = [self._trained[name] for name in group["names"]]
+            shards = [trained.placed(*over) for trained in tensors]
+            placed.append({**group, "params": [trained.tensor for trained in tensors], "shards": shards})
         self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
         # Some optimizers take parts for wholes, and others copies for parts.
-        cut = [name for name, each in self._trained.items() if each.parts > 1 or each.held.shard is not None]
-        copied = [name for name in cut if (shard := self._trained[name].held.shard) is not None and shard.copies > 1]
+        cut = [name for name, trained in self._trained.items() if trained.parts > 1 or trained.local.shard is not None]
+        copied = [name for name in cut if (shard := self._trained[name].local.shard) is not None and shard.copies > 1]
         refused = cut if isinstance(self.inner, _OF_THE_WHOLE) else copied
         if refused and not isinstance(self.inner, _BY_ELEMENT):
             raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=refused)
         self._peaks = [float(group["lr"]) for group in self.inner.param_groups]
-        tensors = {name: each.tensor for name, each in self._trained.items()}
+        updated = {name: trained.tensor for name, trained in self._trained.items()}
         waits = not profile_of(model.device).never_waits
-        self._rejection = None if waits else DeviceRejection(tensors, tensors, self.inner)
+        self._rejection = None if waits else DeviceRejection(updated, updated, self.inner)
         self._rejected: torch.Tensor | None = None
         self.skipped_steps: torch.Tensor | int = 0
         """Steps that were not applied since their loss or gradient was not finite."""

@@ -85,11 +85,11 @@ class GlobalBatch:
             metric_names: those of each kind of objective, which the pipeline ranks agree on once.
         """
         self._objective, self._around, self._step, self._metric_names = objective, around, step, metric_names
-        own = [
+        of_batches = [
             torch.cat([objective.weight(batch).reshape(-1), batch.tokens().reshape(1)]).float()
             for batch in micro_batches
         ]
-        weights = torch.stack(own).sum(0).to(around.device)
+        weights = torch.stack(of_batches).sum(0).to(around.device)
         if around.data_group is not None:
             dist.all_reduce(weights, group=around.data_group)
         self.weight = weights[0]
@@ -129,15 +129,15 @@ class GlobalBatch:
     def result(self) -> StepLoss:
         """Return loss and metrics of the global batch, equal on all ranks. Collective."""
         around = self._around
-        own = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
-        names, kind = tuple(own), type(self._objective)
+        totals = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
+        names, kind = tuple(totals), type(self._objective)
         if around.pipeline_group is not None:  # only the last stage of a pipeline knows them by itself
             if kind not in self._metric_names:
                 self._metric_names[kind] = max(around.ranks.all_gather_object(names), key=len)
             names = self._metric_names[kind]
         sums = torch.zeros(1 + len(names), device=around.device)
         if self._losses:
-            sums += torch.stack([torch.stack(self._losses).sum(), *(own[name] for name in names)]).to(sums)
+            sums += torch.stack([torch.stack(self._losses).sum(), *(totals[name] for name in names)]).to(sums)
         for group in (around.pipeline_group, around.data_group):  # ranks without the last stage add zeros
             if group is not None:
                 dist.all_reduce(sums, group=group)
@@ -238,16 +238,16 @@ class InterleavedModel(NxDPPModel):  # type: ignore[misc]  # the library has no 
     def _create_manual_partition(self, module: list[Any], partition_fn: Any) -> None:
         super()._create_manual_partition(module, partition_fn)  # the first stage of each rank
         stages = self.pipeline_parallel_size * self.virtual_pipeline_size
-        own = [self.get_current_stage(chunk) for chunk in range(self.virtual_pipeline_size)]
+        local_stages = [self.get_current_stage(chunk) for chunk in range(self.virtual_pipeline_size)]
         self.local_stage_modules += [
             PipelineStageModule(layers=module, num_stages=stages, stage_index=stage, partition_fn=partition_fn)
-            for stage in own[1:]
+            for stage in local_stages[1:]
         ]
         for stage in range(self.pipeline_parallel_size, stages):
             received = PipelineIO(name="hidden states", input_idx=0, output_idx=0, metadata=None, obj=[])
             self.stage_id_to_IO_input_names[stage] = OrderedDict({f"stage_{stage}_input": received})
-        self.stage_id_to_input_count |= dict.fromkeys(own, 1)
-        self.stage_id_to_output_count |= dict.fromkeys(own, 1)
+        self.stage_id_to_input_count |= dict.fromkeys(local_stages, 1)
+        self.stage_id_to_output_count |= dict.fromkeys(local_stages, 1)
 
     def create_schedule(self) -> None:
         """Make the schedules of training, where the ranks divide the micro-batches, and of forward alone."""

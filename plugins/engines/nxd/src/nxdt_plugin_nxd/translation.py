@@ -8,12 +8,13 @@ sequence parallelism of all that every rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import nn
 
+from nxdt_core.engine.plan_modules import modules_at, style_of
 from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
 from nxdt_core.errors.layouts import ExpertsDoNotDivide
 from nxdt_core.models.patterns import matches, matches_any
@@ -113,8 +114,8 @@ def translate(
 
     # Experts: whole ones over expert parallel ranks, and the matrices of each over tensor parallel ones.
     experts: dict[str, Shard] = {}
-    for path in paths_of(module, plan.experts.modules):
-        for leaf, parameter in module.get_submodule(path).named_parameters():
+    for path, stack in modules_at(module, plan.experts.modules).items():
+        for leaf, parameter in stack.named_parameters():
             name = f"{path}.{leaf}"
             if len(parameter) % ep:
                 raise ExpertsDoNotDivide(module=path, experts=len(parameter), ep=ep)
@@ -125,11 +126,11 @@ def translate(
                     raise refused(problem=f"experts.tensor does not say how '{name}' is sharded")
                 part = shard(name, parameter, _EXPERT_DIM[side])
             experts[name] = replace(part, expert_parts=ep)
-    dispatchers = tuple(paths_of(module, plan.experts.dispatchers))
+    dispatchers = tuple(modules_at(module, plan.experts.dispatchers))
     if tp == 1:
         return Translation(shards=experts, dispatchers=dispatchers)
 
-    blocks = paths_of(module, plan.tensor_blocks)
+    blocks = modules_at(module, plan.tensor_blocks)
     for block in blocks:
         if is_within(block, [other for other in blocks if other != block]):
             raise refused(problem=f"the tensor block '{block}' is inside of another one")
@@ -144,20 +145,19 @@ def translate(
     # adapter is sharded along the layer's dimension.
     styled: list[tuple[str, nn.Module, TensorStyle]] = []
     for path, layer in module.named_modules(remove_duplicate=False):
-        style = next((style for pattern, style in plan.tensor.items() if matches(pattern, path)), None)
-        if style is not None and not isinstance(layer, nn.Identity):
+        if (style := style_of(plan, path)) is not None and not isinstance(layer, nn.Identity):
             styled.append((path, layer, style))
     replacements: list[Replacement] = []
     shards: dict[str, Shard] = {}
     for path, layer, style in styled:
-        wanted = (nn.Embedding,) if style == "vocab_embedding" else (nn.Linear, UpdatedLinear)
+        kinds = (nn.Embedding,) if style == "vocab_embedding" else (nn.Linear, UpdatedLinear)
         if style == "replicate":
             if not (isinstance(layer, nn.Embedding) and sequence_parallel):
                 continue
         elif style not in _SHARDED:
             raise refused(problem=f"'{path}' has the style {style}")
-        elif type(layer) not in wanted:
-            raise refused(problem=f"'{path}' is {type(layer).__name__}, not {wanted[0].__name__}")
+        elif type(layer) not in kinds:
+            raise refused(problem=f"'{path}' is {type(layer).__name__}, not {kinds[0].__name__}")
         repeated = copies if plan.heads is not None and matches_any(plan.heads.key_value, path) else 1
         replacements.append(Replacement(path=path, style=style, copies=repeated))
         dim, update = 1 if style == "row" else 0, getattr(layer, "update", None)
@@ -193,17 +193,11 @@ def translate(
         shards=shards,
         partial=frozenset(summed),
         dispatchers=dispatchers,
-        routers=tuple(paths_of(module, plan.experts.routers)),
+        routers=tuple(modules_at(module, plan.experts.routers)),
     )
 
 
-def paths_of(module: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Return the paths of the modules of this stage that a pattern names; others are placeholders."""
-    named = module.named_modules()
-    return [path for path, part in named if matches_any(patterns, path) and not isinstance(part, nn.Identity)]
-
-
-def is_within(path: str, modules: Sequence[str]) -> bool:
+def is_within(path: str, modules: Iterable[str]) -> bool:
     """Return whether a path is one of ``modules`` or inside of one."""
     return any(path == outer or path.startswith(f"{outer}.") for outer in modules)
 

@@ -18,7 +18,6 @@ from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.run.callbacks.metrics import scalars
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.data import UNNAMED, RunData, StepInput, TrainLoader
@@ -206,11 +205,11 @@ class NxdtModule(pl.LightningModule):
         return {"loss": found.loss, "weight": found.weight, **found.metrics}
 
     def _log_validation(self, stage: str) -> None:
-        figures, self._validation = self._validation, None
-        if figures is None:
+        validation, self._validation = self._validation, None
+        if validation is None:
             return
-        data: Any = getattr(self.trainer, "datamodule", None)
-        row = figures.row(getattr(data, "test_sets" if stage == "test" else "validation_sets", (UNNAMED,)))
+        data: Any = getattr(getattr(self.trainer, "datamodule", None), "data", None)
+        row = validation.row(getattr(data, "test_sets" if stage == "test" else "validation_sets", (UNNAMED,)))
         named = scalars(row, self.objective.traits.unit, stage)
         self.log_dict({name: math.nan if value is None else value for name, value in named.items()}, batch_size=1)
 
@@ -226,27 +225,8 @@ class NxdtDataModule(pl.LightningDataModule):
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         self.data = RunData(config)
+        """Tokenizer, sets and their sizes; empty before :meth:`prepare`."""
         self.train_loader: TrainLoader | None = None
-
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Return the tokenizer of the run; None before :meth:`prepare`, or where the configuration names none."""
-        return self.data.tokenizer
-
-    @property
-    def train_samples(self) -> int | None:
-        """Number of samples of one epoch of the training data; None for a stream."""
-        return self.data.train_samples
-
-    @property
-    def validation_sets(self) -> tuple[str, ...]:
-        """Names of the validation sets in the order of their loaders."""
-        return self.data.validation_sets
-
-    @property
-    def test_sets(self) -> tuple[str, ...]:
-        """Names of the test sets in the order of their loaders."""
-        return self.data.test_sets
 
     def prepare(self) -> None:
         """Read tokenizer and data, so that errors in them are reported before a model is built.

@@ -53,8 +53,8 @@ class _Program(Migration):
         """Return the key that shows that a configuration is of this program; empty where none does."""
         from nxdt_plugin_migrate.config.detect import framework_of
 
-        found, key = framework_of(config)
-        return key if found == self.name else ""
+        name, key = framework_of(config)
+        return key if name == self.name else ""
 
     def explain(self, key: str, known: Collection[str]) -> KeyMeaning | None:
         """Return the key that says the same here, or why none is needed; None for a key of none of the programs."""
@@ -83,10 +83,10 @@ class NxDTraining(_Program):
 
     def environment_note(self, environment: Mapping[str, str]) -> str | None:
         """Return a line on the variables that job scripts of NxD Training and neuronx-nemo-megatron set."""
-        found = [name for name in VARIABLES if environment.get(name)]
-        if not found:
+        names = [name for name in VARIABLES if environment.get(name)]
+        if not names:
             return None
-        instead = "; ".join(f"{name}: {VARIABLES[name]}" for name in found)
+        instead = "; ".join(f"{name}: {VARIABLES[name]}" for name in names)
         return f"environment: nxdt does not read these variables of NxD Training; what has their effect here: {instead}"
 
 

@@ -2,15 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from nxdt_core.errors import NxdtError
-
-
-def _no_hugging_face_form(error: Any) -> dict[str, Any]:
-    parts = (f"{name} has no {', no '.join(found)}" for name, found in error.obstacles.items())
-    return {"listed": "; ".join(parts)}
-
 
 NoHuggingFaceForm = NxdtError.define(
     "NXDT-M071",
@@ -18,5 +10,7 @@ NoHuggingFaceForm = NxdtError.define(
     "This GPT has no Hugging Face form: {listed}.",
     "Export a model with layer norm, biases and gelu, either pre_ln with learned positions (GPT-2) or pre_ln or"
     " gpt_j with rotary ones (GPT-NeoX); others stay in nxdt's own checkpoints.",
-    also=_no_hugging_face_form,
+    also=lambda error: {
+        "listed": "; ".join(f"{name} has no {', no '.join(lacking)}" for name, lacking in error.obstacles.items())
+    },
 )

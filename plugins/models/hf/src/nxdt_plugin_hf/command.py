@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import click
 
 from nxdt_core.cli.verb import Verb, as_json, config_arguments, print_json
@@ -31,33 +29,28 @@ def sharding(source: str, overrides: tuple[str, ...], json_output: bool) -> None
     tp = config.run.distributed_strategy.tensor_model_parallel_size
     from nxdt_core.protocols.engine import ParallelEngine
     from nxdt_core.train import build  # imports torch: only a configuration that is right pays for it
-    from nxdt_plugin_hf.builder import HFBuilder, measure_sharding
+    from nxdt_plugin_hf.builder import HFBuilder, measure_sharding, unmatched_patterns
     from nxdt_plugin_hf.modeling import pattern_of
 
     builder = build.model_builder(config)
     assert isinstance(builder, HFBuilder)
-    found = measure_sharding(builder, tp, config.selected("engine").component.load_class(ParallelEngine))
-
-    def patterns(names: Iterable[str]) -> list[str]:
-        return list(dict.fromkeys(map(pattern_of, names)))
-
-    def listed(names: Iterable[str]) -> str:
-        return "".join(f"\n  {pattern}" for pattern in patterns(names)) or " none"
-
+    elements = measure_sharding(builder, tp, config.selected("engine").component.load_class(ParallelEngine))
+    share = sum(local for _, local in elements.values()) / sum(size for size, _ in elements.values())
+    names = {
+        "cut": [name for name, (size, local) in elements.items() if local < size],
+        "whole": [name for name, (size, local) in elements.items() if local >= size],
+        "unmatched": unmatched_patterns(builder.architecture),
+    }
+    patterns = {title: list(dict.fromkeys(map(pattern_of, of_title))) for title, of_title in names.items()}
+    model = builder.architecture.name
     if json_output:
-        print_json(
-            {
-                "model": found.model,
-                "tensor_model_parallel_size": tp,
-                "share": found.share,
-                "cut": patterns(found.cut),
-                "whole": patterns(found.whole),
-                "unmatched": patterns(found.unmatched),
-            }
-        )
+        print_json({"model": model, "tensor_model_parallel_size": tp, "share": share, **patterns})
         return
-    click.echo(f"{found.model} over {tp} tensor parallel ranks: each holds {100 * found.share:.1f} % of all weights.")
-    click.echo(f"cut:{listed(found.cut)}")
-    click.echo(f"whole on each rank:{listed(found.whole)}")
-    if found.unmatched:
-        click.echo(f"named by the plan and not in this model:{listed(found.unmatched)}")
+    listed = {
+        title: "".join(f"\n  {pattern}" for pattern in of_title) or " none" for title, of_title in patterns.items()
+    }
+    click.echo(f"{model} over {tp} tensor parallel ranks: each holds {100 * share:.1f} % of all weights.")
+    click.echo(f"cut:{listed['cut']}")
+    click.echo(f"whole on each rank:{listed['whole']}")
+    if patterns["unmatched"]:
+        click.echo(f"named by the plan and not in this model:{listed['unmatched']}")

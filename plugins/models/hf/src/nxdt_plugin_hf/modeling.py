@@ -20,21 +20,12 @@ from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
 from nxdt_core.models.attention.sinks import SinkAttention
 from nxdt_core.models.random.dropout import CausalAttentionWithDropout, Dropout
-from nxdt_plugin_hf.architecture import (
-    CORE,
-    IMPLEMENTATION,
-    NOTED,
-    Architecture,
-    AttentionCall,
-    HeadValues,
-)
+from nxdt_plugin_hf.architecture import CORE, IMPLEMENTATION, NOTED, Architecture, AttentionCall, HeadValues
 from nxdt_plugin_hf.errors import NotACausalLM, UnsupportedArchitecture
 from nxdt_plugin_hf.mixtures import end_with_sum, mixtures, replace_experts, routed_experts, router_balance
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from nxdt_plugin_hf.architecture import Architecture
 
 
 _TOKENS = 4
@@ -52,18 +43,18 @@ def trace_model(architecture: Architecture) -> tuple[dict[str, AttentionCall], d
             numbers, or a layer does not leave its attention to us or wants what no core has.
         NotACausalLM: tokens see later ones.
     """
+    name = architecture.name
+    refused = functools.partial(UnsupportedArchitecture, model=name)
     try:
         with torch.device("meta"):
             model = architecture.new().train()
     except Exception as error:  # a model's own code may raise anything
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
-            raise UnsupportedArchitecture(model=architecture.name, reason=_OWN_ATTENTION) from error
-        reason = f"it cannot be built with this configuration: {_words(error)}"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
+            raise refused(reason=_OWN_ATTENTION) from error
+        raise refused(reason=f"it cannot be built with this configuration: {_words(error)}") from error
     persistent = [name for name, _ in model.named_buffers() if name in model.state_dict()]
     if persistent:
-        reason = f"its buffer '{persistent[0]}' is saved and holds no fractions"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+        raise refused(reason=f"its buffer '{persistent[0]}' is saved and holds no fractions")
     replace_experts(model)
     for module in model.modules():
         if type(module) is nn.Dropout:  # which is replaced by one whose masks every layout repeats
@@ -76,51 +67,46 @@ def trace_model(architecture: Architecture) -> tuple[dict[str, AttentionCall], d
     for _, experts in routed_experts(model):
         experts.register_forward_pre_hook(note, with_kwargs=True)
     ids = torch.zeros(1, _TOKENS, dtype=torch.int64, device="meta")
-    calls, draws = dict[nn.Module, AttentionCall](), _Draws()
+    calls_of, draws = dict[nn.Module, AttentionCall](), _Draws()
     for module in model.modules():
-        setattr(module, NOTED, calls)
+        setattr(module, NOTED, calls_of)
     try:
         with torch.no_grad(), draws.tracker, draws:
             called = model.base_model if architecture.scores else model  # a classifier looks at its tokens' values
             called(input_ids=ids, position_ids=ids, document_ids=ids, use_cache=False)
     except Exception as error:  # a model's own code may raise anything
-        reason = f"its forward cannot be followed: {_words(error)}"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason) from error
+        raise refused(reason=f"its forward cannot be followed: {_words(error)}") from error
     if draws.places:
         reason = f"'{pattern_of(draws.places[0])}' draws random numbers in training, which no layout could repeat"
-        keys = "where hf_config has keys for such dropout or noise, set them to 0"
-        raise UnsupportedArchitecture(model=architecture.name, reason=f"{reason}; {keys}")
-    found = {path: calls[module] for path, module in model.named_modules() if module in calls}
-    name = architecture.name
-    if not found:
-        raise UnsupportedArchitecture(model=name, reason=_OWN_ATTENTION)
-    places = sorted({pattern_of(path) for path in found})
+        raise refused(reason=f"{reason}; where hf_config has keys for such dropout or noise, set them to 0")
+    calls = {path: calls_of[module] for path, module in model.named_modules() if module in calls_of}
+    if not calls:
+        raise refused(reason=_OWN_ATTENTION)
+    places = sorted({pattern_of(path) for path in calls})
     if len(places) > 1 or places[0].count("*") != 1:
-        raise UnsupportedArchitecture(model=name, reason=f"it has attention elsewhere than once a layer ({places})")
-    for path, call in found.items():
+        raise refused(reason=f"it has attention elsewhere than once a layer ({places})")
+    for path, call in calls.items():
         if not call.causal:
             raise NotACausalLM(model=name, reason=f"tokens of '{path}' see later ones")
         if not call.documents:
-            raise UnsupportedArchitecture(model=name, reason=f"'{path}' does not receive the document boundaries")
+            raise refused(reason=f"'{path}' does not receive the document boundaries")
         if call.unknown:
-            raise UnsupportedArchitecture(model=name, reason=f"'{path}' wants {', '.join(call.unknown)}")
+            raise refused(reason=f"'{path}' wants {', '.join(call.unknown)}")
         scaled = call.scale != call.key_width**-0.5
         if call.dropout and (call.window or call.softcap or scaled or call.sinks):
             reason = f"'{path}' wants dropout with a window, a cap, a scale or sinks; set attention_dropout to 0"
-            raise UnsupportedArchitecture(model=name, reason=reason)
+            raise refused(reason=reason)
         if call.softcap and call.sinks:
-            reason = f"'{path}' wants sinks with a cap"
-            raise UnsupportedArchitecture(model=name, reason=reason)
-    layers = model.get_submodule(pattern_of(next(iter(found))).partition(".*.")[0])
-    if len(found) < len(list(layers.children())):
-        reason = f"only {len(found)} of its {len(list(layers.children()))} layers mix tokens by attention"
-        raise UnsupportedArchitecture(model=architecture.name, reason=reason)
+            raise refused(reason=f"'{path}' wants sinks with a cap")
+    layers = len(list(model.get_submodule(places[0].partition(".*.")[0]).children()))
+    if len(calls) < layers:
+        raise refused(reason=f"only {len(calls)} of its {layers} layers mix tokens by attention")
     for path, module in model.named_modules():  # which would not keep packed documents apart
         convolves = isinstance(module, nn.Conv1d) and module.kernel_size != (1,)
         if convolves or isinstance(module, nn.RNNBase) or hasattr(module, "A_log"):
             reason = f"'{pattern_of(path)}' mixes tokens without attention, and would mix packed documents"
-            raise UnsupportedArchitecture(model=architecture.name, reason=reason)
-    return found, {path: top_k[experts] for path, experts in routed_experts(model)}
+            raise refused(reason=reason)
+    return calls, {path: top_k[experts] for path, experts in routed_experts(model)}
 
 
 class _Draws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -289,9 +275,8 @@ def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) 
     if type(embedding).forward is not nn.Embedding.forward:  # one with a factor (Gemma) becomes one of torch's
         scale = getattr(embedding, "scalar_embed_scale", None)
         if not isinstance(embedding, nn.Embedding) or not isinstance(scale, (int, float)):
-            reason = (
-                f"its embedding '{model.embedding_path}' is a {type(embedding).__name__}, whose forward is not known"
-            )
+            kind = type(embedding).__name__
+            reason = f"its embedding '{model.embedding_path}' is a {kind}, whose forward is not known"
             raise UnsupportedArchitecture(model=type(model).__name__, reason=reason)
         rows, width = embedding.weight.shape
         plain = nn.Embedding(rows, width, padding_idx=embedding.padding_idx)

@@ -20,6 +20,8 @@ of 0.18.) The older functions of ``parallel_layers/checkpointing.py`` write into
 from __future__ import annotations
 
 import re
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,10 +29,16 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
 from nxdt_plugin_migrate.errors import NeuronxRanksMissing, NeuronxUnfinished, NeuronxUnreadable
 
-_RANK = re.compile(
-    r"dp_rank_(?P<dp>\d{2,})(?:_ep_rank_(?P<ep>\d{2,}))?_tp_rank_(?P<tp>\d{2,})_pp_rank_(?P<pp>\d{2,})\.pt"
+_MODEL = (
+    "model/dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
+    "model/dp_rank_{dp:02d}_ep_rank_{ep:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
 )
-_OLDER = re.compile(r"tp_rank_(?P<tp>\d{2,})_pp_rank_(?P<pp>\d{2,})(?P<pt>\.pt)?")
+_OPTIMIZER = tuple(style.replace("model/", "optim/") for style in _MODEL)
+_OLDER = (
+    "tp_rank_{tp:02d}_pp_rank_{pp:02d}/checkpoint.pt",
+    "tp_rank_{tp:02d}_pp_rank_{pp:02d}",
+    "tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
+)
 _OF_RUNS = ("checkpoint", "done", "optim", "user_content.pt")
 """Entries that runs write and NxD's converter does not."""
 
@@ -44,7 +52,7 @@ class NeuronxLayout:
     pp: int
     ep: int
     template: str
-    """Name of a rank's weights in the directory, of ``tp``, ``pp`` and ``ep``."""
+    """Name of a rank's weights in the directory, of ``dp``, ``tp``, ``pp`` and ``ep``."""
     optimizer_dp: int
     """Data-parallel ranks that wrote a share of the optimizer's state; 0 where there is none."""
     of_run: bool
@@ -54,7 +62,7 @@ class NeuronxLayout:
 
     def model_name(self, tp: int, pp: int, ep: int = 0) -> str:
         """Return the name of the file with the weights of a rank, relative to the directory."""
-        return self.template.format(tp=tp, pp=pp, ep=ep)
+        return self.template.format(dp=0, tp=tp, pp=pp, ep=ep)
 
     def model_file(self, tp: int, pp: int, ep: int = 0) -> Path:
         """Return the file with the weights of a rank."""
@@ -62,7 +70,7 @@ class NeuronxLayout:
 
     def optimizer_file(self, dp: int, tp: int, pp: int) -> Path:
         """Optimizer state of a rank."""
-        return self.directory / "optim" / f"dp_rank_{dp:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt"
+        return self.directory / _OPTIMIZER[0].format(dp=dp, tp=tp, pp=pp)
 
     def of_other_ranks(self, *, tp: int, pp: int, ep: int) -> NxdtError:
         """Return the error that the files are not those of ``tp`` by ``pp`` by ``ep`` ranks, as the weights show."""
@@ -94,19 +102,19 @@ def find_layout(path: Path) -> NeuronxLayout:
         raise NeuronxUnreadable(path=str(path), reason=reason)
     if (path / "checkpoint").exists() and not (path / "done").exists():
         raise NeuronxUnfinished(path=str(path))
-    older = not _ranks(path / "model")
-    model, optimizer = _older(path) if older else _ranks(path / "model"), _ranks(path / "optim")
-    if surplus := sorted(name for name, rank in model.items() if rank["dp"] or rank["style"] != _style(model)):
+    model, optimizer = _ranks(path, _MODEL) or _ranks(path, _OLDER), _ranks(path, _OPTIMIZER)
+    ((template, _),) = Counter(style for style, _ in model.values()).most_common(1)
+    if surplus := sorted(name for name, (style, rank) in model.items() if rank["dp"] or style != template):
         raise _extra(path, surplus, "they are not named as the files of the other ranks")
-    ranks = [*model.values(), *optimizer.values()]
-    tp, pp, ep = (1 + max(rank[of] for rank in ranks) for of in ("tp", "pp", "ep"))
+    ranks, older = [rank for _, rank in (*model.values(), *optimizer.values())], template in _OLDER
+    tp, pp, ep = (1 + max(rank[dimension] for rank in ranks) for dimension in ("tp", "pp", "ep"))
     layout = NeuronxLayout(
         directory=path,
         tp=tp,
         pp=pp,
         ep=ep,
-        template=_STYLES[_style(model)],
-        optimizer_dp=max((1 + rank["dp"] for rank in optimizer.values()), default=0),
+        template=template,
+        optimizer_dp=max((1 + rank["dp"] for _, rank in optimizer.values()), default=0),
         of_run=older or any((path / name).exists() for name in _OF_RUNS),
         older=older,
     )
@@ -114,18 +122,6 @@ def find_layout(path: Path) -> NeuronxLayout:
     if missing:
         raise NeuronxRanksMissing(path=str(path), tp=tp, pp=pp, files=missing)
     return layout
-
-
-_STYLES = (
-    "model/dp_rank_00_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
-    "model/dp_rank_00_ep_rank_{ep:02d}_tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
-    "tp_rank_{tp:02d}_pp_rank_{pp:02d}/checkpoint.pt",
-    "tp_rank_{tp:02d}_pp_rank_{pp:02d}",
-    "tp_rank_{tp:02d}_pp_rank_{pp:02d}.pt",
-)
-
-_Ranks = dict[str, dict[str, int]]
-"""Name of a file, relative to the directory of the checkpoint → its ranks, and its style's place in ``_STYLES``."""
 
 
 def _extra(path: Path, files: list[str], reason: str) -> NxdtError:
@@ -137,42 +133,22 @@ def _grid(tp: int, pp: int, ep: int) -> list[tuple[int, int, int]]:
     return [(t, p, e) for p in range(pp) for t in range(tp) for e in range(ep)]
 
 
-def _style(ranks: _Ranks) -> int:
-    """Return the style that most files have."""
-    styles = [rank["style"] for rank in ranks.values()]
-    return max(sorted(set(styles)), key=styles.count)
-
-
 def _is_one(path: Path) -> bool:
-    return bool(_ranks(path / "model") or _older(path))
+    return bool(_ranks(path, (*_MODEL, *_OLDER)))
 
 
 def _tags(path: Path) -> list[str]:
-    return sorted(each.name for each in path.iterdir() if each.is_dir() and _is_one(each)) if path.is_dir() else []
+    return sorted(entry.name for entry in path.iterdir() if _is_one(entry)) if path.is_dir() else []
 
 
-def _ranks(folder: Path) -> _Ranks:
-    """Data-, expert- and tensor-parallel rank and pipeline stage of each file."""
-    names = [each.name for each in folder.iterdir()] if folder.is_dir() else []
-    found = {name: _RANK.fullmatch(name) for name in names}
-    return {
-        f"{folder.name}/{name}": {
-            **{of: int(rank or 0) for of, rank in m.groupdict().items()},
-            "style": int(m["ep"] is not None),
-        }
-        for name, m in found.items()
-        if m is not None
-    }
-
-
-def _older(path: Path) -> _Ranks:
-    """Return the ranks of each file of the older functions."""
-    found: _Ranks = {}
-    for each in path.iterdir() if path.is_dir() else ():
-        match, inside = _OLDER.fullmatch(each.name), each / "checkpoint.pt"
-        if match is None or not (each.is_file() or inside.is_file()):
-            continue
-        style = 2 if inside.is_file() else 4 if match["pt"] else 3
-        ranks = {"tp": int(match["tp"]), "pp": int(match["pp"]), "dp": 0, "ep": 0, "style": style}
-        found[str((inside if style == 2 else each).relative_to(path))] = ranks
-    return found
+def _ranks(path: Path, styles: Sequence[str]) -> dict[str, tuple[str, dict[str, int]]]:
+    """Return the style and the ranks of each file whose name is of one of the styles, by its name in the directory."""
+    files: dict[str, tuple[str, dict[str, int]]] = {}
+    for style in styles:
+        pattern = re.compile(re.sub(r"\{(\w+):02d\}", r"(?P<\1>\\d{2,})", style.replace(".", r"\.")))
+        for file in path.glob(re.sub(r"\{.*?\}", "*", style)):
+            match = pattern.fullmatch(file.relative_to(path).as_posix())
+            if match is not None and file.is_file():
+                ranks = {dimension: int(rank) for dimension, rank in match.groupdict().items()}
+                files[match[0]] = (style, {"dp": 0, "ep": 0, **ranks})
+    return files

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
@@ -17,46 +17,6 @@ from nxdt_core.protocols.plan import AttentionHeads
 from nxdt_plugin_migrate.checkpoint.rank_tensors import Stages, equal, hf_name, renamed
 from nxdt_plugin_migrate.checkpoint.unpickle import LazyTensor, concatenated
 from nxdt_plugin_migrate.errors import NeuronxMisfit, NeuronxReplicasDiffer
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyValueSlots:
-    """Places of key and value heads over all ranks."""
-
-    query_heads: int
-    kv_heads: int
-    copies: int
-    """Slots that hold the same head."""
-    padded: int
-    """Query heads on all ranks; those beyond ``query_heads`` fill up the last slots of each key head."""
-    adjacent: bool
-    """True if copies of a head are adjacent."""
-
-    @property
-    def count(self) -> int:
-        """Slots in all."""
-        return self.kv_heads * self.copies
-
-    def of(self, head: int) -> list[int]:
-        """Slots that hold ``head``."""
-        if self.adjacent:
-            return list(range(head * self.copies, (head + 1) * self.copies))
-        return list(range(head, self.count, self.kv_heads))
-
-    def queries(self) -> list[int]:
-        """Return the position of each query head of the whole model among those of all ranks."""
-        each, wanted = self.padded // self.count, self.query_heads // self.kv_heads
-        groups = ([slot * each + at for slot in self.of(head) for at in range(each)] for head in range(self.kv_heads))
-        return [position for group in groups for position in group[:wanted]]
-
-    def same(self, heads: torch.Tensor) -> bool:
-        """Return whether ``heads`` [slot, …] are equal wherever they should be copies."""
-        return all(
-            torch.equal(heads[slot], heads[slots[0]])
-            for slots in (self.of(head) for head in range(self.kv_heads))
-            for slot in slots[1:]
-        )
-
 
 _ROWS = (
     "embed_tokens.weight",
@@ -88,14 +48,15 @@ class Merger:
     The first family that is merged must be the weights: the order of replicated heads is read off their keys.
     """
 
-    def __init__(self, heads: AttentionHeads, wanted: Mapping[str, tuple[int, ...]], directory: str) -> None:
-        """``wanted``: the shapes of the model's tensors by Hugging Face name."""
+    def __init__(self, heads: AttentionHeads, shapes: Mapping[str, tuple[int, ...]], directory: str) -> None:
+        """``shapes``: those of the model's tensors by Hugging Face name."""
         self._heads = heads
-        self._wanted = wanted
-        widths = [shape[1] for name, shape in wanted.items() if name.endswith("o_proj.weight")]
+        self._shapes = shapes
+        widths = [shape[1] for name, shape in shapes.items() if name.endswith("o_proj.weight")]
         self._size = widths[0] // heads.query_heads if widths else 0
         self._directory = directory
-        self._keys: list[tuple[LazyTensor, int, int]] = []
+        self._keys: list[tuple[LazyTensor, int]] = []
+        """Weights of keys of which ranks hold copies, and how many copies."""
         self._adjacent: bool | None = None
 
     def merge(self, stages: Stages) -> dict[str, LazyTensor]:
@@ -105,7 +66,7 @@ class Merger:
             NeuronxMisfit: shards do not make up a tensor, or one has a name that is not known.
         """
         merged: dict[str, LazyTensor] = {}
-        for ranks in ([renamed(rank, self._wanted) for rank in stage] for stage in stages):
+        for ranks in ([renamed(rank, self._shapes) for rank in stage] for stage in stages):
             for name in parameters_of(dict.fromkeys(name for rank in ranks for name in rank)):
                 parts = [rank[name] for rank in ranks if name in rank]
                 if len(parts) != len(ranks):
@@ -129,9 +90,9 @@ class Merger:
             if by_head:
                 return self._by_head(prefix, by_head, form, parts)
             output = [rank.get(f"{prefix}o_proj.weight") for rank in ranks]
-            found = [leaf for leaf in output if leaf is not None]
+            present = [leaf for leaf in output if leaf is not None]
             kind = (suffix or "").removeprefix("_") or plain
-            width = concatenated(found, 1).shape[1] if found else self._heads.query_heads * self._size
+            width = concatenated(present, 1).shape[1] if present else self._heads.query_heads * self._size
             return self._attention(prefix, kind, form, parts, width)
         if halves := _HALVES.fullmatch(name):
             return _halves(halves[1], halves[2], parts)
@@ -146,7 +107,7 @@ class Merger:
     def _by_head(self, prefix: str, kinds: str, form: str, parts: list[LazyTensor]) -> Iterable[LazyTensor]:
         """Megatron's projection, in which the rows of one head are adjacent, those of its query, key and value."""
         whole = concatenated(parts, 0, f"{prefix}{kinds}_proj.{form}")
-        if whole.name in self._wanted:
+        if whole.name in self._shapes:
             return [whole]
         heads, rest = divmod(whole.shape[0], len(kinds) * self._size)
         if rest:
@@ -172,23 +133,25 @@ class Merger:
             raise parts[0].misfit(f"{width} columns of the output projection are not {heads}")
         once = self._heads.kv_heads * size
         if kind == "o":
-            return [self._outputs(concatenated(parts, 1), padded)]
+            whole = concatenated(parts, 1)
+            shape = (whole.shape[0], self._heads.query_heads * size)
+            return [whole.changed(lambda tensor: self._in_order(tensor.t(), padded).t().contiguous(), shape)]
         rows = sum(part.shape[0] for part in parts)
         if kind == "q":
             return [self._queries(concatenated(parts, 0, f"{prefix}q_proj.{form}"), padded)]
         if kind in ("k", "v"):
             copies = self._copies(parts[0], rows, once)
-            return [self._keys_of(concatenated(parts, 0, f"{prefix}{kind}_proj.{form}"), copies, padded)]
+            return [self._keys_of(concatenated(parts, 0, f"{prefix}{kind}_proj.{form}"), copies)]
         copies = self._copies(parts[0], rows - width, 2 * once)
-        own, each = width // len(parts), once * copies // len(parts)
-        cuts = (("q", 0, own), ("k", own, each), ("v", own + each, each))
+        of_query, of_key = width // len(parts), once * copies // len(parts)
+        cuts = (("q", 0, of_query), ("k", of_query, of_key), ("v", of_query + of_key, of_key))
         thirds = {
             letter: concatenated(
                 [part.rows(start, count, part.name) for part in parts], 0, f"{prefix}{letter}_proj.{form}"
             )
             for letter, start, count in cuts
         }
-        keys = [self._keys_of(thirds[letter], copies, padded) for letter in "kv"]
+        keys = [self._keys_of(thirds[letter], copies) for letter in "kv"]
         return [self._queries(thirds["q"], padded), *keys]
 
     def _copies(self, part: LazyTensor, rows: int, once: int) -> int:
@@ -197,18 +160,18 @@ class Merger:
             raise part.misfit(f"{rows} rows of keys or values are not a multiple of the {once} that the model has")
         return copies
 
-    def _keys_of(self, leaf: LazyTensor, copies: int, padded: int) -> LazyTensor:
+    def _keys_of(self, leaf: LazyTensor, copies: int) -> LazyTensor:
         if copies == 1:
             return leaf
         if leaf.name.endswith("k_proj.weight"):
-            self._keys.append((leaf, copies, padded))
+            self._keys.append((leaf, copies))
 
         def once(tensor: torch.Tensor) -> torch.Tensor:
-            slots = self._slots(copies, padded)
-            heads = tensor.reshape(slots.count, self._size, *tensor.shape[1:])
-            if not slots.same(heads):
+            slots = self._slots(copies)
+            heads = tensor.reshape(-1, self._size, *tensor.shape[1:])
+            if not _are_copies(heads, slots):
                 raise NeuronxReplicasDiffer(tensor=leaf.name, path=self._directory)
-            return torch.cat([heads[slots.of(head)[0]] for head in range(slots.kv_heads)])
+            return torch.cat([heads[of_head[0]] for of_head in slots])
 
         return leaf.changed(once, (leaf.shape[0] // copies, *leaf.shape[1:]))
 
@@ -218,38 +181,45 @@ class Merger:
         shape = (self._heads.query_heads * self._size, *leaf.shape[1:])
         return leaf.changed(lambda tensor: self._in_order(tensor, padded), shape)
 
-    def _outputs(self, leaf: LazyTensor, padded: int) -> LazyTensor:
-        shape = (leaf.shape[0], self._heads.query_heads * self._size)
-        return leaf.changed(lambda tensor: self._in_order(tensor.t(), padded).t().contiguous(), shape)
-
     def _in_order(self, tensor: torch.Tensor, padded: int) -> torch.Tensor:
-        """The query heads of the model, in its order, of ``tensor`` [padded · size, …]."""
+        """The query heads of the model, in its order, of ``tensor`` [padded · size, …]; those beyond the model's fill
+        up the last slots of each key head."""
         copies = self._keys[0][1] if self._keys else 1
         if copies == 1 and padded == self._heads.query_heads:
             return tensor
-        slots = self._slots(copies, padded)
-        if padded % slots.count:
-            reason = f"{padded} query heads do not divide among {slots.count} key heads"
+        of_slot, rest = divmod(padded, self._heads.kv_heads * copies)
+        if rest:
+            reason = f"{padded} query heads do not divide among {self._heads.kv_heads * copies} key heads"
             raise NeuronxMisfit(tensor="self_attn.q_proj", path=self._directory, reason=reason)
-        return tensor.reshape(padded, self._size, *tensor.shape[1:])[slots.queries()].flatten(0, 1)
+        of_key = self._heads.query_heads // self._heads.kv_heads
+        positions: list[int] = []
+        for slots in self._slots(copies):
+            positions += [slot * of_slot + at for slot in slots for at in range(of_slot)][:of_key]
+        return tensor.reshape(padded, self._size, *tensor.shape[1:])[positions].flatten(0, 1)
 
-    def _slots(self, copies: int, padded: int) -> KeyValueSlots:
-        """The order of the first layer whose heads distinguish the two orders; all layers have the same."""
+    def _slots(self, copies: int) -> list[list[int]]:
+        """Return the slots over all ranks that hold copies of each key head.
 
-        def slots(adjacent: bool) -> KeyValueSlots:
-            heads, kv_heads = self._heads.query_heads, self._heads.kv_heads
-            return KeyValueSlots(query_heads=heads, kv_heads=kv_heads, copies=copies, padded=padded, adjacent=adjacent)
+        Copies are adjacent or as far apart as there are heads. The first layer whose heads distinguish the two decides;
+        all layers have the same order.
+        """
+        count = self._heads.kv_heads
+        apart = [list(range(head, count * copies, count)) for head in range(count)]
+        adjacent = [list(range(head * copies, (head + 1) * copies)) for head in range(count)]
+        for leaf, _ in self._keys if self._adjacent is None else ():
+            heads = leaf.read().reshape(-1, self._size, *leaf.shape[1:])
+            fitting = [order is adjacent for order in (apart, adjacent) if _are_copies(heads, order)]
+            if not fitting:
+                raise NeuronxReplicasDiffer(tensor=leaf.name, path=self._directory)
+            self._adjacent = fitting[0]
+            if len(fitting) == 1:
+                break
+        return adjacent if self._adjacent else apart
 
-        if self._adjacent is None:
-            for leaf, _, _ in self._keys:
-                heads = leaf.read().reshape(-1, self._size, *leaf.shape[1:])
-                fitting = [adjacent for adjacent in (False, True) if slots(adjacent).same(heads)]
-                if not fitting:
-                    raise NeuronxReplicasDiffer(tensor=leaf.name, path=self._directory)
-                self._adjacent = fitting[0]
-                if len(fitting) == 1:
-                    break
-        return slots(bool(self._adjacent))
+
+def _are_copies(heads: torch.Tensor, slots: list[list[int]]) -> bool:
+    """Return whether ``heads`` [slot, …] are equal in the slots of each key head."""
+    return all(torch.equal(heads[slot], heads[of_head[0]]) for of_head in slots for slot in of_head[1:])
 
 
 def _halves(stem: str, form: str, parts: Sequence[LazyTensor]) -> list[LazyTensor]:

@@ -97,14 +97,14 @@ def _rank(
     families: dict[str, dict[str, LazyTensor]] = {}
     step: float | None = None
     for number, name in enumerate(names):
-        own = _table(shards[0][1].get(number))  # none of a parameter that has had no gradient
-        for kind in own:
+        state = _table(shards[0][1].get(number))  # none of a parameter that has had no gradient
+        for kind in state:
             states = [(file, _table(state.get(number))) for file, state in shards]
             shares = [(file, state[kind]) for file, state in states if kind in state]
             if kind == "step":
                 file, value = shares[0]
                 step = float(file.leaf("step", value).read()) if file.is_tensor(value) else float(str(value))
-            elif files[0].is_tensor(own[kind]):
+            elif files[0].is_tensor(state[kind]):
                 families.setdefault(str(kind), {})[name] = _whole(str(kind), name, shares, weights[name], len(files))
     masters = [(file, _table(file.content.get("sharded_master_weights"))) for file in files]
     for number, name in enumerate(names if any(table for _, table in masters) else ()):
@@ -129,13 +129,13 @@ def _table(value: object) -> Mapping[Any, Any]:
 def _whole(kind: str, name: str, parts: Sequence[tuple[RankFile, Any]], weight: LazyTensor, files: int) -> LazyTensor:
     leaves = [file.leaf(name, value) for file, value in parts]
     rows = sum(leaf.shape[0] if leaf.shape else 1 for leaf in leaves)
-    wanted = weight.shape[0] if weight.shape else 1
+    count = weight.shape[0] if weight.shape else 1
     rest = any(leaf.shape[1:] != weight.shape[1:] for leaf in leaves)
-    if len(leaves) != files or rest or not 0 <= rows - wanted < files:
+    if len(leaves) != files or rest or not 0 <= rows - count < files:
         shapes = ", ".join(str(leaf.shape) for leaf in leaves)
         defect = " (NxD Training saves those of one data-parallel rank only, unless wrap_with_zero is set)"
         raise Unmergeable(
-            f"the shares {shapes} of the {kind} of '{name}' do not make up {weight.shape}{defect * (rows < wanted)}"
+            f"the shares {shapes} of the {kind} of '{name}' do not make up {weight.shape}{defect * (rows < count)}"
         )
     whole = concatenated(leaves, 0) if leaves[0].shape else leaves[0]
-    return replace(whole.rows(0, wanted, name), shape=weight.shape) if whole.shape else whole
+    return replace(whole.rows(0, count, name), shape=weight.shape) if whole.shape else whole

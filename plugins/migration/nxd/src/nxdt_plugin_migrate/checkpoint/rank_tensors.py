@@ -63,16 +63,16 @@ GPT_KEYS = tuple(
 """Parameters of the model ``gpt``, whose forms Hugging Face mostly lacks, by the names of :func:`renamed`."""
 
 
-def renamed(rank: Mapping[str, LazyTensor], wanted: Iterable[str]) -> dict[str, LazyTensor]:
-    """Return the tensors of a rank by Hugging Face's names; those of ``wanted`` show whether blocks are gated."""
-    gated = any(name.endswith(("mlp.gate_proj.weight", ".w1.weight")) for name in wanted)
-    found: dict[str, LazyTensor] = {}
+def renamed(rank: Mapping[str, LazyTensor], model_names: Iterable[str]) -> dict[str, LazyTensor]:
+    """Return the tensors of a rank by Hugging Face's names; ``model_names`` show whether blocks are gated."""
+    gated = any(name.endswith(("mlp.gate_proj.weight", ".w1.weight")) for name in model_names)
+    tensors: dict[str, LazyTensor] = {}
     for name, leaf in rank.items():
         for theirs, ours in _NAMES.items():
             if theirs in name:
                 name = name.replace(theirs, ours if gated or "gate" not in ours else ".mlp.up_proj.")
-        found |= unstacked(name, leaf)
-    return found
+        tensors |= unstacked(name, leaf)
+    return tensors
 
 
 def unstacked(name: str, leaf: LazyTensor, first: int = 0) -> dict[str, LazyTensor]:
@@ -93,7 +93,7 @@ def unstacked(name: str, leaf: LazyTensor, first: int = 0) -> dict[str, LazyTens
     def matrix(at: int) -> LazyTensor:
         return leaf.changed(lambda stack: stack[at].t(), (outer, inner))
 
-    return {each: replace(matrix(at), name=each) for at, each in enumerate(names)}
+    return {matrix_name: replace(matrix(at), name=matrix_name) for at, matrix_name in enumerate(names)}
 
 
 def hf_name(name: str) -> str:
@@ -107,13 +107,13 @@ def expert_ranks_joined(ranks: Sequence[Mapping[str, LazyTensor]]) -> dict[str, 
 
     With ``save_xser``, only the first rank stores what is not of experts; the others refer to nothing.
     """
-    found: dict[str, list[LazyTensor]] = {}
+    copies: dict[str, list[LazyTensor]] = {}
     for at, rank in enumerate(ranks):
         for name, leaf in rank.items():
             count = leaf.shape[0] if leaf.shape else 0
-            for each, own in unstacked(name, leaf, at * count).items():
-                found.setdefault(each, []).append(own)
-    stored = {name: [leaf for leaf in leaves if leaf.stored] or leaves for name, leaves in found.items()}
+            for tensor_name, tensor in unstacked(name, leaf, at * count).items():
+                copies.setdefault(tensor_name, []).append(tensor)
+    stored = {name: [leaf for leaf in leaves if leaf.stored] or leaves for name, leaves in copies.items()}
     return {name: equal(leaves) for name, leaves in stored.items()}
 
 
@@ -173,7 +173,7 @@ def adapted(
         stage = parts
     results = []
     for rank in stage:
-        found, used = {}, set()
+        tensors, used = {}, set()
         for name, leaf in rank.items():
             path, base, kind = name.partition(".lora_B." if alone else ".base_layer.")
             a, b = f"{path}.lora_A.weight", f"{path}.lora_B.{kind}"
@@ -184,15 +184,15 @@ def adapted(
                     shape, dtype = (*rank[b].shape[:1], *rank[a].shape[1:]), rank[b].dtype
                     zeros = partial(torch.zeros, shape, dtype=dtype)
                     under = replace(rank[b], name=f"{path}.{kind}", shape=shape, read=zeros)
-                found[f"{path}.{kind}"] = _updated(under, rank[a], rank[b], scaling)
+                tensors[f"{path}.{kind}"] = _updated(under, rank[a], rank[b], scaling)
             else:
-                found[f"{path}.{kind}" if base else name] = leaf
-        left = next((leaf for name, leaf in found.items() if ".lora_" in name and name not in used), None)
+                tensors[f"{path}.{kind}" if base else name] = leaf
+        left = next((leaf for name, leaf in tensors.items() if ".lora_" in name and name not in used), None)
         if left is not None:
             raise left.misfit(
                 "it is of an adapter, and the weights of its layer are not there or not those of a projection"
             )
-        results.append({name: leaf for name, leaf in found.items() if name not in used})
+        results.append({name: leaf for name, leaf in tensors.items() if name not in used})
     return results
 
 

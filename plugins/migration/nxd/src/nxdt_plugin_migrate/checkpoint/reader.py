@@ -101,8 +101,8 @@ class NeuronxCheckpoint(CheckpointReader):
         weights = self._weights()
         megatron = any(MEGATRON in name for stage in weights for rank in stage for name in rank)
         gpt = megatron and "embedding.tokens" in builder.plan().tensor
-        wanted = sources(builder, GPT_KEYS) if gpt else sources(builder)
-        shapes = {tensor.name: tensor.shape for source in wanted for tensor in source.tensors()}
+        parameters = sources(builder, GPT_KEYS) if gpt else sources(builder)
+        shapes = {tensor.name: tensor.shape for source in parameters for tensor in source.tensors()}
         # A model of Megatron's that trains has the rows of a head adjacent. NxD's converter writes those of all queries
         # of a rank first, which is the same only where a rank has one head.
         fused = any(name.endswith(_FUSED) for stage in weights for rank in stage for name in rank)
@@ -114,16 +114,16 @@ class NeuronxCheckpoint(CheckpointReader):
         self._check_ranks(weights, shapes)
         optimizer = self._optimizer(weights, weights_only)
         merger = Merger(heads, shapes, path)
-        found = {"weights": merger.merge(weights)}
+        families = {"weights": merger.merge(weights)}
         if optimizer is not None:
-            found |= {name: merger.merge(stages) for name, stages in optimizer.families.items()}
-        model = found.pop("weights")
-        model = found.pop(MASTER, model)
+            families |= {name: merger.merge(stages) for name, stages in optimizer.families.items()}
+        model = families.pop("weights")
+        model = families.pop(MASTER, model)
         if weights_only:
-            found.clear()
+            families.clear()
         if self._alone:
-            return self._over_base(builder, wanted, model)
-        names = {name for source in wanted for name in source.hf_names}
+            return self._over_base(builder, parameters, model)
+        names = {name for source in parameters for name in source.hf_names}
         missing = sorted(names - model.keys())
         extra = sorted(name for name in model.keys() - names if not matches_any(builder.hf_ignored, name))
         if missing or extra:
@@ -133,16 +133,16 @@ class NeuronxCheckpoint(CheckpointReader):
         if absent is not None:
             raise model[absent].misfit("its tensor is in no file")
         listing: dict[TensorKey, ShardInfo] = {}
-        for source in wanted:
+        for source in parameters:
             listing["model", source.name] = self._offer(("model", source.name), source, model)
-            for name, leaves in found.items():
+            for name, leaves in families.items():
                 place = ("optim", f"{source.name}/{name}")
                 listing[place] = self._offer(place, source, leaves)
-            if found and optimizer is not None and optimizer.step is not None:
+            if families and optimizer is not None and optimizer.step is not None:
                 place = ("optim", f"{source.name}/step")
                 steps = torch.tensor(optimizer.step)
                 self._reads[place] = steps.clone
-                listing[place] = _held(steps.dtype, ())
+                listing[place] = _whole(steps.dtype, ())
         return listing
 
     def read(self, places: Sequence[TensorKey]) -> Iterator[torch.Tensor]:
@@ -184,11 +184,13 @@ class NeuronxCheckpoint(CheckpointReader):
             file = RankFile(self._layout.model_file(tp, pp, ep))
             content = file.content["model"] if isinstance(file.content.get("model"), dict) else file.content
             lora = content.get("lora_config") or lora
-            tensors = {name: each for name, each in content.items() if name != "lora_config"}
-            ranks.append({str(name): file.leaf(str(name), each) for name, each in tensors.items()})
+            tensors = {name: value for name, value in content.items() if name != "lora_config"}
+            ranks.append({str(name): file.leaf(str(name), value) for name, value in tensors.items()})
         return ranks[0] if len(ranks) == 1 else expert_ranks_joined(ranks), lora
 
-    def _over_base(self, builder: ModelBuilder, wanted: Sequence[Source], model: Mapping[str, LazyTensor]) -> Listing:
+    def _over_base(
+        self, builder: ModelBuilder, parameters: Sequence[Source], model: Mapping[str, LazyTensor]
+    ) -> Listing:
         """List the weights below the adapter, with its updates, which ``model`` has."""
         path = str(self._layout.directory)
         if self.base is None:
@@ -198,33 +200,33 @@ class NeuronxCheckpoint(CheckpointReader):
             raise NeuronxUnreadable(path=path, reason=reason)
         below = self.base()
         listing = dict(below.listing(builder, weights_only=True))
-        names = {name for source in wanted for name in source.hf_names}
+        names = {name for source in parameters for name in source.hf_names}
         if extra := sorted(model.keys() - names):
             raise WeightsDoNotFit(missing=[], extra=extra, shapes=[], directory=model[extra[0]].where)
-        for source in wanted:
+        for source in parameters:
             place = ("model", source.name)
             updates = {tensor.name: tensor for tensor in source.tensors() if tensor.name in model}
-            leaves = {name: self._fitted(model[name], each.shape, source) for name, each in updates.items()}
+            leaves = {name: self._fitted(model[name], update.shape, source) for name, update in updates.items()}
             self._reads[place] = partial(_updated, below, place, source, leaves)
             for leaf in leaves.values():
                 dtype = torch.promote_types(getattr(torch, listing[place].dtype), leaf.dtype)
-                listing[place] = _held(dtype, source.shape)
+                listing[place] = _whole(dtype, source.shape)
         return listing
 
-    def _check_ranks(self, weights: Stages, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    def _check_ranks(self, weights: Stages, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """See that the files are those of all ranks, as the model's sizes show where they agree."""
-        layout, first, last = self._layout, renamed(weights[0][0], wanted), renamed(weights[-1][0], wanted)
+        layout, first, last = self._layout, renamed(weights[0][0], shapes), renamed(weights[-1][0], shapes)
         counts = set()  # ranks that share the columns of a matrix, where the sizes show it
         for names in (_DOWN, (_OUTPUT,)):
-            whole = next((shape[1] for name, shape in wanted.items() if name.endswith(names)), 0)
-            own = next((leaf.shape[1] for name, leaf in first.items() if name.endswith(names) and leaf.shape[1:]), 0)
-            counts |= {whole // own} if own and whole % own == 0 else set()
+            whole = next((shape[1] for name, shape in shapes.items() if name.endswith(names)), 0)
+            part = next((leaf.shape[1] for name, leaf in first.items() if name.endswith(names) and leaf.shape[1:]), 0)
+            counts |= {whole // part} if part and whole % part == 0 else set()
         counts -= {0}
         tp = counts.pop() if len(counts) == 1 else layout.tp
-        ends = "model.norm.weight" in wanted and "model.norm.weight" not in last and not self._alone
-        pp = layout.pp + (ends or (self._alone and _highest(_LAYER, last) < _highest(_LAYER, wanted)))
-        held, experts = _highest(_EXPERT, first) // layout.ep, _highest(_EXPERT, wanted)
-        ep = experts // held if held and not experts % held else layout.ep
+        ends = "model.norm.weight" in shapes and "model.norm.weight" not in last and not self._alone
+        pp = layout.pp + (ends or (self._alone and _highest(_LAYER, last) < _highest(_LAYER, shapes)))
+        local_experts, experts = _highest(_EXPERT, first) // layout.ep, _highest(_EXPERT, shapes)
+        ep = experts // local_experts if local_experts and not experts % local_experts else layout.ep
         if (tp, pp, ep) != (layout.tp, layout.pp, layout.ep):
             raise layout.of_other_ranks(tp=tp, pp=pp, ep=ep)
 
@@ -245,9 +247,9 @@ class NeuronxCheckpoint(CheckpointReader):
 
     def _offer(self, place: TensorKey, source: Source, leaves: Mapping[str, LazyTensor]) -> ShardInfo:
         """Remember how to read the parameter at ``place``."""
-        own = {tensor.name: self._fitted(leaves[tensor.name], tensor.shape, source) for tensor in source.tensors()}
-        self._reads[place] = lambda: source.read(lambda name: own[name].read())
-        return _held(own[source.hf_names[0]].dtype, source.shape)
+        fitted = {tensor.name: self._fitted(leaves[tensor.name], tensor.shape, source) for tensor in source.tensors()}
+        self._reads[place] = lambda: source.read(lambda name: fitted[name].read())
+        return _whole(fitted[source.hf_names[0]].dtype, source.shape)
 
     def _fitted(self, leaf: LazyTensor, shape: tuple[int, ...], source: Source) -> LazyTensor:
         """The leaf in the shape that the model wants, without rows that pad the vocabulary."""
@@ -273,8 +275,8 @@ def _updated(
 
 def _highest(number: re.Pattern[str], names: Iterable[str]) -> int:
     """Return one more than the highest number of a layer or an expert in ``names``; 0 without one."""
-    return max((1 + int(found[1]) for found in map(number.search, names) if found), default=0)
+    return max((1 + int(match[1]) for match in map(number.search, names) if match), default=0)
 
 
-def _held(dtype: torch.dtype, shape: tuple[int, ...]) -> ShardInfo:
+def _whole(dtype: torch.dtype, shape: tuple[int, ...]) -> ShardInfo:
     return ShardInfo(dtype=str(dtype).removeprefix("torch."), shape=shape, region=TensorSlice.whole(shape))

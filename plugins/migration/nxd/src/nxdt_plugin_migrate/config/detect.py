@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +13,27 @@ from nxdt_plugin_migrate.errors import MigrationRefused
 FRAMEWORKS = {"nxdt": "NxD Training", "nemo": "NeMo 1.x", "nnm": "neuronx-nemo-megatron"}
 """Value of ``--from`` → name."""
 
-_NEMO = (
-    "model.tensor_model_parallel_size",
-    "model.pipeline_model_parallel_size",
-    "model.micro_batch_size",
-    "model.global_batch_size",
-    "model.data",
-    "model.tokenizer",
-    "model.mcore_gpt",
-)
-_NNM = (
-    "model.wrap_with_zero",
-    "model.zero_use_master_weight",
-    "model.zero_use_fp32_grad_accum",
-    "model.flexible_pipeline_parallel_stages",
-    "enable_checkpoint_removal_protection",
-)
-_NXDT = (
-    "distributed_strategy",
-    "model_source",
-    "model_alignment_strategy",
-    "aync_exec_max_inflight_requests",
-    "data.global_batch_size",
-    "model.model_config",
-)
+_SHOWN_BY: Mapping[str, Sequence[str]] = {
+    "nxdt": (
+        *("distributed_strategy", "model_source", "model_alignment_strategy", "aync_exec_max_inflight_requests"),
+        *("data.global_batch_size", "model.model_config"),
+    ),
+    "nnm": (
+        *("model.wrap_with_zero", "model.zero_use_master_weight", "model.zero_use_fp32_grad_accum"),
+        *("model.flexible_pipeline_parallel_stages", "enable_checkpoint_removal_protection"),
+    ),
+    "nemo": (
+        *("model.tensor_model_parallel_size", "model.pipeline_model_parallel_size", "model.micro_batch_size"),
+        *("model.global_batch_size", "model.data", "model.tokenizer", "model.mcore_gpt"),
+    ),
+}
+"""Framework → keys, any one of which shows it where none of the frameworks above it is shown."""
 
 
 def framework_of(values: Mapping[str, Any]) -> tuple[str, str]:
     """Return the framework among :data:`FRAMEWORKS` that a file is of, and the key that shows it; empty for others."""
     written = {path for path, _ in entries(values)}
-    for name, keys in (("nxdt", _NXDT), ("nnm", _NNM), ("nemo", _NEMO)):
-        for key in keys:
-            if key in written:
-                return name, key
-    return "", ""
+    return next(((name, key) for name, keys in _SHOWN_BY.items() for key in keys if key in written), ("", ""))
 
 
 _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
@@ -72,7 +59,7 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
 _BY_HAND = "Take the nearest of 'nxdt recipes list' and carry the settings over by hand."
 
 
-def refuse_others(values: Mapping[str, Any], wanted: str, source: Path) -> None:
+def refuse_others(values: Mapping[str, Any], framework: str, source: Path) -> None:
     """See that a file is of none of the frameworks that cannot be migrated.
 
     Raises:
@@ -83,23 +70,23 @@ def refuse_others(values: Mapping[str, Any], wanted: str, source: Path) -> None:
     for name, keys in _FOREIGN:
         if all(key[1:] in names if key[0] == "*" else key in written for key in keys):
             shown = " and ".join(key.removeprefix("*") for key in keys)
-            raise _refused(source, wanted, f"{shown} is of {name}", _BY_HAND)
+            raise _refused(source, framework, f"{shown} is of {name}", _BY_HAND)
 
 
-def require(values: Mapping[str, Any], wanted: str, source: Path) -> None:
+def require(values: Mapping[str, Any], framework: str, source: Path) -> None:
     """See that a file is of the framework that it is said to be of.
 
     Raises:
         MigrationRefused: it shows that it is of another of those that can be migrated, or nothing shows what it is of.
     """
-    found, key = framework_of(values)
-    if found == wanted or (found, wanted) == ("nemo", "nnm"):
+    shown, key = framework_of(values)
+    if shown == framework or (shown, framework) == ("nemo", "nnm"):
         return
-    if found:
-        advice = f"Say --from {found} if that is what it is."
-        raise _refused(source, wanted, f"{key} is of {FRAMEWORKS[found]}", advice)
-    raise _refused(source, wanted, f"it has none of the sections of {FRAMEWORKS[wanted]}", _BY_HAND)
+    if shown:
+        advice = f"Say --from {shown} if that is what it is."
+        raise _refused(source, framework, f"{key} is of {FRAMEWORKS[shown]}", advice)
+    raise _refused(source, framework, f"it has none of the sections of {FRAMEWORKS[framework]}", _BY_HAND)
 
 
-def _refused(source: Path, wanted: str, reason: str, advice: str) -> NxdtError:
-    return MigrationRefused(source=str(source), wanted=FRAMEWORKS[wanted], reason=reason, advice=advice)
+def _refused(source: Path, framework: str, reason: str, advice: str) -> NxdtError:
+    return MigrationRefused(source=str(source), wanted=FRAMEWORKS[framework], reason=reason, advice=advice)

@@ -84,8 +84,8 @@ class Document:
 
     def value(self, path: str, default: Any = None) -> Any:
         """Return the value of a key, or ``default`` where it is not there."""
-        found = self.settings.get(path)
-        return default if found is None else found.value
+        setting = self.settings.get(path)
+        return default if setting is None else setting.value
 
     def below(self, section: str) -> list[str]:
         """Return the key paths of a section, at any depth; that of the key itself where it is not a section."""
@@ -118,8 +118,8 @@ class Document:
                 same = setting.value == other.value
                 if same and other.text is not None and "${" in other.text:  # perhaps a reference to the key that goes
                     other.text, other.written = setting.text, setting.written
-                there = "the command line" if other.override else f"line {other.line}"
-                why = f"{there} says the same" if same else f"it is the setting {new}, for which {there} counts"
+                origin = "the command line" if other.override else f"line {other.line}"
+                why = f"{origin} says the same" if same else f"it is the setting {new}, for which {origin} counts"
                 self.moved[setting.source] = new
                 self.drop(old, "unneeded" if same else "ignored", why)
                 continue
@@ -127,7 +127,7 @@ class Document:
             if reason:
                 setting.reasons.append(reason)
             self.moved[setting.source] = new
-            self.settings = {new if key == old else key: each for key, each in self.settings.items()}
+            self.settings = {new if key == old else key: moved for key, moved in self.settings.items()}
 
     def change(self, path: str, value: Any, reason: str) -> None:
         """Give a key another value."""
@@ -166,7 +166,7 @@ class Document:
 
     def report(self) -> Iterator[MigratedKey]:
         """Yield the report, in the order of the file; added keys come last."""
-        kept = [
+        settled = [
             MigratedKey(
                 key=setting.source or path,
                 line=setting.line,
@@ -177,7 +177,7 @@ class Document:
             )
             for path, setting in self.settings.items()
         ]
-        yield from sorted([*kept, *self.left_out], key=lambda row: (row.line == 0, row.line))
+        yield from sorted([*settled, *self.left_out], key=lambda row: (row.line == 0, row.line))
 
 
 def _shown(setting: Setting) -> str:
@@ -246,14 +246,14 @@ def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
             name = str(key.value)
             _collect(value, f"{path}.{name}" if path else name, text, values)
     elif path and isinstance(node, (yaml.ScalarNode, yaml.SequenceNode)):
-        own = text[node.start_mark.index : node.end_mark.index]
+        source = text[node.start_mark.index : node.end_mark.index]
         # The text means the same elsewhere unless it is a block, or contains an anchor or an alias.
         if isinstance(node, yaml.SequenceNode):
-            alone = bool(node.flow_style) and not set("&*\n") & set(own)
+            alone = bool(node.flow_style) and not set("&*\n") & set(source)
         else:
-            alone = node.style in (None, "'", '"') and "\n" not in own and own[:1] not in ("", "&", "!")
+            alone = node.style in (None, "'", '"') and "\n" not in source and source[:1] not in ("", "&", "!")
         if alone:
-            values[path] = own
+            values[path] = source
 
 
 def render(document: Document, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
@@ -337,11 +337,11 @@ def _pointed(value: Any, setting: Setting, path: str, document: Document) -> Any
 
     def pointed(value: Any) -> Any:
         if isinstance(value, list):
-            return [pointed(each) for each in value]
+            return [pointed(item) for item in value]
         return _REFERENCE.sub(today, value) if isinstance(value, str) else value
 
-    found = pointed(value)
-    return None if lost else found
+    result = pointed(value)
+    return None if lost else result
 
 
 def dump(value: object) -> str:

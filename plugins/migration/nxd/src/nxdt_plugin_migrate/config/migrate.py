@@ -22,15 +22,8 @@ from nxdt_plugin_migrate.errors import NoDecoder
 _MODEL_CONFIG = "model.model_config"
 
 _PATHS = (
-    _MODEL_CONFIG,
-    "data.train_dir",
-    "data.val_dir",
-    "data.test_dir",
-    "data.data_prefix",
-    "data.tokenizer.type",
-    "data.tokenizer.model",
-    "data.tokenizer.vocab_file",
-    "data.tokenizer.merge_file",
+    *(_MODEL_CONFIG, "data.train_dir", "data.val_dir", "data.test_dir", "data.data_prefix"),
+    *(f"data.tokenizer.{name}" for name in ("type", "model", "vocab_file", "merge_file")),
     "checkpoint.resume_from",
 )
 """Keys whose files must exist before a run starts."""
@@ -42,16 +35,16 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
     Keys of an architecture are kept even if the model does not read them: without one, it would be another model.
     ``directory`` is the directory of the new file; its relative paths start there.
     """
-    given = document.value(_MODEL_CONFIG)
-    extra = [f"{_MODEL_CONFIG}={directory.absolute() / given}"] if isinstance(given, str) and given != TO_SET else []
+    file = document.value(_MODEL_CONFIG)
+    extra = [f"{_MODEL_CONFIG}={directory.absolute() / file}"] if isinstance(file, str) and file != TO_SET else []
     while True:
         problems = _problems(plain(document), extra, kernel)
         refused = [
-            each
-            for each in problems
-            if isinstance(each, UnknownKey)
-            and document.has(each.key)
-            and (each.key not in NEUTRAL or NEUTRAL[each.key][1])  # else it is of an architecture
+            problem
+            for problem in problems
+            if isinstance(problem, UnknownKey)
+            and document.has(problem.key)
+            and (problem.key not in NEUTRAL or NEUTRAL[problem.key][1])  # else it is of an architecture
         ]
         if not refused:
             return problems
@@ -125,14 +118,14 @@ def migrate(
         for mark in marks:
             # Sections of data and tokenizers are below ``model`` in most files.
             places = [(key,) if key.startswith("model.") else (f"model.{key}", key) for key in mark.split(" and ")]
-            keys = [next((each for each in place if at(written, each) is not None), "") for place in places]
+            keys = [next((key for key in place if at(written, key) is not None), "") for place in places]
             if all(keys):
                 models = sorted(component.record.name for component in kernel.registry.all("model"))
                 raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
     require(written, framework, source)
-    own = {path for path, value in entries(written) if not isinstance(value, Mapping)}
-    given = {key: value for key, value in (overrides or {}).items() if key in own or has_key(framework, key)}
-    document = read_document(read_file(source, given, _SECTIONS), overrides or ())
+    written_keys = {path for path, value in entries(written) if not isinstance(value, Mapping)}
+    taken = {key: value for key, value in (overrides or {}).items() if key in written_keys or has_key(framework, key)}
+    document = read_document(read_file(source, taken, _SECTIONS), overrides or ())
     for path in _SECTIONS:
         if path in document.settings:
             document.drop(path, "unneeded", "it is empty")
@@ -159,7 +152,7 @@ def migrate(
     lost = [row for row in document.report() if row.verdict == "unsupported"]
     lines = [f"  {row.key}: {row.value}  (line {row.line}: {row.reason})" for row in lost]
     head = f"From {source.name} of {FRAMEWORKS[framework]}, by nxdt config migrate."
-    known = {path for path, _ in to_set}
+    unset = {path for path, _ in to_set}
     return MigratedConfig(
         source=source,
         target=target,
@@ -167,5 +160,5 @@ def migrate(
         text=render(document, (head,), ("Not carried over:", *lines) if lines else ()),
         keys=tuple(document.report()),
         to_set=tuple(to_set),
-        remaining=tuple((each.key, f"{each.what()} {each.do()}".strip()) for each in refused if each.key not in known),
+        remaining=tuple((row.key, f"{row.what()} {row.do()}".strip()) for row in refused if row.key not in unset),
     )

@@ -59,14 +59,14 @@ def take_peft(document: Document) -> None:
                 _ALPHA, rank, "alpha is adapter_dim there unless the file says otherwise: updates are not scaled"
             )
         document.put("adapter.lora_dropout", 0.0, "the default there")
-        there, here = f"{_LORA}.target_modules", "adapter.target_modules"
-        names: Any = document.value(there)
+        theirs, ours = f"{_LORA}.target_modules", "adapter.target_modules"
+        names: Any = document.value(theirs)
         if isinstance(names, list):
-            ours = [one for name in names for one in _MODULES.get(str(name), (str(name),))]
-            document.move(there, here)
-            document.change(here, list(dict.fromkeys(ours)), "the names that these layers have here")
+            modules = [one for name in names for one in _MODULES.get(str(name), (str(name),))]
+            document.move(theirs, ours)
+            document.change(ours, list(dict.fromkeys(modules)), "the names that these layers have here")
         else:
-            document.put(here, ["qkv_proj"], "the projection of queries, keys and values is the default there")
+            document.put(ours, ["qkv_proj"], "the projection of queries, keys and values is the default there")
         for name, (reason, neutral) in _NEUTRAL.items():
             path = f"{_LORA}.{name}"
             document.drop(path, "unneeded" if document.value(path) in neutral else "unsupported", reason)
@@ -106,8 +106,8 @@ def from_nemo(document: Document, kernel: Kernel) -> None:
     # NeMo saves after each validation where the file gives no interval.
     steps = document.value("trainer.val_check_interval")
     intervals = ("every_n_train_steps", "every_n_epochs", "train_time_interval")
-    given = any(document.value(f"{_SAVING}.{name}") is not None for name in intervals)
-    if isinstance(steps, int) and not given:
+    has_interval = any(document.value(f"{_SAVING}.{name}") is not None for name in intervals)
+    if isinstance(steps, int) and not has_interval:
         document.put(
             "checkpoint.every_n_train_steps", steps, "NeMo saves after each validation unless the file says when"
         )

@@ -13,8 +13,8 @@ from nxdt_plugin_migrate.config.nxdt_keys import (
     DATA_READERS,
     DEFAULTS,
     IGNORED,
-    MODEL_READERS,
     SEARCHED,
+    UNREAD,
     UNREAD_VALUE,
     nxdt_keys,
 )
@@ -102,8 +102,8 @@ def _leave_out_unread(document: Document) -> None:
     for path, reason in UNREAD_VALUE.items():
         if path in document.settings:
             document.remark(path, reason)
-    given = document.value("model.model_config")
-    if isinstance(given, str) and not given.startswith(("/", "~", "$")):
+    model_config = document.value("model.model_config")
+    if isinstance(model_config, str) and not model_config.startswith(("/", "~", "$")):
         document.remark("model.model_config", "relative paths start at the file here, not at the working directory")
     if document.value("model_source", "hf") == "hf":
         if "model.optim.weight_decay" in document.settings:
@@ -131,16 +131,16 @@ def _leave_out_unread(document: Document) -> None:
     document.put("data.name", name, reason)
 
     # Keys of another data module or another kind of model than the one that runs.
-    known = set(nxdt_keys())
+    documented = set(nxdt_keys())
     data, source = str(document.value("data.name")), str(document.value("model_source", "hf"))
     everywhere = {"name", "global_batch_size", "micro_batch_size", "tokenizer"}
     for key in _sections_of(document, "data"):
-        if key not in DATA_READERS.get(data, ()) and key not in everywhere and f"data.{key}" in known:
+        if key not in DATA_READERS.get(data, ()) and key not in everywhere and f"data.{key}" in documented:
             document.drop(
                 f"data.{key}", "ignored", f"the data module that NxD Training takes here ({data}) does not read it"
             )
     for key in _sections_of(document, "model"):
-        if key not in MODEL_READERS.get(source, ()) and f"model.{key}" in known:
+        if key in UNREAD.get(source, ()):
             document.drop(f"model.{key}", "ignored", f"NxD Training's models of model_source {source} do not read it")
     if document.value(_PRECISION) != "manual":
         for key in ("master_weights", "fp32_grad_acc", *_SWITCHES):
@@ -209,9 +209,9 @@ def _schedule(document: Document) -> None:
     count, end = document.value(constant), document.value(_SCHEDULE_END) or document.value("trainer.max_steps")
     if not all(isinstance(number, int) for number in (count, warmup, end)) or not count or warmup + count <= end:
         return
-    there = "the rate falls to min_lr right behind the warm-up, as it did there"
+    falls = "the rate falls to min_lr right behind the warm-up, as it did there"
     reason = (
-        f"with warm-up it is more than the {end} steps of the run, so that {there}; 0 spreads the fall over the run"
+        f"with warm-up it is more than the {end} steps of the run, so that {falls}; 0 spreads the fall over the run"
     )
     document.change(constant, max(0, end - warmup - 1), reason)
 
@@ -222,22 +222,22 @@ def _recompute(document: Document, kernel: Kernel) -> None:
         document.drop(_RECOMPUTE, "ignored", "whole layers are recomputed, and NxD Training then reads no names")
     if document.value(_GRANULARITY) != "selective":
         return
-    given: Any = document.value(_RECOMPUTE)
-    if not given:
+    modules: Any = document.value(_RECOMPUTE)
+    if not modules:
         document.drop(_RECOMPUTE, "unneeded", "it names nothing")
         document.put(_RECOMPUTE, ["CoreAttention"], "what NxD Training recomputes where no module is named")
         return
     model = str(document.value("model.name"))
-    record = next((each.record for each in kernel.registry.all("model") if each.record.name == model), None)
-    known = record.recompute_names if isinstance(record, ModelComponent) else None
-    if known is None or not isinstance(given, list):
+    record = next((entry.record for entry in kernel.registry.all("model") if entry.record.name == model), None)
+    supported = record.recompute_names if isinstance(record, ModelComponent) else None
+    if supported is None or not isinstance(modules, list):
         return
-    names = ["LlamaMLP" if name == "NeuronSwitchMLP" and model == "mixtral" else name for name in given]
-    kept = [name for name in names if name in known]
-    if kept == given:
+    names = ["LlamaMLP" if name == "NeuronSwitchMLP" and model == "mixtral" else name for name in modules]
+    read = [name for name in names if name in supported]
+    if read == modules:
         return
-    if kept:
-        document.change(_RECOMPUTE, kept, "the names that this model has; NxD Training ignores others")
+    if read:
+        document.change(_RECOMPUTE, read, "the names that this model has; NxD Training ignores others")
     else:
         document.drop(_RECOMPUTE, "ignored", f"NxD Training ignores names that a {model} does not have")
         document.change(_GRANULARITY, None, f"none of the names in {_RECOMPUTE} is of this model")
@@ -335,12 +335,12 @@ def name_model(document: Document) -> None:
             if document.value(f"model.{key}") == -1:
                 document.drop(f"model.{key}", "unneeded", "-1 leaves it to model.model_config")
         return
-    wanted, reason = _megatron(document)
-    document.put("model.name", wanted, reason)
-    if wanted != "gpt":
+    model, reason = _megatron(document)
+    document.put("model.name", model, reason)
+    if model != "gpt":
         for key in _LLAMA_SHAPED:
-            document.drop(f"model.{key}", "unneeded", f"every {wanted} is so")
-        if wanted == "llama":
+            document.drop(f"model.{key}", "unneeded", f"every {model} is so")
+        if model == "llama":
             document.drop("model.sliding_window_size", "off", "null says that it is not set")
         for old, new in LLAMA_NAMES.items():
             document.move(old, new)
@@ -350,9 +350,9 @@ def name_model(document: Document) -> None:
         document.put(_VOCABULARY, 50257, "GPT-2's number of ids")
     else:
         multiple = document.value("model.make_vocab_size_divisible_by")
-        filled = f", filled up to a multiple of {multiple}" if multiple and wanted != "gpt" else ""
+        filled = f", filled up to a multiple of {multiple}" if multiple and model != "gpt" else ""
         document.put(_VOCABULARY, TO_SET, f"it is taken from the tokenizer there; set its number of ids{filled}")
-    if wanted != "gpt":
+    if model != "gpt":
         document.drop("model.make_vocab_size_divisible_by", "unneeded", f"{_VOCABULARY} says it")
 
 
@@ -404,7 +404,7 @@ def drop_dead_keys(document: Document, kernel: Kernel) -> None:
             document.drop(path, "unneeded", GONE[path])
         elif path in NEUTRAL:
             (neutral, reason), value = NEUTRAL[path], document.value(path)
-            if value is None or any(type(value) is type(each) and value == each for each in neutral):
+            if value is None or any(type(value) is type(off) and value == off for off in neutral):
                 document.drop(path, "off", reason or "it asks for nothing, and no selected component reads it")
             elif reason:
                 document.drop(path, "unsupported" if document.asks(path) else "off", reason)

@@ -5,11 +5,36 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 
-def _names(text: str) -> frozenset[str]:
-    return frozenset(text.split())
+def keys_in(text: str) -> Iterator[str]:
+    """Yield the key paths of a text such as ``seed trainer: devices max_steps model.optim: lr``."""
+    section = ""
+    for word in text.split():
+        if word.endswith(":"):
+            section = f"{word[:-1]}."
+        else:
+            yield section + word
 
 
-_KEYS = """
+def by_key(keys_of: Mapping[str, str]) -> dict[str, str]:
+    """Return key path → reason, of a table of reasons and the texts of their keys."""
+    return {key: reason for reason, keys in keys_of.items() for key in keys_in(keys)}
+
+
+_MEGATRON = """
+    ffn_hidden_size num_attention_heads num_kv_heads kv_channels init_method_std use_scaled_init_method hidden_dropout
+    attention_dropout ffn_dropout apply_query_key_layer_scaling normalization layernorm_epsilon persist_layer_norm
+    share_embeddings_and_output_weights position_embedding_type rotary_percentage position_freq_base
+    position_abf_factor positition_interpolation_factor activation transformer_block_type has_bias
+    sliding_window_size fp32_residual_connection fp16_lm_cross_entropy megatron_amp_O2 gradient_accumulation_fusion
+    use_emha activations_checkpoint_method activations_checkpoint_num_layers
+    activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_activation_checkpoints
+    bias_dropout_add_fusion bias_activation_fusion moe_dropout
+"""
+_LORA = """
+    lora_rank lora_alpha lora_dropout lora_bias lora_verbose target_modules
+    load_lora_from_ckpt save_lora_base merge_lora save_lora_config_adapter merge_sharded_lora
+"""
+_KEYS = f"""
 name model_source seed compiler_flags compiler_cache_url aync_exec_max_inflight_requests bucket_size_collectives
 neuron_rt_exec_timeout neuron_experimental_compress_rg
 trainer: devices num_nodes lnc max_epochs max_steps min_steps min_epochs max_time log_every_n_steps val_check_interval
@@ -41,15 +66,7 @@ data: micro_batch_size global_batch_size train_dir val_dir test_dir shuffle num_
 data.tokenizer: library type model vocab_file merge_file delimiter sentencepiece_legacy use_fast
 model: model_config encoder_seq_length max_position_embeddings num_layers hidden_size rope_theta qkv_linear fuse_qkv
     transpose_nki_inputs pipeline_cuts use_cpu_initialization weight_init_only activations_checkpoint_granularity
-    activations_checkpoint_recompute do_layer_norm_weight_decay save_logits make_vocab_size_divisible_by
-    ffn_hidden_size num_attention_heads num_kv_heads kv_channels init_method_std use_scaled_init_method hidden_dropout
-    attention_dropout ffn_dropout apply_query_key_layer_scaling normalization layernorm_epsilon persist_layer_norm
-    share_embeddings_and_output_weights position_embedding_type rotary_percentage position_freq_base
-    position_abf_factor positition_interpolation_factor activation transformer_block_type has_bias
-    sliding_window_size fp32_residual_connection fp16_lm_cross_entropy megatron_amp_O2 gradient_accumulation_fusion
-    use_emha activations_checkpoint_method activations_checkpoint_num_layers
-    activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_activation_checkpoints
-    bias_dropout_add_fusion bias_activation_fusion moe_dropout
+    activations_checkpoint_recompute do_layer_norm_weight_decay save_logits make_vocab_size_divisible_by {_MEGATRON}
 model.fusions: softmax flash_attention ring_attention
 model.moe: num_experts frequency dropout capacity_factor dropless glu_mlp routing_algorithm router_activation
     sinkhorn_iterations sinkhorn_tol top_k output_router_logits router_aux_loss_coef normalize_top_k_affinities
@@ -60,36 +77,24 @@ precision: type master_weights fp32_grad_acc xla_use_bf16 xla_downcast_bf16 neur
 model_alignment_strategy.sft: packing
 model_alignment_strategy.dpo: kl_beta loss_type max_prompt_length precompute_ref_log_probs truncation_mode
 model_alignment_strategy.orpo: beta max_prompt_length truncation_mode
-model_alignment_strategy.peft: lora_rank lora_alpha lora_dropout lora_bias lora_verbose target_modules
-    load_lora_from_ckpt save_lora_base merge_lora save_lora_config_adapter merge_sharded_lora
+model_alignment_strategy.peft: {_LORA}
 """
 
-_NOT_WIRED = "NxD Training names it and never reads it"
-_HARD_OFF = "NxD Training switches this logger off in every case"
-
-IGNORED: Mapping[str, str] = {
-    "exp_manager.save_bf16": _NOT_WIRED,
-    "exp_manager.create_early_stopping_callback": _NOT_WIRED,
-    "exp_manager.early_stopping_callback_params": _NOT_WIRED,
-    "exp_manager.create_preemption_callback": _NOT_WIRED,
-    "exp_manager.create_straggler_detection_callback": _NOT_WIRED,
-    "exp_manager.straggler_detection_params": _NOT_WIRED,
-    "exp_manager.create_fault_tolerance_callback": _NOT_WIRED,
-    "exp_manager.fault_tolerance": _NOT_WIRED,
-    "exp_manager.max_time": _NOT_WIRED,
-    "exp_manager.max_time_per_run": _NOT_WIRED,
-    "exp_manager.seconds_to_sleep": _NOT_WIRED,
-    "exp_manager.create_dllogger_logger": _HARD_OFF,
-    "exp_manager.dllogger_logger_kwargs": _HARD_OFF,
-    "exp_manager.create_clearml_logger": _HARD_OFF,
-    "exp_manager.clearml_logger_kwargs": _HARD_OFF,
-    "exp_manager.create_neptune_logger": _HARD_OFF,
-    "exp_manager.neptune_logger_kwargs": _HARD_OFF,
-    "precision.fp32_grads_cc": _NOT_WIRED,
-    "data.train_ds": "only the branch for fine_tuning reads it, and that cannot run",
-    "data.validation_ds": "only the branch for fine_tuning reads it, and that cannot run",
-    "data.test_ds": "only the branch for fine_tuning reads it, and that cannot run",
-}
+IGNORED = by_key(
+    {
+        "NxD Training names it and never reads it": """
+            exp_manager: save_bf16 create_early_stopping_callback early_stopping_callback_params
+            create_preemption_callback create_straggler_detection_callback straggler_detection_params
+            create_fault_tolerance_callback fault_tolerance max_time max_time_per_run seconds_to_sleep
+            precision: fp32_grads_cc
+        """,
+        "NxD Training switches this logger off in every case": """
+            exp_manager: create_dllogger_logger dllogger_logger_kwargs create_clearml_logger clearml_logger_kwargs
+            create_neptune_logger neptune_logger_kwargs
+        """,
+        "only the branch for fine_tuning reads it, and that cannot run": "data: train_ds validation_ds test_ds",
+    }
+)
 """Key or section → why nothing there reads it."""
 
 UNREAD_VALUE: Mapping[str, str] = {
@@ -99,41 +104,28 @@ UNREAD_VALUE: Mapping[str, str] = {
 """Keys that are written on although their value is never read there."""
 
 DATA_READERS: Mapping[str, frozenset[str]] = {
-    "hf-data": _names("train_dir val_dir test_dir"),
-    "megatron-data": _names(
-        "data_prefix index_mapping_dir data_impl splits_string seq_length skip_warmup num_workers dataloader_type "
-        "reset_position_ids reset_attention_mask eod_mask_loss validation_drop_last no_seqlen_plus_one_input_tokens "
-        "pad_samples_to_global_batch_size fine_tuning"
-    ),
-    "preference": _names("train_dir val_dir test_dir dev_choose_samples seq_length"),
-    "sft-chat": _names(
-        "train_dir val_dir test_dir dev_choose_samples seq_length dataset_name subset_name prompt_name packing"
-    ),
+    name: frozenset(keys.split())
+    for name, keys in {
+        "hf-data": "train_dir val_dir test_dir",
+        "megatron-data": """
+            data_prefix index_mapping_dir data_impl splits_string seq_length skip_warmup num_workers dataloader_type
+            reset_position_ids reset_attention_mask eod_mask_loss validation_drop_last no_seqlen_plus_one_input_tokens
+            pad_samples_to_global_batch_size fine_tuning
+        """,
+        "preference": "train_dir val_dir test_dir dev_choose_samples seq_length",
+        "sft-chat": """
+            train_dir val_dir test_dir dev_choose_samples seq_length dataset_name subset_name prompt_name packing
+        """,
+    }.items()
 }
 """By our dataloader: the keys of ``data`` that its counterpart there reads, in addition to batch sizes and the
 tokenizer."""
 
-_BOTH = _names(
-    "encoder_seq_length max_position_embeddings num_layers hidden_size pipeline_cuts use_cpu_initialization "
-    "weight_init_only activations_checkpoint_granularity activations_checkpoint_recompute fusions save_logits "
-    "do_layer_norm_weight_decay make_vocab_size_divisible_by moe optim"
-)
-
-MODEL_READERS: Mapping[str, frozenset[str]] = {
-    "hf": _BOTH | _names("model_config rope_theta qkv_linear fuse_qkv transpose_nki_inputs"),
-    "megatron": _BOTH
-    | _names(
-        "ffn_hidden_size num_attention_heads num_kv_heads kv_channels init_method_std use_scaled_init_method "
-        "hidden_dropout attention_dropout ffn_dropout apply_query_key_layer_scaling normalization layernorm_epsilon "
-        "persist_layer_norm share_embeddings_and_output_weights position_embedding_type rotary_percentage "
-        "position_freq_base position_abf_factor positition_interpolation_factor activation transformer_block_type "
-        "has_bias sliding_window_size fp32_residual_connection fp16_lm_cross_entropy megatron_amp_O2 "
-        "gradient_accumulation_fusion use_emha activations_checkpoint_method activations_checkpoint_num_layers "
-        "activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_activation_checkpoints "
-        "bias_dropout_add_fusion bias_activation_fusion moe_dropout"
-    ),
+UNREAD: Mapping[str, frozenset[str]] = {
+    "hf": frozenset(_MEGATRON.split()),
+    "megatron": frozenset(("model_config", "rope_theta", "qkv_linear", "fuse_qkv", "transpose_nki_inputs")),
 }
-"""Keys of ``model`` that the code of each ``model_source`` reads."""
+"""Keys of ``model`` that the code of each ``model_source`` does not read."""
 
 DEFAULTS: Mapping[str, Mapping[str, float | bool]] = {
     "gpt": {"model.hidden_dropout": 0.1},
@@ -146,22 +138,11 @@ DEFAULTS: Mapping[str, Mapping[str, float | bool]] = {
 SEARCHED: Mapping[str, str] = {
     "context_parallel_size": "distributed_strategy.context_parallel_size",
     "ring_attention": "model.fusions.ring_attention",
-    **{
-        name: f"model_alignment_strategy.peft.{name}"
-        for name in _names(
-            "lora_rank lora_alpha lora_dropout lora_bias lora_verbose target_modules load_lora_from_ckpt "
-            "save_lora_base merge_lora save_lora_config_adapter merge_sharded_lora"
-        )
-    },
+    **{name: f"model_alignment_strategy.peft.{name}" for name in _LORA.split()},
 }
 """Names that its ``get_attribute_from_cfg`` looks for in the whole file → where they belong."""
 
 
 def nxdt_keys() -> Iterator[str]:
     """Yield every key of its YAML files, in the order of its documentation."""
-    section = ""
-    for line in _KEYS.strip().splitlines():
-        head, colon, names = line.partition(":")
-        if colon:
-            section, line = f"{head}.", names
-        yield from (f"{section}{name}" for name in line.split())
+    return keys_in(_KEYS)

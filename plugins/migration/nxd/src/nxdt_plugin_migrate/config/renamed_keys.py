@@ -10,10 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from nxdt_core.protocols.migration import KeyMeaning
-from nxdt_plugin_migrate.config.nxdt_keys import IGNORED, nxdt_keys
+from nxdt_plugin_migrate.config.nxdt_keys import IGNORED, by_key, nxdt_keys
 
-_MANAGER = "exp_manager"
-_SAVING = f"{_MANAGER}.checkpoint_callback_params"
+_SAVING = "exp_manager.checkpoint_callback_params"
+_STOPPING = "exp_manager.early_stopping_callback_params"
 
 RENAMED: Mapping[str, str] = {
     "distributed_strategy.kv_shared_group_size": "distributed_strategy.kv_replicator",
@@ -26,14 +26,14 @@ RENAMED: Mapping[str, str] = {
             *("train_time_interval", "async_save", "use_master_weights_in_ckpt"),
         )
     },
-    f"{_MANAGER}.resume_if_exists": "checkpoint.resume_if_exists",
-    f"{_MANAGER}.resume_ignore_no_checkpoint": "checkpoint.resume_ignore_no_checkpoint",
-    f"{_MANAGER}.resume_from_checkpoint": "checkpoint.resume_from",
-    f"{_MANAGER}.create_checkpoint_callback": "checkpoint.enabled",
-    f"{_MANAGER}.async_checkpointing": "checkpoint.async_save",
-    f"{_MANAGER}.save_bf16": "checkpoint.save_bf16",
-    f"{_MANAGER}.max_time_per_run": "trainer.max_time",
-    f"{_MANAGER}.max_time": "trainer.max_time",
+    "exp_manager.resume_if_exists": "checkpoint.resume_if_exists",
+    "exp_manager.resume_ignore_no_checkpoint": "checkpoint.resume_ignore_no_checkpoint",
+    "exp_manager.resume_from_checkpoint": "checkpoint.resume_from",
+    "exp_manager.create_checkpoint_callback": "checkpoint.enabled",
+    "exp_manager.async_checkpointing": "checkpoint.async_save",
+    "exp_manager.save_bf16": "checkpoint.save_bf16",
+    "exp_manager.max_time_per_run": "trainer.max_time",
+    "exp_manager.max_time": "trainer.max_time",
     "model.encoder_seq_length": "data.seq_length",
     "model.weight_init_only": "checkpoint.weight_init_only",
 }
@@ -79,57 +79,44 @@ OF_ENGINE: Mapping[str, str] = {
 }
 """Settings of the Neuron compiler and runtime → keys of the engine ``nxd``."""
 
-_FORMAT = "checkpoints have nxdt's own format"
-_NAMES = "checkpoints are named after their step"
-_ATTENTION = "the engine chooses how attention is computed"
-_MANUAL = "only the precision policy 'manual' reads it"
-_ALWAYS = "step_time_s is always logged"
-
-GONE: Mapping[str, str] = {
-    "trainer.limit_test_batches": "training reads no test split",
-    "trainer.limit_predict_batches": "training does not predict",
-    "trainer.sequential_move_factor": "each rank draws its own part of the weights alone",
-    f"{_MANAGER}.resume_past_end": "a run that has reached trainer.max_steps says so and ends",
-    f"{_MANAGER}.log_gradient_norm": "grad_norm is always logged",
-    f"{_MANAGER}.save_xser": _FORMAT,
-    f"{_MANAGER}.load_xser": _FORMAT,
-    f"{_MANAGER}.ckpt_ptl_version": _FORMAT,
-    f"{_MANAGER}.log_step_timing": _ALWAYS,
-    f"{_MANAGER}.step_timing_kwargs": _ALWAYS,
-    f"{_MANAGER}.disable_validation_on_resume": "a resume never validates at once",
-    f"{_MANAGER}.create_preemption_callback": "SIGTERM always saves and stops",
-    f"{_MANAGER}.seconds_to_sleep": "ranks meet at a barrier",
-    f"{_MANAGER}.early_stopping_callback_params.verbose": "why a run stops is always said",
-    f"{_MANAGER}.early_stopping_callback_params.check_on_train_epoch_end": "metrics are judged after each validation",
-    f"{_MANAGER}.early_stopping_callback_params.log_rank_zero_only": "rank 0 speaks for all",
-    f"{_SAVING}.filename": _NAMES,
-    f"{_SAVING}.prefix": _NAMES,
-    f"{_SAVING}.postfix": _NAMES,
-    f"{_SAVING}.enable_version_counter": _NAMES,
-    f"{_SAVING}.model_parallel_size": "the layout comes from distributed_strategy",
-    "data.skip_warmup": "files are mapped, not read ahead",
-    "data.use_sft_style_data_module": "data.name chooses the data",
-    "data.pad_samples_to_global_batch_size": (
-        "the last batch of a validation is always filled up with samples that count for nothing"
-    ),
-    "data.tokenizer.use_fast": "tokenizers here are the fast ones, with the same ids",
-    "model.use_cpu_initialization": "weights are drawn on the host, equal for every device",
-    "model.fusions.flash_attention": _ATTENTION,
-    "model.transpose_nki_inputs": _ATTENTION,
-    "model.qkv_linear": _ATTENTION,
-    "model.fuse_qkv": _ATTENTION,
-    "model.apply_query_key_layer_scaling": "its two factors cancel out",
-    "model.persist_layer_norm": "the compiler chooses how layer norms are computed",
-    "model.optim.capturable": "the step counter stays where the optimizer keeps it",
-    "precision.master_weights": _MANUAL,
-    "precision.fp32_grad_acc": _MANUAL,
-    "precision.xla_use_bf16": _MANUAL,
-    "precision.xla_downcast_bf16": _MANUAL,
-    "precision.neuron_rt_stochastic_rounding_en": _MANUAL,
-    "precision.fp32_grads_cc": "NxD Training never read it",
-    "precision.parallel_layers_reduce_dtype": "the precision policy says it",
-    "adapter.merge_sharded_lora": "checkpoints are the same in every layout",
-}
+GONE = by_key(
+    {
+        "training reads no test split": "trainer: limit_test_batches",
+        "training does not predict": "trainer: limit_predict_batches",
+        "each rank draws its own part of the weights alone": "trainer: sequential_move_factor",
+        "a run that has reached trainer.max_steps says so and ends": "exp_manager: resume_past_end",
+        "grad_norm is always logged": "exp_manager: log_gradient_norm",
+        "checkpoints have nxdt's own format": "exp_manager: save_xser load_xser ckpt_ptl_version",
+        "step_time_s is always logged": "exp_manager: log_step_timing step_timing_kwargs",
+        "a resume never validates at once": "exp_manager: disable_validation_on_resume",
+        "SIGTERM always saves and stops": "exp_manager: create_preemption_callback",
+        "ranks meet at a barrier": "exp_manager: seconds_to_sleep",
+        "why a run stops is always said": f"{_STOPPING}: verbose",
+        "metrics are judged after each validation": f"{_STOPPING}: check_on_train_epoch_end",
+        "rank 0 speaks for all": f"{_STOPPING}: log_rank_zero_only",
+        "checkpoints are named after their step": f"{_SAVING}: filename prefix postfix enable_version_counter",
+        "the layout comes from distributed_strategy": f"{_SAVING}: model_parallel_size",
+        "files are mapped, not read ahead": "data: skip_warmup",
+        "data.name chooses the data": "data: use_sft_style_data_module",
+        "the last batch of a validation is always filled up with samples that count for nothing": (
+            "data: pad_samples_to_global_batch_size"
+        ),
+        "tokenizers here are the fast ones, with the same ids": "data.tokenizer: use_fast",
+        "weights are drawn on the host, equal for every device": "model: use_cpu_initialization",
+        "the engine chooses how attention is computed": """
+            model: transpose_nki_inputs qkv_linear fuse_qkv model.fusions: flash_attention
+        """,
+        "its two factors cancel out": "model: apply_query_key_layer_scaling",
+        "the compiler chooses how layer norms are computed": "model: persist_layer_norm",
+        "the step counter stays where the optimizer keeps it": "model.optim: capturable",
+        "only the precision policy 'manual' reads it": """
+            precision: master_weights fp32_grad_acc xla_use_bf16 xla_downcast_bf16 neuron_rt_stochastic_rounding_en
+        """,
+        "NxD Training never read it": "precision: fp32_grads_cc",
+        "the precision policy says it": "precision: parallel_layers_reduce_dtype",
+        "checkpoints are the same in every layout": "adapter: merge_sharded_lora",
+    }
+)
 """Keys that say nothing here → why. A component that declares one reads it."""
 
 _WHOLE = "a checkpoint is saved whole, so that a run can resume from it"
@@ -139,101 +126,92 @@ _NVIDIA = (
     " checkpoint.resume_if_exists resumes the run"
 )
 _SLOW = "slow ranks are not looked for; trainer.profiler: pytorch writes a trace of each rank to compare"
+_UNREAD_DATA = "the dataloader that runs here does not read it"
+_UNREAD_TOKENIZER = "the tokenizer does not read it"
 
 NEUTRAL: Mapping[str, tuple[tuple[Any, ...], str]] = {
-    "distributed_strategy.pipeline_model_parallel_split_rank": (
-        (),
-        "it splits encoders from decoders, and models here are decoders",
-    ),
-    "trainer.gradient_clip_algorithm": (("norm",), "gradients are clipped by their norm"),
-    "trainer.reload_dataloaders_every_n_epochs": ((0,), "data are opened once, and passes follow each other"),
-    "trainer.accumulate_grad_batches": (
-        (1,),
-        "data.global_batch_size and data.micro_batch_size decide how many micro-batches a step adds up",
-    ),
-    "trainer.enable_model_summary": (
-        (False,),
-        "`nxdt plan` shows parameters, memory and FLOPs, also of each rank",
-    ),
-    "trainer.use_distributed_sampler": ((False,), "the core hands out samples itself, each of them once"),
-    "trainer.precision": ((32, "32", "32-true"), "precision.type decides"),
-    f"{_MANAGER}.enable_recovery_time_instrumentation": (
-        (False,),
-        "restarts are not timed; what saves cost is in saves.jsonl",
-    ),
-    f"{_MANAGER}.create_straggler_detection_callback": ((False,), _SLOW),
-    f"{_MANAGER}.straggler_detection_params": ((), _SLOW),
-    f"{_MANAGER}.create_fault_tolerance_callback": ((False,), _NVIDIA),
-    f"{_MANAGER}.fault_tolerance": ((), _NVIDIA),
-    f"{_SAVING}.save_on_train_epoch_end": (
-        (False,),
-        "checkpoint.every_n_epochs: 1 saves at the end of each pass over the data",
-    ),
-    f"{_SAVING}.save_nemo_on_train_end": ((False,), _EXPORT),
-    f"{_SAVING}.always_save_nemo": ((False,), _EXPORT),
-    f"{_SAVING}.save_weights_only": ((False,), f"{_WHOLE}; {_EXPORT}"),
-    f"{_SAVING}.save_best_model": (
-        (False,),
-        "checkpoint.monitor and save_top_k keep the best checkpoint, which needs no second file",
-    ),
-    f"{_SAVING}.save_last_n_optim_states": ((-1,), f"{_WHOLE}; checkpoint.save_top_k bounds their number"),
-    "model.save_logits": ((False,), "logits are not written; `nxdt generate` runs a model on a text"),
-    "model.fusions.ring_attention": ((False,), "distributed_strategy.context_parallel_method says it"),
-    "data.data_impl": (("mmap",), "files are mapped into memory"),
-    "data.dataloader_type": ((), "its samplers are single and cyclic"),
-    **{
-        f"data.{name}": ((), "the dataloader that runs here does not read it")
-        for name in (
-            *("train_dir", "val_dir", "test_dir", "data_prefix", "index_mapping_dir", "splits_string", "train_ds"),
-            *("validation_ds", "test_ds", "dev_choose_samples", "dataset_name", "subset_name", "prompt_name"),
-        )
-    },
-    **{
-        f"data.{name}": ((False,), "the dataloader that runs here does not read it")
-        for name in (
-            *("reset_position_ids", "reset_attention_mask", "eod_mask_loss", "validation_drop_last"),
-            *("no_seqlen_plus_one_input_tokens", "fine_tuning", "packing"),
-        )
-    },
-    **{
-        f"data.tokenizer.{name}": (neutral, "the tokenizer does not read it")
-        for name, neutral in (
-            *((name, ()) for name in ("type", "model", "vocab_file", "merge_file", "delimiter")),
-            ("sentencepiece_legacy", (False,)),
-        )
-    },
-    **{f"model.optim.{name}": ((), "the optimizer does not read it") for name in ("betas", "eps")},
-    **{
-        f"model.optim.sched.{name}": ((0, 0.0), "the schedule does not read it")
-        for name in ("warmup_steps", "constant_steps", "min_lr")
-    },
-    **{
-        f"model.{name}": ((), "")
-        for name in (
-            *("max_position_embeddings", "num_layers", "hidden_size", "rope_theta", "vocab_size", "ffn_hidden_size"),
-            *("make_vocab_size_divisible_by", "moe", "num_attention_heads", "num_kv_heads", "kv_channels"),
-            *("init_method_std", "use_scaled_init_method", "normalization", "layernorm_epsilon"),
-            *("share_embeddings_and_output_weights", "position_embedding_type", "position_freq_base", "activation"),
-            *("sliding_window_size", "activations_checkpoint_method", "activations_checkpoint_num_layers"),
-            *("activations_checkpoint_layers_per_pipeline", "num_micro_batches_with_partial_activation_checkpoints"),
-        )
-    },
-    **{
-        f"model.{name}": ((0, 0.0), "")
-        for name in ("hidden_dropout", "attention_dropout", "ffn_dropout", "moe_dropout")
-    },
-    **{
-        f"model.{name}": ((1, 1.0), "")
-        for name in ("rotary_percentage", "position_abf_factor", "positition_interpolation_factor")
-    },
-    "model.transformer_block_type": (("pre_ln",), ""),
-    **{
-        f"model.{name}": ((False,), "")
-        for name in (
-            *("has_bias", "fp32_residual_connection", "fp16_lm_cross_entropy", "megatron_amp_O2", "use_emha"),
-            *("gradient_accumulation_fusion", "bias_dropout_add_fusion", "bias_activation_fusion"),
-        )
-    },
+    key: (neutral, reason)
+    for neutral, keys_of in (
+        (
+            (False,),
+            {
+                "`nxdt plan` shows parameters, memory and FLOPs, also of each rank": "trainer: enable_model_summary",
+                "the core hands out samples itself, each of them once": "trainer: use_distributed_sampler",
+                "restarts are not timed; what saves cost is in saves.jsonl": """
+                    exp_manager: enable_recovery_time_instrumentation
+                """,
+                _SLOW: "exp_manager: create_straggler_detection_callback",
+                _NVIDIA: "exp_manager: create_fault_tolerance_callback",
+                "checkpoint.every_n_epochs: 1 saves at the end of each pass over the data": f"""
+                    {_SAVING}: save_on_train_epoch_end
+                """,
+                _EXPORT: f"{_SAVING}: save_nemo_on_train_end always_save_nemo",
+                f"{_WHOLE}; {_EXPORT}": f"{_SAVING}: save_weights_only",
+                "checkpoint.monitor and save_top_k keep the best checkpoint, which needs no second file": f"""
+                    {_SAVING}: save_best_model
+                """,
+                "logits are not written; `nxdt generate` runs a model on a text": "model: save_logits",
+                "distributed_strategy.context_parallel_method says it": "model.fusions: ring_attention",
+                _UNREAD_DATA: """
+                    data: reset_position_ids reset_attention_mask eod_mask_loss validation_drop_last
+                    no_seqlen_plus_one_input_tokens fine_tuning packing
+                """,
+                _UNREAD_TOKENIZER: "data.tokenizer: sentencepiece_legacy",
+                "": """
+                    model: has_bias fp32_residual_connection fp16_lm_cross_entropy megatron_amp_O2 use_emha
+                    gradient_accumulation_fusion bias_dropout_add_fusion bias_activation_fusion
+                """,
+            },
+        ),
+        (
+            (),
+            {
+                "it splits encoders from decoders, and models here are decoders": """
+                    distributed_strategy: pipeline_model_parallel_split_rank
+                """,
+                _SLOW: "exp_manager: straggler_detection_params",
+                _NVIDIA: "exp_manager: fault_tolerance",
+                "its samplers are single and cyclic": "data: dataloader_type",
+                _UNREAD_DATA: """
+                    data: train_dir val_dir test_dir data_prefix index_mapping_dir splits_string train_ds
+                    validation_ds test_ds dev_choose_samples dataset_name subset_name prompt_name
+                """,
+                _UNREAD_TOKENIZER: "data.tokenizer: type model vocab_file merge_file delimiter",
+                "the optimizer does not read it": "model.optim: betas eps",
+                "": """
+                    model: max_position_embeddings num_layers hidden_size rope_theta vocab_size ffn_hidden_size
+                    make_vocab_size_divisible_by moe num_attention_heads num_kv_heads kv_channels init_method_std
+                    use_scaled_init_method normalization layernorm_epsilon share_embeddings_and_output_weights
+                    position_embedding_type position_freq_base activation sliding_window_size
+                    activations_checkpoint_method activations_checkpoint_num_layers
+                    activations_checkpoint_layers_per_pipeline num_micro_batches_with_partial_activation_checkpoints
+                """,
+            },
+        ),
+        (
+            (0, 0.0),
+            {
+                "the schedule does not read it": "model.optim.sched: warmup_steps constant_steps min_lr",
+                "": "model: hidden_dropout attention_dropout ffn_dropout moe_dropout",
+            },
+        ),
+        ((0,), {"data are opened once, and passes follow each other": "trainer: reload_dataloaders_every_n_epochs"}),
+        (
+            (1,),
+            {
+                "data.global_batch_size and data.micro_batch_size decide how many micro-batches a step adds up": """
+                    trainer: accumulate_grad_batches
+                """
+            },
+        ),
+        ((1, 1.0), {"": "model: rotary_percentage position_abf_factor positition_interpolation_factor"}),
+        ((-1,), {f"{_WHOLE}; checkpoint.save_top_k bounds their number": f"{_SAVING}: save_last_n_optim_states"}),
+        ((32, "32", "32-true"), {"precision.type decides": "trainer: precision"}),
+        (("norm",), {"gradients are clipped by their norm": "trainer: gradient_clip_algorithm"}),
+        (("mmap",), {"files are mapped into memory": "data: data_impl"}),
+        (("pre_ln",), {"": "model: transformer_block_type"}),
+    )
+    for key, reason in by_key(keys_of).items()
 }
 """Keys that ask for something unless they have one of these values or ``null``; and why that is not done. Those
 without a reason are of an architecture: where the model does not read one, it stays, since without it the model would
@@ -286,79 +264,58 @@ NNM_MOVED: Mapping[str, str] = {
 }
 """Keys that neuronx-nemo-megatron adds → those of NxD Training."""
 
-_KERNEL = "kernels are the engine's and the compiler's business"
-_SCALER = "bfloat16 and float32 need no loss scale"
-_GPU = "a switch of NVIDIA's kernels and communication"
-_MODEL = "models here have both ends, and the pipeline takes what a stage needs"
 _RECOMPUTE = "whole layers or named modules are recomputed, on every stage"
 _FP8 = "set precision.type: float8 of nxdt-plugin-torchao instead"
 _ONE = "models here have no such variant"
 _FINE_TUNING = "only that framework's fine-tuning reads it; for fine-tuning here, set data.name: sft-chat"
 _NONE: tuple[Any, ...] = (None, False, 0)
 
-LOSES_NOTHING: Mapping[str, str] = {
-    "hydra": "Hydra is not used",
-    "trainer.logger": "exp_manager names the loggers",
-    "trainer.enable_checkpointing": "the section checkpoint says it",
-    "trainer.replace_sampler_ddp": "the core hands out samples itself",
-    "trainer.use_distributed_sampler": "the core hands out samples itself",
-    "trainer.strategy": "distributed_strategy says it",
-    "trainer.benchmark": _KERNEL,
-    "trainer.enable_model_summary": "nxdt plan prints the model's sizes",
-    "trainer.accumulate_grad_batches": "accumulation follows from the two batch sizes",
-    "enable_checkpoint_removal_protection": "a checkpoint is deleted only after a newer one is committed",
-    "model.mcore_gpt": "the models are the plugins' own",
-    "model.pre_process": _MODEL,
-    "model.post_process": _MODEL,
-    "model.native_amp_init_scale": _SCALER,
-    "model.native_amp_growth_interval": _SCALER,
-    "model.hysteresis": _SCALER,
-    "model.grad_allreduce_chunk_size_mb": _GPU,
-    "model.grad_div_ar_fusion": _GPU,
-    "model.gradient_accumulation_fusion": _GPU,
-    "model.bias_activation_fusion": _KERNEL,
-    "model.bias_dropout_add_fusion": _KERNEL,
-    "model.get_attention_mask_from_fusion": _KERNEL,
-    "model.apply_rope_fusion": _KERNEL,
-    "model.cross_entropy_loss_fusion": _KERNEL,
-    "model.use_flash_attention": _KERNEL,
-    "model.use_emha": _KERNEL,
-    "model.overlap_p2p_comm": _GPU,
-    "model.batch_p2p_comm": _GPU,
-    "model.nccl_communicator_config_path": _GPU,
-    "model.sharp": _GPU,
-    "model.onnx_safe": "nothing is exported to ONNX",
-    "model.apex_transformer_log_level": "Apex is not used",
-    "model.gradient_as_bucket_view": _GPU,
-    "model.sync_batch_comm": _GPU,
-    "model.flexible_pipeline_parallel_stages": "model.pipeline_cuts can name any cuts",
-    "model.transformer_engine": _GPU,
-    "model.fp8_e4m3": _FP8,
-    "model.fp8_hybrid": _FP8,
-    "model.fp8_margin": _FP8,
-    "model.fp8_interval": _FP8,
-    "model.fp8_amax_history_len": _FP8,
-    "model.fp8_amax_compute_algo": _FP8,
-    "model.fp8_params": _FP8,
-    "model.reduce_amax": _FP8,
-    "model.ub_tp_comm_overlap": _GPU,
-    "model.ub_tp_comm_overlap_cfg": _GPU,
-    "model.gc_interval": "Python collects garbage as it does",
-    "model.nsys_profile": "trainer.profiler: pytorch traces some steps of each rank",
-    "model.convert_to_hf": "nxdt checkpoint export writes that form",
-    "model.output_dir": "nxdt checkpoint export says where to",
-    "model.config_path": "nxdt checkpoint export writes config.json itself",
-    "model.save_logits_interval": "logits are not saved",
-    "model.disable_layer_norm_checkpointing": _RECOMPUTE,
-    "model.optim.bucket_cap_mb": _GPU,
-    "model.optim.overlap_grad_sync": _GPU,
-    "model.optim.overlap_param_sync": _GPU,
-    "model.optim.contiguous_grad_buffer": _GPU,
-    "model.optim.contiguous_param_buffer": _GPU,
-    "model.optim.grad_sync_dtype": "the precision policy says it",
-    "data.chat": _FINE_TUNING,
-    "data.exchange_indices_distributed": "one process per node builds the indices",
-}
+LOSES_NOTHING = by_key(
+    {
+        "Hydra is not used": "hydra",
+        "exp_manager names the loggers": "trainer: logger",
+        "the section checkpoint says it": "trainer: enable_checkpointing",
+        "the core hands out samples itself": "trainer: replace_sampler_ddp use_distributed_sampler",
+        "distributed_strategy says it": "trainer: strategy",
+        "nxdt plan prints the model's sizes": "trainer: enable_model_summary",
+        "accumulation follows from the two batch sizes": "trainer: accumulate_grad_batches",
+        "a checkpoint is deleted only after a newer one is committed": "enable_checkpoint_removal_protection",
+        "the models are the plugins' own": "model: mcore_gpt",
+        "models here have both ends, and the pipeline takes what a stage needs": "model: pre_process post_process",
+        "bfloat16 and float32 need no loss scale": """
+            model: native_amp_init_scale native_amp_growth_interval hysteresis
+        """,
+        "kernels are the engine's and the compiler's business": """
+            trainer: benchmark
+            model: bias_activation_fusion bias_dropout_add_fusion get_attention_mask_from_fusion apply_rope_fusion
+            cross_entropy_loss_fusion use_flash_attention use_emha
+        """,
+        "a switch of NVIDIA's kernels and communication": """
+            model: grad_allreduce_chunk_size_mb grad_div_ar_fusion gradient_accumulation_fusion overlap_p2p_comm
+            batch_p2p_comm nccl_communicator_config_path sharp gradient_as_bucket_view sync_batch_comm
+            transformer_engine ub_tp_comm_overlap ub_tp_comm_overlap_cfg
+            model.optim: bucket_cap_mb overlap_grad_sync overlap_param_sync contiguous_grad_buffer
+            contiguous_param_buffer
+        """,
+        "nothing is exported to ONNX": "model: onnx_safe",
+        "Apex is not used": "model: apex_transformer_log_level",
+        "model.pipeline_cuts can name any cuts": "model: flexible_pipeline_parallel_stages",
+        _FP8: """
+            model: fp8_e4m3 fp8_hybrid fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_params
+            reduce_amax
+        """,
+        "Python collects garbage as it does": "model: gc_interval",
+        "trainer.profiler: pytorch traces some steps of each rank": "model: nsys_profile",
+        "nxdt checkpoint export writes that form": "model: convert_to_hf",
+        "nxdt checkpoint export says where to": "model: output_dir",
+        "nxdt checkpoint export writes config.json itself": "model: config_path",
+        "logits are not saved": "model: save_logits_interval",
+        _RECOMPUTE: "model: disable_layer_norm_checkpointing",
+        "the precision policy says it": "model.optim: grad_sync_dtype",
+        _FINE_TUNING: "data: chat",
+        "one process per node builds the indices": "data: exchange_indices_distributed",
+    }
+)
 """Key or section, as called after :data:`MOVED` → why nothing is lost without it."""
 
 LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
@@ -441,5 +398,5 @@ def meaning(key: str, known: Collection[str]) -> KeyMeaning | None:
         program = "neuronx-nemo-megatron" if key in NNM_MOVED else "NeMo" if key in MOVED else "NxD Training"
         return KeyMeaning(name=name, program=program)
     key = key if why_unneeded(key) else current_name(key, {*OF_ENGINE, *GONE, *NEUTRAL}) or MOVED.get(key, key)
-    found = why_unneeded(key)
-    return None if found is None else KeyMeaning(unneeded=found[0], program=found[1])
+    reason = why_unneeded(key)
+    return None if reason is None else KeyMeaning(unneeded=reason[0], program=reason[1])
