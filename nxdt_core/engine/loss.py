@@ -22,7 +22,6 @@ from torch.nn import functional
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, shard_over_mesh
 from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.compile import one_graph
-from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.engine.tensor.layers import VocabParallelHead, local_part, local_vocab_rows
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.models.autocast import compute_dtype
@@ -36,6 +35,7 @@ from nxdt_core.models.loss import (
     softcapped,
     whole_vocabulary_cross_entropies,
 )
+from nxdt_core.models.patterns import modules_at, styled
 from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext

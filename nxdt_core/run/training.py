@@ -16,19 +16,22 @@ from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.config import ResolvedConfig, Selected
 from nxdt_core.config.hub import name_of
 from nxdt_core.config.section import seconds_of
-from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.kernel.discovery import exits_explained
-from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.run.callbacks.console import Console
 from nxdt_core.run.callbacks.metrics import MetricFiles, MetricsWriter, token_flops
 from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, TimeLimit
-from nxdt_core.run.log import printed, run_log
-from nxdt_core.run.report import RunSummary, banner, memory_errors_explained, resume_command, resume_notes
+from nxdt_core.run.log import Console, printed, run_log
+from nxdt_core.run.report import (
+    RunSummary,
+    banner,
+    ignored_settings,
+    memory_errors_explained,
+    resume_command,
+    resume_notes,
+)
 from nxdt_core.run.start import (
     ForeignStart,
     Start,
@@ -78,7 +81,7 @@ def train(config: ResolvedConfig, supervisor: Client | None = None) -> RunSummar
     PROGRESS.spent("import")
     if supervisor is not None:
         supervisor.watch(config.run.distributed_strategy.timeout_s)
-    check_world_size(config, read_rank_environment())
+    build.check_world_size(config)
     engine = build.engine(config)
     start_engine(config, engine)
     try:

@@ -18,14 +18,15 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.checks import check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.distributed.device_settings import register_profile_of
-from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.devices import profile_of, register_profile_of
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.optimizers import NoMasterWeights, TrainableEmpty
+from nxdt_core.errors.ranks import WorldSizeMismatch
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.kernel.plugin import BUILTIN, LOCAL
 from nxdt_core.models.patterns import matches_within
@@ -88,6 +89,22 @@ def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
     if name.partition(os.sep)[0] not in (".", ".."):
         reason = f"{name}: {reason}"
     return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
+
+
+def check_world_size(config: ResolvedConfig) -> None:
+    """Refuse a number of processes that differs from the configuration.
+
+    Raises:
+        WorldSizeMismatch: the number differs.
+    """
+    place, trainer = read_rank_environment(), config.run.trainer
+    if place.world_size != trainer.devices * trainer.num_nodes:
+        raise WorldSizeMismatch(
+            launcher=place.launcher or "The command",
+            found=place.world_size,
+            devices=trainer.devices,
+            num_nodes=trainer.num_nodes,
+        )
 
 
 def engine(config: ResolvedConfig) -> ParallelEngine:

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.distributed.devices import max_memory_bytes, meta_device, peak_flops, reset_max_memory
+from nxdt_core.distributed.devices import meta_device, peak_flops, profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.run.callbacks.console import Console
-from nxdt_core.run.log import strict_json
+from nxdt_core.run.log import Console, strict_json
 from nxdt_core.run.metric_rows import json_object
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.system.regular_files import regular_opener, replacing
@@ -253,7 +252,7 @@ class MetricsWriter(Callback):
         """Open the file and start the clocks."""
         session = run.session
         device, ranks = session.engine.device, session.engine.ranks
-        reset_max_memory(device)
+        profile_of(device).operations.reset_max_memory(device)
         # A tensor from the start, so that a lazy device records the same sum at each step.
         self._weightless = torch.zeros((), dtype=torch.int64, device=device)
         peak = peak_flops(device, self._compute_dtype)
@@ -344,7 +343,7 @@ class MetricsWriter(Callback):
             "mfu_palm": None if self._peak is None else self._flops.palm * tokens_per_s / self._peak,
             "data_wait_s": (run.waited_s - self._waited) / steps,
             "step_time_s": seconds / steps,
-            "max_memory_bytes": max_memory_bytes(session.engine.device),
+            "max_memory_bytes": profile_of(session.engine.device).operations.max_memory_bytes(session.engine.device),
             **scalars,
             **self._start,
             **self._more(),

@@ -13,7 +13,7 @@ from nxdt_core.config.schema import EarlyStoppingParams, mode_of
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
-from nxdt_core.run.callbacks.console import Console
+from nxdt_core.run.log import Console
 
 if TYPE_CHECKING:
     from nxdt_core.launch.supervision.client import Client

@@ -25,7 +25,7 @@ from nxdt_core.engine.parameters import check_loadable
 from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
 from nxdt_core.errors.training import OptimizerStateDoesNotFit
 from nxdt_core.models.loss import cross_entropies
-from nxdt_core.models.random.positions import rounded_block
+from nxdt_core.models.random.rounding import rounded_block
 from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
 from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
