@@ -260,9 +260,7 @@ def _train(
         "profiler": profiler,
         "compile time": compile_time,
         "metrics": metrics,
-        "nonfinite": NonFiniteGuard(config.run.trainer.log_every_n_steps)
-        if config.run.trainer.nonfinite == "stop"
-        else None,
+        "nonfinite": NonFiniteGuard() if config.run.trainer.nonfinite == "stop" else None,
         **observers,
         "early stopping": EarlyStop(stopping, min_steps=config.run.trainer.min_steps or 0)
         if config.run.exp_manager.create_early_stopping_callback
