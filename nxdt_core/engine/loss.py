@@ -88,7 +88,8 @@ class _ChunkedForward:
         step = step_of(step)
         labels = step.labels
         if labels is None:
-            return softcapped(self._logits(hidden), softcap)
+            logits = self._logits(hidden)
+            return logits if softcap is None else softcapped(logits, softcap)
         chunked = ChunkedHead(self._stage, self._head, hidden.flatten(0, -2), self._tokens, softcap=softcap)
         if step.head_loss is not None:
             return TokenLosses.wrap(step.head_loss(chunked, step).view(*labels.shape, -1), labels)
@@ -142,7 +143,8 @@ class ChunkedHead:
 
     def _capped(self, local: torch.Tensor) -> torch.Tensor:
         """Return the logits, which ranks may share, from this rank's product."""
-        local = softcapped(local, self._softcap)
+        if self._softcap is not None:
+            local = softcapped(local, self._softcap)
         if not isinstance(self._head, VocabParallelHead):
             return local
         return shard_over_mesh(local, self._head.mesh, -1)

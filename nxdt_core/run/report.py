@@ -257,7 +257,7 @@ def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
         horizon: last step of the schedule that the resumed run was trained with.
     """
     assert session.resumed is not None
-    facts, now = session.resumed.facts, session.horizon.max_steps
+    facts, now = session.resumed.facts, session.config.run.model.optim.sched.max_steps
     if horizon != now:
         yield f"the learning-rate schedule now ends at step {now} instead of {horizon}"
     for changed in compare_trees("config", facts.config, config_to_save(session.config)):

@@ -231,10 +231,8 @@ def _train(
     metrics = MetricsWriter(
         files,
         console,
-        every=config.run.trainer.log_every_n_steps,
         flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
         compute_dtype=policy.autocast or policy.parameters,
-        parameter_norm=config.run.exp_manager.log_parameter_norm,
         more=dict if saver is None else saver.save_metrics.columns,
     )
     observers = _built(config.callbacks, config.run_dir)
@@ -292,7 +290,7 @@ def _train(
                 say(f"loading step {resumed.manifest.step}")
                 extra = session.load_checkpoint(resumed.storage, resumed.manifest)
                 run.load_state_dict(extra.get("callbacks", {}))
-                for line in resume_notes(session, extra.get("horizon", session.horizon.max_steps)):
+                for line in resume_notes(session, extra.get("horizon", config.run.model.optim.sched.max_steps)):
                     say(line)
                 PROGRESS.spent("weights")
             with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):

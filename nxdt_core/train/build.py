@@ -270,15 +270,10 @@ def adapters(config: ResolvedConfig) -> Sequence[Adapter]:
     return () if config.components["adapter"] is None else (_construct(config, "adapter", Adapter),)
 
 
-def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
-    """Return what the learning-rate schedule depends on in addition to its own section."""
-    optim = config.run.model.optim
-    return ScheduleHorizon(max_steps=optim.sched.max_steps, lr=optim.lr)
-
-
 def schedule(config: ResolvedConfig) -> LRSchedule:
     """Return the learning-rate schedule; warn if it depends on more than the step."""
-    horizon, selected = schedule_horizon(config), config.selected("schedule")
+    optim, selected = config.run.model.optim, config.selected("schedule")
+    horizon = ScheduleHorizon(max_steps=optim.sched.max_steps, lr=optim.lr)
     make: ScheduleFactory = selected.component.load_target()
     if selected.component.plugin != BUILTIN:
         check_schedule(make(selected.config, horizon), selected.component, max_steps=horizon.max_steps)

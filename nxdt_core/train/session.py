@@ -113,7 +113,6 @@ class TrainSession:
         self.data = RunData(config) if data is None else data
         self.objective = build.objective(config)
         self._traits = self.objective.traits
-        self.horizon = build.schedule_horizon(config)
         self.schedule = build.schedule(config)
         ema = config.run.exp_manager.ema
         self.average = WeightAverage(ema) if ema.enable else None

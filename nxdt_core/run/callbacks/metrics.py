@@ -203,17 +203,15 @@ def _multiplied(module: nn.Module) -> list[nn.Parameter]:
 
 @final
 class MetricsWriter(Callback):
-    """Writes the training metrics every ``every`` steps and the loss of each validation.
+    """Writes the training metrics every ``trainer.log_every_n_steps`` steps and the loss of each validation.
 
     The two files are the record of a run; loggers get copies.
 
     Args:
         files: the run's, on the first rank.
         console: prints lines for the user.
-        every: steps between two rows.
         flops: operations per token, for the share of the devices' peak.
         compute_dtype: dtype of the matrix products, which decides the peak.
-        parameter_norm: whether a row has the norm of the weights after the step, too.
         more: called for further columns of a row.
     """
 
@@ -222,18 +220,14 @@ class MetricsWriter(Callback):
         files: MetricFiles,
         console: Console,
         *,
-        every: int,
         flops: TokenFlops,
         compute_dtype: str,
-        parameter_norm: bool = False,
         more: Callable[[], Mapping[str, float | int | None]] = dict,
     ) -> None:
         self._files = files
         self._console = console
-        self._every = max(1, every)
         self._flops = flops
         self._compute_dtype = compute_dtype
-        self._parameter_norm = parameter_norm
         self._more = more
         self._peak: float | None = None
         self._begun = self._waited = 0.0
@@ -270,7 +264,7 @@ class MetricsWriter(Callback):
         self._restart(run)
 
     def on_step_end(self, run: Run) -> None:
-        """Write a row every ``every`` steps and at the end; after the first step, say what the start took."""
+        """Write a row where one is due and at the end; after the first step, say what the start took."""
         if PROGRESS.start:
             assert run.last is not None
             float(run.last.loss.loss)  # the device has done the step, and not only been asked to
@@ -282,7 +276,7 @@ class MetricsWriter(Callback):
         self._console.advance(run.step)
         if run.last is not None:
             self._weightless = self._weightless + (run.last.loss.weight == 0)
-        if run.step % self._every == 0 or run.step == run.max_steps:
+        if run.step % run.config.run.trainer.log_every_n_steps == 0 or run.step == run.max_steps:
             self._log(run)
 
     def on_validation_end(self, run: Run) -> None:
@@ -314,7 +308,7 @@ class MetricsWriter(Callback):
         weightless = torch.as_tensor(self._weightless, device=result.grad_norm.device)
         named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, "skipped": skipped, "weightless": weightless}
         named |= result.loss.metrics
-        if self._parameter_norm:
+        if run.config.run.exp_manager.log_parameter_norm:
             named["parameter_norm"] = session.model.parameter_norm()
         values = torch.stack([value.detach().float() for value in named.values()]).tolist()  # the one copy
         steps = max(1, state.step - self._logged_step)
@@ -337,7 +331,7 @@ class MetricsWriter(Callback):
             "loss": scalars.pop("loss"),
             "grad_norm": scalars.pop("grad_norm"),
             "skipped_steps": int(scalars.pop("skipped")),
-            "lr": session.horizon.lr * result.lr_factor,
+            "lr": run.config.run.model.optim.lr * result.lr_factor,
             "tokens_per_s": tokens_per_s,
             "mfu": None if self._peak is None else self._flops.strict * tokens_per_s / self._peak,
             "mfu_palm": None if self._peak is None else self._flops.palm * tokens_per_s / self._peak,
