@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch.nn import functional
 
-from nxdt_core.distributed.devices import current_device, max_memory_bytes, profile_of, reset_max_memory
+from nxdt_core.distributed.devices import current_device, profile_of
 from nxdt_core.engine.loss import linear_cross_entropies
 from nxdt_core.models.loss import cross_entropy_sum
 
@@ -87,11 +87,13 @@ def extra_bytes(way: Way, hidden: torch.Tensor, weight: torch.Tensor, labels: to
     if profile_of(hidden.device).host:
         Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # forget the highest so far
     else:
-        reset_max_memory(hidden.device)
+        profile_of(hidden.device).operations.reset_max_memory(hidden.device)
     way(hidden, weight, labels).backward()
     if profile_of(hidden.device).host:
         return of_process("VmHWM") - of_process("VmRSS")
-    return max_memory_bytes(hidden.device) - torch.accelerator.memory_allocated(hidden.device)
+    return profile_of(hidden.device).operations.max_memory_bytes(hidden.device) - torch.accelerator.memory_allocated(
+        hidden.device
+    )
 
 
 def of_process(key: str) -> int:

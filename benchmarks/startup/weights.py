@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from nxdt_core.distributed.devices import HOST, available_type, max_memory_bytes, profile_of, reset_max_memory
+from nxdt_core.distributed.devices import HOST, available_type, profile_of
 from nxdt_core.models.random.init import initialize
 from nxdt_core.protocols.plan import InitRule
 
@@ -58,7 +58,7 @@ def main() -> None:
         lambda name, tensor: tensor.normal_()
     )  # compiles an accelerator's kernels, as the next line does
     initialize([("warm", torch.empty(8, device=device))], RULES, seed=0)
-    reset_max_memory(device)
+    profile_of(device).operations.reset_max_memory(device)
     pairs = []
     for _ in range(options.rounds):
         drawn = seconds(lambda: weights(lambda *each: initialize([each], RULES, seed=0)), device)
@@ -71,7 +71,7 @@ def main() -> None:
             f"{elements / ours / 1e6:,.0f}M/s; normal_ {torchs:.2f} s; ratio {ratio:.2f}"
         )
     if not profile_of(device).host:
-        beyond = (max_memory_bytes(device) or 0) - elements * dtype.itemsize
+        beyond = (profile_of(device).operations.max_memory_bytes(device) or 0) - elements * dtype.itemsize
         print(f"memory beyond the weights: {beyond / 2**20:,.0f} MiB")
 
 

@@ -18,7 +18,6 @@ from nxdt_core.cli.terminal import human_size, print_facts, print_table
 from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.show import hide_secrets
-from nxdt_core.distributed.device_settings import register_profile_of
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors import NxdtError
 from nxdt_core.kernel import Kernel
@@ -116,7 +115,7 @@ def problems_of_run(config: ResolvedConfig) -> Iterator[str]:
 
     ``config`` is checked already: that its engine has what it asks for.
     """
-    from nxdt_core.distributed.devices import PROFILES, current_device
+    from nxdt_core.distributed.devices import PROFILES, current_device, register_profile_of
 
     try:
         register_profile_of(config)

@@ -242,7 +242,7 @@ class GlobalBatchLoader:
         once. Jobs may run in any order and at once."""
 
         def build(indices: list[int], start: int) -> Step:
-            mine = [place for place in self._mine if place < len(indices)]
+            mine = range(self._mine.start, min(self._mine.stop, len(indices)))
             samples = [dataset.at(indices[place], (start + place) // len(dataset)) for place in mine or (0,)]
             batches = self._cut(samples if mine else (), samples[0], len(indices))
             return batches, Position(samples=start + len(indices))

@@ -7,10 +7,11 @@ are those of NVIDIA's DGX and HGX machines. Figures of AWS Trainium are in
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -23,25 +24,33 @@ from nxdt_core.distributed.device_operations import (
     TrainiumOperations,
     UnknownDeviceOperations,
 )
-from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
+from nxdt_core.errors.launch import AcceleratorMissing, BadDeviceProfile, UnknownAccelerator
+from nxdt_core.kernel.plugin import BUILTIN
+
+if TYPE_CHECKING:
+    from nxdt_core.config import ResolvedConfig
+    from nxdt_core.config.schema import TrainerConfig
 
 __all__ = [
+    "EXPANDABLE",
     "HOST",
     "DeviceProfile",
     "Links",
     "available_type",
+    "configure_allocator",
     "current_device",
     "groups_on_device",
-    "max_memory_bytes",
     "meta_device",
     "peak_flops",
     "profile_of",
     "register_profile",
-    "reset_max_memory",
+    "register_profile_of",
 ]
 
 HOST = torch.device("cpu")
 """The host: it reads batches, writes checkpoints and draws random numbers."""
+EXPANDABLE = "expandable_segments:True"
+"""Setting of an allocator whose segments grow (``trainer.expandable_segments``)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -232,6 +241,38 @@ def register_profile(profile: DeviceProfile) -> None:
     PROFILES[profile.device_type] = profile
 
 
+def register_profile_of(config: ResolvedConfig) -> None:
+    """Register the profile of the device type that ``trainer.accelerator`` names, if a plugin brings it.
+
+    ``auto`` means the accelerator that torch finds. Building an engine does this first.
+
+    Raises:
+        UnknownAccelerator: no installed plugin describes the type.
+        AmbiguousComponent: several do, and ``plugins.prefer`` names none of them.
+        BadDeviceProfile: what the plugin's record names is not a profile of that type.
+    """
+    registry, wanted = config.kernel.registry, config.run.trainer.accelerator
+    if wanted == "auto":
+        accelerator = torch.accelerator.current_accelerator(check_available=True)
+        if accelerator is None or accelerator.type not in registry.names("device"):
+            return
+        wanted = accelerator.type
+    elif wanted not in (names := registry.names("device")):
+        raise UnknownAccelerator(accelerator=wanted, known=names)
+    component = registry.get("device", wanted)
+    if component.plugin == BUILTIN:
+        return
+    profile = component.load_target()
+    if not isinstance(profile, DeviceProfile) or profile.device_type != wanted:
+        raise BadDeviceProfile(
+            accelerator=wanted,
+            plugin=component.plugin,
+            reference=component.record.target,
+            found=f"a profile of {profile.device_type!r}" if isinstance(profile, DeviceProfile) else repr(profile),
+        )
+    register_profile(profile)
+
+
 def current_device(accelerator: str = "auto", *, index: int | None = None) -> torch.device:
     """Return the device that this process trains on.
 
@@ -253,6 +294,16 @@ def current_device(accelerator: str = "auto", *, index: int | None = None) -> to
         raise AcceleratorMissing(accelerator=wanted, found=available_type(), install=profile.install)
     number = profile.operations.current_index() if index is None else index
     return torch.device(wanted) if number is None else torch.device(wanted, number)
+
+
+def configure_allocator(trainer: TrainerConfig, profile: DeviceProfile) -> None:
+    """Set the variable of the device's allocator for this process and those that it starts, unless the user has.
+
+    The allocator reads it when the device is first used, not when torch is imported.
+    """
+    names = profile.allocator_variables
+    if names and trainer.expandable_segments is not False and not any(name in os.environ for name in names):
+        os.environ[names[0]] = EXPANDABLE
 
 
 def available_type() -> str:
@@ -307,13 +358,3 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
     name = profile_of(device).operations.name(device) or device.type
     match = max((part for part in table if part.lower() in name.lower()), key=len, default=None)
     return None if match is None else table[match].get(dtype)
-
-
-def max_memory_bytes(device: torch.device) -> int | None:
-    """Return the highest memory use: allocated on an accelerator, the resident set on a CPU; None if not known."""
-    return profile_of(device).operations.max_memory_bytes(device)
-
-
-def reset_max_memory(device: torch.device) -> None:
-    """Reset the peak of the memory in use; on the CPU the kernel keeps one for the process's life."""
-    profile_of(device).operations.reset_max_memory(device)

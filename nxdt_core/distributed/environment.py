@@ -249,6 +249,8 @@ def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankE
         if place is None and not any(name in variables for name in _ALWAYS[named]):
             raise NotStartedByLauncher(launcher=named)
         return place or RankEnvironment(host=host)
+    if not any(name in variables for names in _ALWAYS.values() for name in names):
+        return RankEnvironment(host=host)
     place = join_torchrun(variables, host)
     if place is not None:
         # No launcher of as many processes gives this one another rank. An elastic agent numbers the nodes itself, so

@@ -19,11 +19,11 @@ from torch import nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import is_recomputed
 from nxdt_core.errors.layouts import LayerNotWhole, TooManyGraphs
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.autocast import compute_dtype
+from nxdt_core.models.patterns import modules_at
 from nxdt_core.models.step_boundary import at_step_boundary, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 

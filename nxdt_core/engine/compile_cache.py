@@ -93,13 +93,13 @@ def use_cache(run: RunConfig, profile: DeviceProfile) -> Path | None:
     """Cache the graphs that this process compiles in the folder of ``compiler_cache_url``, or in torch's default one.
 
     Returns:
-        The folder; None for a run that compiles nothing, and for a backend that has its own cache.
+        The folder; None for a backend that has its own cache.
 
     Raises:
         CompileCacheNotAFolder: the address is not a folder.
         CompileCacheNotWritable: the folder cannot be written.
     """
-    if not run.model.compile or profile.compile_backend != _INDUCTOR:
+    if profile.compile_backend != _INDUCTOR:
         return None
     from nxdt_core.distributed.torch_versions import hash_meshes_alike
 

@@ -20,10 +20,9 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.context.attention import core_semantics
-from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.models.attention.cache import AttentionSlot, KeyValueCache
-from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.patterns import matches_any, modules_at, styled
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.parallel_model import CacheUnsupported, Decoding, TokenChoice

@@ -9,8 +9,7 @@ from weakref import WeakSet
 import torch
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_settings import configure_allocator, register_profile_of
-from nxdt_core.distributed.devices import current_device, profile_of
+from nxdt_core.distributed.devices import configure_allocator, current_device, profile_of, register_profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.engine.compile_cache import ahead_of, use_cache
@@ -58,7 +57,8 @@ class TorchEngine(ParallelEngine):
             mesh=self._sizes.as_dict(),
         )
         profile = profile_of(self.device)
-        use_cache(config.run, profile)
+        if config.run.model.compile:
+            use_cache(config.run, profile)
         configure_allocator(config.run.trainer, profile)  # before anything is on the device
         if profile.reduced_float32_matmul:
             torch.set_float32_matmul_precision(config.run.trainer.float32_matmul_precision)

@@ -40,7 +40,6 @@ from nxdt_core.distributed.collectives import (
 from nxdt_core.distributed.placement import shard_over_mesh
 from nxdt_core.engine.context.blocks import zigzag_chunks, zigzag_unshard
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import prefetch_block_input
 from nxdt_core.engine.tensor.layers import local_part, sum_over_ranks
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
@@ -50,7 +49,7 @@ from nxdt_core.models.host_values import host_values
 from nxdt_core.models.moe.dispatch import LocalDispatcher, TokenPermutation, permute, unpermute
 from nxdt_core.models.moe.experts import RowGroups
 from nxdt_core.models.moe.router import Routing, WholeMicroBatch, exclusive_cumsum
-from nxdt_core.models.patterns import matches
+from nxdt_core.models.patterns import matches, modules_at
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.plan import ParallelPlan

@@ -41,12 +41,10 @@ from nxdt_core.engine.loss import chunk_loss, compiled_rows
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.pipeline.schedules import (
     PartCosts,
-    check_whole_backward,
     choose_cuts,
     micro_batches_fit,
 )
 from nxdt_core.engine.pipeline.split import cut_stage, ties_ends
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.precision import apply_product, frozen_layers, quantise_frozen
 from nxdt_core.engine.recompute import apply_recompute, discard_in_layers, parts_of_recomputed
 from nxdt_core.engine.tensor.apply import apply_tensor_parallel, partial_parameters
@@ -58,17 +56,18 @@ from nxdt_core.errors.layouts import (
     LayoutRefused,
     NoSymmetricMemory,
     ShapesDependOnData,
+    ZeroBubbleCannot,
 )
 from nxdt_core.models.attention.documents import BlockAttention
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
 from nxdt_core.models.loss import IN_CHUNKS, RowKernels
 from nxdt_core.models.moe.dispatch import LocalDispatcher
-from nxdt_core.models.patterns import matches_any, matches_within
+from nxdt_core.models.patterns import matches_any, matches_within, modules_at
 from nxdt_core.models.quantised import BaseDtype
 from nxdt_core.models.random.dropout import Dropout, MaskPart, RowPart, TokenNumbers, encoded_name, whole_sequence
 from nxdt_core.models.step_boundary import accept_step
 from nxdt_core.protocols.adapter import Adapter
-from nxdt_core.protocols.mesh import MeshSizes, stages_of_rank
+from nxdt_core.protocols.mesh import MeshSizes, Schedule, stages_of_rank
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -398,6 +397,30 @@ def _shared_depth(path: str, other: str) -> int:
     """Return how many components of two paths are equal from the first on."""
     pairs = zip(path.split("."), other.split("."), strict=False)
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+
+def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool, regather: bool = False) -> None:
+    """Refuse what needs backward in one piece where the schedule runs it in two.
+
+    Recomputation would stay right, but every weight's gradient requests it again: a Llama layer was recomputed up to
+    ten times per micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
+
+    Raises:
+        ZeroBubbleCannot: one of them is asked for under ``zbv``.
+    """
+    if schedule != "zbv":
+        return
+    if recompute:
+        raise ZeroBubbleCannot(
+            feature="activation recomputation", without="model.activations_checkpoint_granularity=null"
+        )
+    if regather:
+        raise ZeroBubbleCannot(
+            feature="gathering inputs again in backward",
+            without="distributed_strategy.sequence_parallel_regather=false",
+        )
+    if compiled:
+        raise ZeroBubbleCannot(feature="a compiled model", without="model.compile=false")
 
 
 def block_attention(profile: DeviceProfile) -> BlockAttention | None:

@@ -22,7 +22,6 @@ from torch.nn import functional
 from nxdt_core.distributed.placement import is_dtensor, is_fsdp_module, shard_over_mesh
 from nxdt_core.distributed.torch_versions import all_gather_single
 from nxdt_core.engine.compile import one_graph
-from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.engine.tensor.layers import VocabParallelHead, local_part, local_vocab_rows
 from nxdt_core.errors.models import HeadNotLinear, ModelWithoutHead
 from nxdt_core.models.autocast import compute_dtype
@@ -36,6 +35,7 @@ from nxdt_core.models.loss import (
     softcapped,
     whole_vocabulary_cross_entropies,
 )
+from nxdt_core.models.patterns import modules_at, styled
 from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.step_context import StepContext
@@ -88,7 +88,8 @@ class _ChunkedForward:
         step = step_of(step)
         labels = step.labels
         if labels is None:
-            return softcapped(self._logits(hidden), softcap)
+            logits = self._logits(hidden)
+            return logits if softcap is None else softcapped(logits, softcap)
         chunked = ChunkedHead(self._stage, self._head, hidden.flatten(0, -2), self._tokens, softcap=softcap)
         if step.head_loss is not None:
             return TokenLosses.wrap(step.head_loss(chunked, step).view(*labels.shape, -1), labels)
@@ -142,7 +143,8 @@ class ChunkedHead:
 
     def _capped(self, local: torch.Tensor) -> torch.Tensor:
         """Return the logits, which ranks may share, from this rank's product."""
-        local = softcapped(local, self._softcap)
+        if self._softcap is not None:
+            local = softcapped(local, self._softcap)
         if not isinstance(self._head, VocabParallelHead):
             return local
         return shard_over_mesh(local, self._head.mesh, -1)

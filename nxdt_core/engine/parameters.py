@@ -14,11 +14,10 @@ from torch import nn
 from nxdt_core.config.schema import ParamGroupConfig
 from nxdt_core.distributed.placement import is_dtensor, local_shard_of, sharded_over
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
-from nxdt_core.engine.plan_modules import styled
 from nxdt_core.engine.tensor.layers import PaddedDim, unpadded_shard
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import ParameterGroupEmpty
-from nxdt_core.models.patterns import matches_any, matches_within
+from nxdt_core.models.patterns import matches_any, matches_within, styled
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.ranks import RankAgreement

@@ -18,15 +18,15 @@ from torch import nn
 
 from nxdt_core.distributed.placement import local_of, local_shard_of, placed_like
 from nxdt_core.engine.optim.updates import BlockKernel, Numbers, StochasticRounding, backend_on, separate_rows
-from nxdt_core.engine.plan_modules import style_of
 from nxdt_core.engine.tensor.layers import (
     ColumnParallelLinear,
     RowParallelLinear,
     VocabParallelHead,
 )
 from nxdt_core.errors.layouts import BaseNotQuantised
+from nxdt_core.models.patterns import style_of
 from nxdt_core.models.quantised import BaseDtype, QuantisedWeight
-from nxdt_core.models.random.positions import noises, rounded
+from nxdt_core.models.random.rounding import noises, rounded
 from nxdt_core.models.updates import ProductLinear
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle

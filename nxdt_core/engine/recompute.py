@@ -27,11 +27,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from nxdt_core.distributed.collectives import PendingGather, gather_along
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.errors.models import UnknownRecomputeName
 from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.host_values import HostValues
-from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.patterns import matches_any, modules_at
 from nxdt_core.models.step_boundary import at_step_boundary, step_of
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -21,8 +21,8 @@ __all__ = ["name_shape_errors"]
 
 _NOT_THE_PLAN = (NxdtError, torch.OutOfMemoryError, torch.AcceleratorError, torch.distributed.DistError, IndexError)
 """Errors of a forward on any number of ranks: lack of memory, lost ranks, token ids beyond the vocabulary."""
-_TRANSPORT = (profile_of(HOST).process_group_backend, "Connection closed", "Connection reset")
-"""Words in the plain RuntimeError that the host's backend raises where another rank has ended."""
+_TRANSPORT = ("Connection closed", "Connection reset")
+"""Words in the plain RuntimeError that the host's backend raises where another rank has ended, next to its name."""
 
 
 @contextmanager
@@ -61,7 +61,8 @@ def name_shape_errors(stages: Sequence[nn.Module], plan: ParallelPlan, sizes: Me
         while cause.__cause__ is not None:  # torch's pipelines wrap what a stage raises
             cause = cause.__cause__
         outside = not entered  # in the objective or in backward: not what a module computes
-        if outside or isinstance(cause, _NOT_THE_PLAN) or any(word in str(cause) for word in _TRANSPORT):
+        transport = (profile_of(HOST).process_group_backend, *_TRANSPORT)
+        if outside or isinstance(cause, _NOT_THE_PLAN) or any(word in str(cause) for word in transport):
             raise
         path = entered[-1]
         failed = next((module for module, module_path in paths.items() if module_path == path), stages[0])

@@ -16,9 +16,8 @@ import torch
 from nxdt_core import __version__
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.tree import dotted
-from nxdt_core.errors.ranks import RanksDisagree, WorldSizeMismatch
+from nxdt_core.errors.ranks import RanksDisagree
 from nxdt_core.kernel.lock import digest_plugin
-from nxdt_core.protocols.launcher import RankEnvironment
 from nxdt_core.protocols.ranks import RankAgreement
 
 _MAY_DIFFER = frozenset({"data.num_workers", "plugins.local"})
@@ -27,30 +26,12 @@ compared)."""
 _ABSENT = "absent"
 
 
-def check_world_size(config: ResolvedConfig, place: RankEnvironment) -> None:
-    """Refuse a number of processes that differs from the configuration.
-
-    Raises:
-        WorldSizeMismatch: the number differs.
-    """
-    trainer = config.run.trainer
-    if place.world_size != trainer.devices * trainer.num_nodes:
-        raise WorldSizeMismatch(
-            launcher=place.launcher or "The command",
-            found=place.world_size,
-            devices=trainer.devices,
-            num_nodes=trainer.num_nodes,
-        )
-
-
 def check_agreement(config: ResolvedConfig, ranks: RankAgreement) -> None:
-    """Compare versions, plugins and configurations of all ranks; collective.
+    """Compare versions, plugins and configurations of several ranks; collective.
 
     Raises:
         RanksDisagree: on every rank, naming what differs and where.
     """
-    if ranks.world_size == 1:
-        return
     facts = _facts(config, ranks.broadcast_object(secrets.token_hex()))
     digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
     if len(set(ranks.all_gather_object(digest))) == 1:

@@ -24,8 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalEx
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_settings import configure_allocator, register_profile_of
-from nxdt_core.distributed.devices import current_device, profile_of
+from nxdt_core.distributed.devices import configure_allocator, current_device, profile_of, register_profile_of
 from nxdt_core.distributed.environment import read_port, read_variable
 from nxdt_core.distributed.process_group import check_devices, connect_store, cores_of_process, join_timeout_s
 from nxdt_core.distributed.torch_versions import run_agent

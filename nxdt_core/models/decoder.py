@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from nxdt_core.models.attention.documents import DocumentMasks
-from nxdt_core.models.attention.grouped_query import GroupedQueryAttention, attention_core
+from nxdt_core.models.attention.grouped_query import AttentionSemantics, GroupedQueryAttention, attention_core
 from nxdt_core.models.decoder_config import RotaryDecoderConfig
 from nxdt_core.models.loss import head_output
 from nxdt_core.models.norm import RMSNorm
@@ -34,13 +34,16 @@ class RotaryDecoderLayer(nn.Module):
         self, config: RotaryDecoderConfig, masks: DocumentMasks, feed_forward: nn.Module, *, name: str = "mlp"
     ) -> None:
         super().__init__()
+        semantics = AttentionSemantics(
+            causal=True, scale=config.attention_scale, window=config.window, softcap=config.attention_softcap
+        )
         self.attention_norm = RMSNorm(config.hidden_size, config.layernorm_epsilon)
         self.attention = GroupedQueryAttention(
             config.hidden_size,
             heads=config.num_attention_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_size,
-            core=attention_core(config.attention(), masks),
+            core=attention_core(semantics, masks),
             qkv_bias=config.attention_bias or config.qkv_bias,
             output_bias=config.attention_bias,
             norm_eps=config.layernorm_epsilon if config.qk_norm else None,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 from nxdt_core.config.section import Section, keys_of
 from nxdt_core.errors.models import BadModelConfig, NoHFForm
@@ -157,12 +157,16 @@ class RotaryDecoderBuilder(ModelBuilder, Generic[Config]):
 
     def flops_per_token(self, sequence_length: int) -> float:
         """Return the operations of :func:`nxdt_core.models.decoder_builder.decoder_flops_per_token` for this model."""
+        config = self.config
         return decoder_flops_per_token(
-            self.config,
             sequence_length,
+            layers=config.num_layers,
+            hidden_size=config.hidden_size,
+            query_width=config.num_attention_heads * config.head_size,
+            kv_width=config.kv_heads * config.head_size,
             feed_forward=self.feed_forward_weights(),
-            vocab_rows=1 if self.config.score_head else self.config.vocab_size,
-            window=self.config.window,
+            vocab_rows=1 if config.score_head else config.vocab_size,
+            window=config.window,
         )
 
     def config_to_hf(self) -> dict[str, Any]:
@@ -245,37 +249,16 @@ def residual_init_rules(
     )
 
 
-class DecoderSizes(Protocol):
-    """The sizes of attention that the dataclass of a decoder's section has."""
-
-    @property
-    def num_layers(self) -> int:
-        """Decoder layers."""
-        ...
-
-    @property
-    def hidden_size(self) -> int:
-        """Width of the residual stream."""
-        ...
-
-    @property
-    def num_attention_heads(self) -> int:
-        """Query heads."""
-        ...
-
-    @property
-    def kv_heads(self) -> int:
-        """Key and value heads."""
-        ...
-
-    @property
-    def head_size(self) -> int:
-        """Width of a head."""
-        ...
-
-
 def decoder_flops_per_token(
-    sizes: DecoderSizes, sequence_length: int, *, feed_forward: int, vocab_rows: int, window: int | None = None
+    sequence_length: int,
+    *,
+    layers: int,
+    hidden_size: int,
+    query_width: int,
+    kv_width: int,
+    feed_forward: int,
+    vocab_rows: int,
+    window: int | None = None,
 ) -> float:
     """Return the operations of one training token in PaLM's convention (arXiv:2204.02311, appendix B).
 
@@ -284,15 +267,17 @@ def decoder_flops_per_token(
     is looked up, not multiplied.
 
     Args:
-        sizes: number and widths of the layers and their heads.
         sequence_length: positions per sequence.
+        layers: decoder layers.
+        hidden_size: width of the residual stream.
+        query_width: width of the queries of all heads of a layer.
+        kv_width: width of the keys of all heads of a layer, which is that of the values.
         feed_forward: weights of the feed-forward blocks of all layers that a token is multiplied with; of experts,
             those of the experts that it is sent to.
         vocab_rows: rows of the head.
         window: how many tokens each token attends to; None for all.
     """
-    query_width, kv_width = sizes.num_attention_heads * sizes.head_size, sizes.kv_heads * sizes.head_size
-    attention = sizes.num_layers * sizes.hidden_size * 2 * (query_width + kv_width)
-    weights = attention + feed_forward + vocab_rows * sizes.hidden_size
+    attention = layers * hidden_size * 2 * (query_width + kv_width)
+    weights = attention + feed_forward + vocab_rows * hidden_size
     seen = sequence_length if window is None else min(window, sequence_length)
-    return 6.0 * weights + 12.0 * sizes.num_layers * query_width * seen
+    return 6.0 * weights + 12.0 * layers * query_width * seen

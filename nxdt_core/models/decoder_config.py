@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.models.huggingface import HFFamily
 from nxdt_core.models.rope_scaling import RopeScalingConfig
-
-if TYPE_CHECKING:
-    from nxdt_core.models.attention.grouped_query import AttentionSemantics
 
 
 class RotaryDecoderConfig(Section):
@@ -106,13 +103,6 @@ class RotaryDecoderConfig(Section):
         """Return how many tokens each token attends to, itself included; None for all before it. A model with a sliding
         window overrides it."""
         return None
-
-    def attention(self) -> AttentionSemantics:
-        """Return what the attention of a layer computes; imports torch."""
-        from nxdt_core.models.attention.grouped_query import AttentionSemantics
-
-        scale, softcap = self.attention_scale, self.attention_softcap
-        return AttentionSemantics(causal=True, scale=scale, window=self.window, softcap=softcap)
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> dict[str, Any]:

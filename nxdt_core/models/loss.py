@@ -158,12 +158,14 @@ def head_output(
         output: torch.Tensor = head(hidden, step, softcap)
         return output
     output = head(hidden)
-    return output if isinstance(head, nn.Identity) else softcapped(output, softcap)  # hidden states have no cap
+    if softcap is None or isinstance(head, nn.Identity):  # hidden states have no cap
+        return output
+    return softcapped(output, softcap)
 
 
-def softcapped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Return ``softcap · tanh(logits / softcap)``; the logits as they are for None."""
-    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+def softcapped(logits: torch.Tensor, softcap: float) -> torch.Tensor:
+    """Return ``softcap · tanh(logits / softcap)``."""
+    return torch.tanh(logits / softcap) * softcap
 
 
 class TokenLosses(torch.Tensor):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shlex
 import subprocess
 import sys
@@ -19,13 +20,14 @@ import torch
 
 from nxdt_core.checkpoint.format.state_tree import compare_trees
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.config.schema import RunConfig
 from nxdt_core.config.show import shown_words
-from nxdt_core.distributed.devices import max_memory_bytes, meta_device, profile_of
+from nxdt_core.distributed.devices import EXPANDABLE, DeviceProfile, meta_device, profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.ranks import OutOfMemory
 from nxdt_core.protocols.engine import ParallelEngine
-from nxdt_core.run.callbacks.console import human
+from nxdt_core.run.log import human
 from nxdt_core.train import build
 from nxdt_core.train.session import TrainSession
 from nxdt_core.train.weights.average import has_average
@@ -69,7 +71,8 @@ def memory_errors_explained(session: TrainSession) -> Iterator[None]:
             raise
         engine, part = session.engine, ""
         profile = profile_of(engine.device)
-        peak, total = max_memory_bytes(engine.device), profile.operations.total_memory_bytes(engine.device)
+        peak = profile.operations.max_memory_bytes(engine.device)
+        total = profile.operations.total_memory_bytes(engine.device)
         if peak is None or (total is None and not profile.host):
             usage = "the device does not say how much memory tensors had taken"
         elif total is None:
@@ -199,6 +202,27 @@ def banner(config: ResolvedConfig, engine: ParallelEngine) -> Iterator[str]:
         yield f"{name:<12}{value}"
 
 
+def ignored_settings(run: RunConfig, profile: DeviceProfile) -> Iterator[str]:
+    """Yield a sentence for each setting that has no effect on the device."""
+    trainer = run.trainer
+    if run.data.pin_memory and not profile.pinned_host_memory:
+        yield f"data.pin_memory has no effect: copies to {profile.device_type} do not gain from pinned memory"
+    if trainer.float32_matmul_precision != "highest" and not profile.reduced_float32_matmul:
+        yield (
+            f"trainer.float32_matmul_precision={trainer.float32_matmul_precision} has no effect: {profile.device_type} "
+            "has no shorter format for float32 matrix products"
+        )
+    wanted, names = trainer.expandable_segments, profile.allocator_variables
+    if wanted and not names:
+        yield f"trainer.expandable_segments has no effect: the allocator of {profile.device_type} has no such segments"
+    elif names and wanted is not None and wanted != any(EXPANDABLE in os.environ.get(name, "") for name in names):
+        named = next((name for name in names if name in os.environ), names[0])
+        yield (
+            f"trainer.expandable_segments={str(wanted).lower()} has no effect: {named} is set to "
+            f"{os.environ.get(named, '')!r} and takes precedence"
+        )
+
+
 def resume_command(config: ResolvedConfig, step: int) -> str:
     """Return the command that resumes the run, with a later end if the run has reached its end; for a trial, the
     command of the run itself."""
@@ -233,7 +257,7 @@ def resume_notes(session: TrainSession, horizon: int) -> Iterator[str]:
         horizon: last step of the schedule that the resumed run was trained with.
     """
     assert session.resumed is not None
-    facts, now = session.resumed.facts, session.horizon.max_steps
+    facts, now = session.resumed.facts, session.config.run.model.optim.sched.max_steps
     if horizon != now:
         yield f"the learning-rate schedule now ends at step {now} instead of {horizon}"
     for changed in compare_trees("config", facts.config, config_to_save(session.config)):

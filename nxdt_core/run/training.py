@@ -16,19 +16,22 @@ from nxdt_core.callback import MOMENTS, Callback, Run, uncalled_methods
 from nxdt_core.config import ResolvedConfig, Selected
 from nxdt_core.config.hub import name_of
 from nxdt_core.config.section import seconds_of
-from nxdt_core.distributed.device_settings import ignored_settings
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.errors.training import CallbackMethodUnknown, NotOurCallback
 from nxdt_core.kernel.discovery import exits_explained
-from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.protocols.store import CheckpointStore
-from nxdt_core.run.callbacks.console import Console
 from nxdt_core.run.callbacks.metrics import MetricFiles, MetricsWriter, token_flops
 from nxdt_core.run.callbacks.stopping import EarlyStop, NonFiniteGuard, StopSignals, TimeLimit
-from nxdt_core.run.log import printed, run_log
-from nxdt_core.run.report import RunSummary, banner, memory_errors_explained, resume_command, resume_notes
+from nxdt_core.run.log import Console, printed, run_log
+from nxdt_core.run.report import (
+    RunSummary,
+    banner,
+    ignored_settings,
+    memory_errors_explained,
+    resume_command,
+    resume_notes,
+)
 from nxdt_core.run.start import (
     ForeignStart,
     Start,
@@ -78,7 +81,7 @@ def train(config: ResolvedConfig, supervisor: Client | None = None) -> RunSummar
     PROGRESS.spent("import")
     if supervisor is not None:
         supervisor.watch(config.run.distributed_strategy.timeout_s)
-    check_world_size(config, read_rank_environment())
+    build.check_world_size(config)
     engine = build.engine(config)
     start_engine(config, engine)
     try:
@@ -228,10 +231,8 @@ def _train(
     metrics = MetricsWriter(
         files,
         console,
-        every=config.run.trainer.log_every_n_steps,
         flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
         compute_dtype=policy.autocast or policy.parameters,
-        parameter_norm=config.run.exp_manager.log_parameter_norm,
         more=dict if saver is None else saver.save_metrics.columns,
     )
     observers = _built(config.callbacks, config.run_dir)
@@ -257,9 +258,7 @@ def _train(
         "profiler": profiler,
         "compile time": compile_time,
         "metrics": metrics,
-        "nonfinite": NonFiniteGuard(config.run.trainer.log_every_n_steps)
-        if config.run.trainer.nonfinite == "stop"
-        else None,
+        "nonfinite": NonFiniteGuard() if config.run.trainer.nonfinite == "stop" else None,
         **observers,
         "early stopping": EarlyStop(stopping, min_steps=config.run.trainer.min_steps or 0)
         if config.run.exp_manager.create_early_stopping_callback
@@ -291,7 +290,7 @@ def _train(
                 say(f"loading step {resumed.manifest.step}")
                 extra = session.load_checkpoint(resumed.storage, resumed.manifest)
                 run.load_state_dict(extra.get("callbacks", {}))
-                for line in resume_notes(session, extra.get("horizon", session.horizon.max_steps)):
+                for line in resume_notes(session, extra.get("horizon", config.run.model.optim.sched.max_steps)):
                     say(line)
                 PROGRESS.spent("weights")
             with torch.autograd.set_detect_anomaly(config.run.trainer.detect_anomaly):

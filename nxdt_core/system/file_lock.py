@@ -267,6 +267,7 @@ def this_process(run: str, environment: Mapping[str, str] | None = None) -> Owne
         machine = f"{boot}/{os.readlink(_PROC / 'self/ns/pid')}"
     except OSError:
         machine = ""
+    names, restarts = zip(*jobs, strict=True) if jobs else ((), ())
     fields = process_stat(pid)
     return Owner(
         run=run,
@@ -275,7 +276,7 @@ def this_process(run: str, environment: Mapping[str, str] | None = None) -> Owne
         since=datetime.now(UTC).isoformat(timespec="seconds"),
         machine=machine,
         started=fields[19] if fields else "",
-        job=tuple(job for job, _ in jobs),
-        restarts=tuple(count for _, count in jobs),
+        job=names,
+        restarts=restarts,
         token=secrets.token_hex(8),
     )

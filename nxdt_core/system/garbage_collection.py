@@ -4,31 +4,16 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import final
 
 _USUAL = gc.get_threshold()
-_RARELY = (100_000, *_USUAL[1:])
-
-
-@contextmanager
-def rare_collections() -> Iterator[None]:
-    """Let the collector run after 100,000 new objects instead of 700.
-
-    Imports of torch make many objects and no garbage; collections are a fifth of their time.
-    """
-    before = gc.get_threshold()
-    gc.set_threshold(*_RARELY)
-    try:
-        yield
-    finally:
-        gc.set_threshold(*before)
+RARELY = (100_000, *_USUAL[1:])
+"""Thresholds of a command: the collector runs after 100,000 new objects instead of 700."""
 
 
 def collect_as_usual() -> None:
-    """Let the collector run as Python sets it, within :func:`rare_collections` too. A user's thresholds are kept."""
-    if gc.get_threshold() == _RARELY:
+    """Let the collector run as Python sets it, in a command, too. A user's thresholds are kept."""
+    if gc.get_threshold() == RARELY:
         gc.set_threshold(*_USUAL)
 
 

@@ -18,11 +18,11 @@ from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.checks import check_capabilities
 from nxdt_core.data.chat.templates import ChatKeys
 from nxdt_core.data.loader import GlobalBatchLoader
-from nxdt_core.distributed.device_settings import register_profile_of
-from nxdt_core.distributed.devices import profile_of
+from nxdt_core.distributed.devices import profile_of, register_profile_of
+from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.launch import TensorPlanUnusable
+from nxdt_core.errors.launch import TensorPlanUnusable, WorldSizeMismatch
 from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.training import CannotWriteRunDirectory, NoMasterWeights, TrainableEmpty
@@ -87,6 +87,22 @@ def cannot_write(run_dir: Path, error: OSError) -> NxdtError:
     if name.partition(os.sep)[0] not in (".", ".."):
         reason = f"{name}: {reason}"
     return CannotWriteRunDirectory(path=str(run_dir), reason=reason)
+
+
+def check_world_size(config: ResolvedConfig) -> None:
+    """Refuse a number of processes that differs from the configuration.
+
+    Raises:
+        WorldSizeMismatch: the number differs.
+    """
+    place, trainer = read_rank_environment(), config.run.trainer
+    if place.world_size != trainer.devices * trainer.num_nodes:
+        raise WorldSizeMismatch(
+            launcher=place.launcher or "The command",
+            found=place.world_size,
+            devices=trainer.devices,
+            num_nodes=trainer.num_nodes,
+        )
 
 
 def engine(config: ResolvedConfig) -> ParallelEngine:
@@ -251,15 +267,10 @@ def adapters(config: ResolvedConfig) -> Sequence[Adapter]:
     return () if config.components["adapter"] is None else (_construct(config, "adapter", Adapter),)
 
 
-def schedule_horizon(config: ResolvedConfig) -> ScheduleHorizon:
-    """Return what the learning-rate schedule depends on in addition to its own section."""
-    optim = config.run.model.optim
-    return ScheduleHorizon(max_steps=optim.sched.max_steps, lr=optim.lr)
-
-
 def schedule(config: ResolvedConfig) -> LRSchedule:
     """Return the learning-rate schedule; warn if it depends on more than the step."""
-    horizon, selected = schedule_horizon(config), config.selected("schedule")
+    optim, selected = config.run.model.optim, config.selected("schedule")
+    horizon = ScheduleHorizon(max_steps=optim.sched.max_steps, lr=optim.lr)
     make: ScheduleFactory = selected.component.load_target()
     if selected.component.plugin != BUILTIN:
         check_schedule(make(selected.config, horizon), selected.component, max_steps=horizon.max_steps)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,23 +40,15 @@ class StepInput:
     """State of the loader after these, for the checkpoint of this step."""
 
 
+@dataclass(frozen=True, eq=False)
 class TrainLoader:
-    """Yields a ``StepInput`` a step and adds up how long the loop waited for them."""
+    """Yields a ``StepInput`` a step."""
 
-    def __init__(self, loader: GlobalBatchLoader) -> None:
-        self._loader = loader
-        self.waited_s = 0.0
-        """Seconds that the loop has spent in here so far."""
+    loader: GlobalBatchLoader
 
     def __iter__(self) -> Iterator[StepInput]:
-        batches = iter(self._loader)
-        while True:
-            before = time.perf_counter()
-            micro_batches = next(batches, None)
-            self.waited_s += time.perf_counter() - before
-            if micro_batches is None:
-                return
-            yield StepInput(micro_batches=micro_batches, position=self._loader.state_dict())
+        for micro_batches in self.loader:
+            yield StepInput(micro_batches=micro_batches, position=self.loader.state_dict())
 
 
 class RunData:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -23,15 +24,15 @@ def fit(run: Run) -> None:
     session, trainer = run.session, run.config.run.trainer
     if trainer.num_sanity_val_steps and session.resumed is None:
         _evaluate(run, trainer.num_sanity_val_steps, seen=False)
-    loader = session.train_loader()
+    batches = iter(session.train_loader())
     PROGRESS.advance("training", step=run.step)
     run.call("on_fit_start")
-    batches = iter(loader)
     while run.step < run.max_steps and not run.stopping:
+        waiting_since = time.perf_counter()
         batch = next(batches, None)
+        run.waited_s += time.perf_counter() - waiting_since
         if batch is None:
             break
-        run.waited_s = loader.waited_s
         if PROGRESS.start:
             PROGRESS.spent("data")
         run.last = session.step(batch, collect=False)

@@ -20,8 +20,7 @@ from itertools import product as combinations
 from typing import Any
 
 from nxdt_core.config import ResolvedConfig
-from nxdt_core.distributed.device_settings import register_profile_of
-from nxdt_core.distributed.devices import PROFILES, DeviceProfile, Links, available_type
+from nxdt_core.distributed.devices import PROFILES, DeviceProfile, Links, available_type, register_profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.launch import NoLayoutFits, NoTimesOfDevice, UnknownDevice
 from nxdt_core.protocols.engine import ParallelEngine

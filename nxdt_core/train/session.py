@@ -38,7 +38,6 @@ from nxdt_core.errors.checkpoints import CheckpointDamaged
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.errors.training import ReferenceNeedsLength
 from nxdt_core.kernel.plugin import BUILTIN
-from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.dataset import MapDataset
 from nxdt_core.protocols.engine import ParallelEngine
@@ -114,7 +113,6 @@ class TrainSession:
         self.data = RunData(config) if data is None else data
         self.objective = build.objective(config)
         self._traits = self.objective.traits
-        self.horizon = build.schedule_horizon(config)
         self.schedule = build.schedule(config)
         ema = config.run.exp_manager.ema
         self.average = WeightAverage(ema) if ema.enable else None
@@ -156,7 +154,7 @@ class TrainSession:
         Raises:
             WorldSizeMismatch: the number of processes is not the configured one.
         """
-        check_world_size(self.config, read_rank_environment())
+        build.check_world_size(self.config)
         return build.engine(self.config)
 
     @property

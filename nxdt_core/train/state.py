@@ -18,7 +18,7 @@ import torch
 
 from nxdt_core._version import __version__
 from nxdt_core.checkpoint.format.file_names import MASTER_WEIGHT
-from nxdt_core.distributed.devices import HOST, max_memory_bytes, profile_of
+from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.tensor_shards import LocalShard
 
@@ -119,7 +119,8 @@ def free_earlier_runs(device: torch.device) -> None:
 
     Their models are in reference cycles, so that they would stay next to this run's until its first step is over.
     """
-    if not profile_of(device).host and max_memory_bytes(device):
+    profile = profile_of(device)
+    if not profile.host and profile.operations.max_memory_bytes(device):
         gc.collect()
 
 

@@ -43,7 +43,8 @@ def start_engine(config: ResolvedConfig, engine: ParallelEngine) -> None:
         RanksDisagree: versions, plugins or configurations differ between ranks.
     """
     engine.start()
-    check_agreement(config, engine.ranks)
+    if engine.ranks.world_size > 1:
+        check_agreement(config, engine.ranks)
 
 
 def initialize_parallel_model(

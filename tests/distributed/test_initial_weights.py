@@ -10,14 +10,7 @@ import pytest
 import torch
 from nxdt_testing.ranks import RankPool
 
-from nxdt_core.distributed.devices import (
-    HOST,
-    current_device,
-    max_memory_bytes,
-    profile_of,
-    register_profile,
-    reset_max_memory,
-)
+from nxdt_core.distributed.devices import HOST, current_device, profile_of, register_profile
 from nxdt_core.models.random import init
 from nxdt_core.models.random.init import draw, fill
 from nxdt_core.protocols.plan import InitRule
@@ -62,10 +55,10 @@ def test_an_accelerator_draws_in_bounded_memory_and_not_on_the_host(monkeypatch)
     if not profile_of(device).float64:
         pytest.skip("the host draws for a device without float64")
     weights = torch.zeros(2**27, dtype=torch.bfloat16, device=device)
-    reset_max_memory(device)
+    profile_of(device).operations.reset_max_memory(device)
     monkeypatch.setattr(init, "_TILE_ON_HOST", 0)  # of which no tile can be made
     fill(weights, InitRule(pattern="*", distribution="normal"), name="w", seed=1)
-    peak = max_memory_bytes(device)
+    peak = profile_of(device).operations.max_memory_bytes(device)
     assert peak is None or peak - weights.nbytes <= 2**30
 
 

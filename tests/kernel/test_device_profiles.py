@@ -11,8 +11,7 @@ import pytest
 from nxdt_testing.errors import raises
 
 from nxdt_core.config import ResolvedConfig, load
-from nxdt_core.distributed.device_settings import register_profile_of
-from nxdt_core.distributed.devices import HOST, PROFILES, current_device
+from nxdt_core.distributed.devices import HOST, PROFILES, current_device, register_profile_of
 from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
 from nxdt_core.errors.plugins import AmbiguousComponent
 from nxdt_core.train import build

@@ -13,15 +13,7 @@ from nxdt_testing.errors import raises
 from torch.nn import functional
 
 from nxdt_core.distributed.device_operations import DeviceOperations
-from nxdt_core.distributed.devices import (
-    HOST,
-    PROFILES,
-    DeviceProfile,
-    current_device,
-    max_memory_bytes,
-    peak_flops,
-    profile_of,
-)
+from nxdt_core.distributed.devices import HOST, PROFILES, DeviceProfile, current_device, peak_flops, profile_of
 from nxdt_core.distributed.process_group import check_devices
 from nxdt_core.errors.launch import AcceleratorMissing, UnknownAccelerator
 from nxdt_core.errors.ranks import NotEnoughDevices
@@ -41,7 +33,7 @@ def test_exactly_one_type_lies_in_the_hosts_memory():
 
 def test_the_host_has_no_peak_and_a_resident_set():
     assert peak_flops(HOST, "float32") is None
-    assert max_memory_bytes(HOST) > 2**20
+    assert profile_of(HOST).operations.max_memory_bytes(HOST) > 2**20
 
 
 def test_an_unlisted_type_is_promised_nothing():
@@ -104,7 +96,8 @@ def test_a_type_without_a_profile_is_asked_nothing():
     operations = profile_of(device).operations
     operations.set_index(0)
     operations.synchronize(device)
-    assert (max_memory_bytes(device), peak_flops(device, "float32"), operations.current_index()) == (None, None, None)
+    figures = operations.max_memory_bytes(device), peak_flops(device, "float32"), operations.current_index()
+    assert figures == (None, None, None)
 
 
 def test_a_run_uses_the_operations_of_the_profile():
@@ -145,7 +138,7 @@ def test_a_run_uses_the_operations_of_the_profile():
         state = capture_rng(device)
         operations.drawn = 4
         restore_rng(state, device)
-        assert (operations.drawn, max_memory_bytes(device)) == (3, 7)
+        assert (operations.drawn, operations.max_memory_bytes(device)) == (3, 7)
         with raises(NotEnoughDevices, match="3 ranks"):
             check_devices(device, 3, "here")
     with raises(UnknownAccelerator):

@@ -6,8 +6,7 @@ import os
 import pytest
 
 from nxdt_core.config.schema import TrainerConfig
-from nxdt_core.distributed.device_settings import configure_allocator
-from nxdt_core.distributed.devices import CUDA
+from nxdt_core.distributed.devices import CUDA, configure_allocator
 from tests.launch.launching import finish, start, words
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

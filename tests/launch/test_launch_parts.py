@@ -32,8 +32,8 @@ from nxdt_core.launch.supervision.messages import Done, End, Failure, Hello, Sto
 from nxdt_core.launch.supervision.root_cause import decide
 from nxdt_core.launch.supervision.supervisor import Supervisor
 from nxdt_core.protocols.launcher import RankEnvironment
-from nxdt_core.run.callbacks.console import Console
 from nxdt_core.run.callbacks.stopping import StopSignals
+from nxdt_core.run.log import Console
 from nxdt_core.run.report import MemoryUse, compare, memory_errors_explained
 from nxdt_core.system.progress import process_age_s
 

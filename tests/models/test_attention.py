@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from nxdt_core.distributed.devices import PROFILES, current_device, max_memory_bytes, profile_of, reset_max_memory
+from nxdt_core.distributed.devices import PROFILES, current_device, profile_of
 from nxdt_core.models.attention.documents import DocumentMasks, document_mask, window_mask
 from nxdt_core.models.attention.grouped_query import CausalAttention, GroupedQueryAttention
 from nxdt_core.models.attention.sinks import SinkAttention
@@ -179,11 +179,11 @@ def test_an_accelerator_keeps_no_scores(dtype, window):
     shared = profile_of(device).shared_heads
     core.shared_heads = None if shared is None else frozenset(getattr(torch, name) for name in shared)
     inputs = [torch.randn(1, n, seq, 64, device=device, dtype=dtype).requires_grad_() for n in (16, 4, 4)]
-    reset_max_memory(device)
-    before = max_memory_bytes(device)
+    profile_of(device).operations.reset_max_memory(device)
+    before = profile_of(device).operations.max_memory_bytes(device)
     core(*inputs).sum().backward()
     scores = 16 * seq * (seq if window is None else 640) * dtype.itemsize  # kept in addition to what is needed anyhow
-    assert max_memory_bytes(device) - before < scores
+    assert profile_of(device).operations.max_memory_bytes(device) - before < scores
 
 
 def test_padding_gives_finite_outputs_and_gradients():

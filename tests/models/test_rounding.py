@@ -9,17 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from nxdt_core.models.random.positions import (
-    Rows,
-    element_numbers,
-    hashed,
-    noise,
-    noises,
-    rounded_number,
-    rounding_key,
-    rows_of,
-)
-from nxdt_core.models.random.positions import rounded as rounded_by
+from nxdt_core.models.random.init import Rows, rows_of
+from nxdt_core.models.random.rounding import element_numbers, hashed, noise, noises, rounded_number, rounding_key
+from nxdt_core.models.random.rounding import rounded as rounded_by
 from tests.sampling import slow, slow_except
 
 SIGMAS = 5

@@ -18,8 +18,8 @@ from nxdt_core.checkpoint.stores.local import LocalStorage
 from nxdt_core.checkpoint.write.manager import StagingBuffers
 from nxdt_core.cli import main
 from nxdt_core.errors.checkpoints import SameWeightsSaved, StorageFull
-from nxdt_core.run import train
-from nxdt_core.run.callbacks import checkpoints, console
+from nxdt_core.run import log, train
+from nxdt_core.run.callbacks import checkpoints
 from nxdt_core.run.callbacks.checkpoints import STEPS, SaveMetrics
 from nxdt_core.train import build
 from tests.train.small import SMALL
@@ -271,8 +271,8 @@ def test_a_save_is_left_out_while_another_one_goes_on(small_run, monkeypatch, ca
             time.sleep(0.01)
         return open_write(self, key)
 
-    say = console.Console.say
-    monkeypatch.setattr(console.Console, "say", lambda self, line, row=None: (said.append(line), say(self, line, row)))
+    say = log.Console.say
+    monkeypatch.setattr(log.Console, "say", lambda self, line, row=None: (said.append(line), say(self, line, row)))
     monkeypatch.setattr(LocalStorage, "open_write", slow)
     config = small_run(
         "trainer.max_steps=8",

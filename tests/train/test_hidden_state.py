@@ -112,6 +112,6 @@ def test_no_built_in_optimizer_or_schedule_is_suspected(own_run, caplog):
                 session.step(batch)
     for sched in builtin("schedule", own_run):
         config = own_run(sched=sched)
-        schedule, last = build.schedule(config), build.schedule_horizon(config).max_steps
+        schedule, last = build.schedule(config), config.run.model.optim.sched.max_steps
         check_schedule(schedule, config.selected("schedule").component, max_steps=last)
     assert warnings(caplog) == []

@@ -109,17 +109,17 @@ def _transformers(bench: Bench, prompts: list[list[int]], wanted: int) -> Callab
 def _timed(bench: Bench, what: str, write: Callable[[], int]) -> None:
     import torch
 
-    from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
+    from nxdt_core.distributed.devices import profile_of
 
     with bench.part(what):
         write()
         bench.wait()
-        reset_max_memory(bench.device)
+        profile_of(bench.device).operations.reset_max_memory(bench.device)
         begun = time.perf_counter()
         tokens = write()
         bench.wait()
         seconds = time.perf_counter() - begun
-        peak = (max_memory_bytes(bench.device) or 0) / GIB
+        peak = (profile_of(bench.device).operations.max_memory_bytes(bench.device) or 0) / GIB
         with torch.profiler.profile() as profiler:
             write()
         launches = sum(event.count for event in profiler.key_averages() if "Launch" in event.key) / tokens

@@ -13,7 +13,7 @@ from nxdt_core.engine.data.gradients import global_norm
 from nxdt_core.engine.layout import block_attention
 from nxdt_core.engine.optim.updates import BlockKernel, backend_on, round_into, separate_rows
 from nxdt_core.models.attention.grouped_query import CausalAttention
-from nxdt_core.models.random.positions import rounding_key
+from nxdt_core.models.random.rounding import rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.tensor_shards import TensorSlice
 

@@ -10,7 +10,7 @@ from torch.nn import functional
 
 from accelerator.bench import GIB, Bench
 from accelerator.runs import SHAPES, Shape, length
-from nxdt_core.distributed.devices import max_memory_bytes, peak_flops, reset_max_memory
+from nxdt_core.distributed.devices import peak_flops, profile_of
 from nxdt_core.run.callbacks.metrics import TokenFlops, token_flops
 
 __all__ = ["PEERS", "pretrain"]
@@ -147,7 +147,7 @@ def _measure(
     parameters, expected = sum(parameter.numel() for parameter in model.parameters()), shape.parameters
     if parameters != expected:
         raise ValueError(f"it has {parameters:,} parameters, the shape {expected:,}")
-    reset_max_memory(bench.device)
+    profile_of(bench.device).operations.reset_max_memory(bench.device)
     first = float(step())
     seconds = bench.seconds(step, 2 if bench.small else 10, warm_up=1 if bench.small else 4)
     last = float(step())
@@ -161,7 +161,7 @@ def _measure(
         mfu=None if peak is None else flops.strict * rate / peak,
         mfu_palm=None if peak is None else flops.palm * rate / peak,
         step_ms=1000 * seconds,
-        peak_gib=max_memory_bytes(bench.device) / GIB,
+        peak_gib=profile_of(bench.device).operations.max_memory_bytes(bench.device) / GIB,
         losses=f"{first:.3f}, {last:.3f}",
         precision="bfloat16" if shape.precision["type"] == "bf16SR" else "autocast",
     )

@@ -21,14 +21,7 @@ from torch.distributed import distributed_c10d
 
 from accelerator.bench import GIB, Bench
 from nxdt_core.data.tokenizers.byte import ByteTokenizer
-from nxdt_core.distributed.devices import (
-    HOST,
-    available_type,
-    max_memory_bytes,
-    profile_of,
-    register_profile,
-    reset_max_memory,
-)
+from nxdt_core.distributed.devices import HOST, available_type, profile_of, register_profile
 from nxdt_core.train import TrainSession
 from nxdt_core.train.plan import plan
 from nxdt_core.train.sampling import Sampling, Writer
@@ -159,7 +152,7 @@ def _train(recipe: str, keys: Sequence[str], steps: int, dies: bool = False) -> 
     if world > 1 and (device == HOST.type or torch.accelerator.device_count() < world):
         _share_device(device)
     with TrainSession.load(recipe, keys) as session:
-        reset_max_memory(session.engine.device)
+        profile_of(session.engine.device).operations.reset_max_memory(session.engine.device)
         resumed = session.resume()
         losses = []
         for batch in session.batches():
@@ -171,7 +164,11 @@ def _train(recipe: str, keys: Sequence[str], steps: int, dies: bool = False) -> 
         if resumed is None:
             session.save()
         host = profile_of(session.engine.device).host
-        return losses, None if host else max_memory_bytes(session.engine.device), _writes_the_same(session)
+        return (
+            losses,
+            None if host else profile_of(session.engine.device).operations.max_memory_bytes(session.engine.device),
+            _writes_the_same(session),
+        )
 
 
 def _writes_the_same(session: TrainSession) -> bool:

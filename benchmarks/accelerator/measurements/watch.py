@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from accelerator.measurements.watch_plugin import WatchConfig
 from nxdt_core.api import Callback, Run
-from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.models.quantised import QuantisedWeight
 
@@ -35,12 +35,12 @@ class Watch(Callback):
             torch.accelerator.synchronize()
         if step == self._config.after:
             kind = "CPU" if accelerator is None else accelerator.type.upper()  # of a device: its kernels and runtime
-            reset_max_memory(device)
+            profile_of(device).operations.reset_max_memory(device)
             self._memory = StepMemory(
                 run.session.model,
                 run.session.optimizer,
                 (lambda: 0) if accelerator is None else torch.accelerator.memory_allocated,
-                lambda: 0 if accelerator is None else max_memory_bytes(device) or 0,
+                lambda: 0 if accelerator is None else profile_of(device).operations.max_memory_bytes(device) or 0,
             )
             self._profile = profile(activities=[getattr(ProfilerActivity, kind)]).__enter__()
         if step == run.max_steps:

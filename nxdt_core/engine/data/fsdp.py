@@ -40,11 +40,11 @@ from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.placement import is_fsdp_module, local_of
 from nxdt_core.distributed.torch_versions import all_gather_single, fsdp_parameter_groups
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.plan_modules import modules_at, styled
 from nxdt_core.engine.precision import product_layers
 from nxdt_core.engine.tensor.layers import VocabParallelEmbedding
 from nxdt_core.errors.training import GradientSumsRounded
 from nxdt_core.models.moe.experts import SwiGLUExperts
+from nxdt_core.models.patterns import modules_at, styled
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.mesh import MeshSizes

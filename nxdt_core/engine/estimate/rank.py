@@ -21,8 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.schema import RunConfig
-from nxdt_core.distributed.device_settings import register_profile_of
-from nxdt_core.distributed.devices import HOST, PROFILES, available_type, profile_of
+from nxdt_core.distributed.devices import HOST, PROFILES, available_type, profile_of, register_profile_of
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.data.fsdp import WeightStorage, gather_dtypes, product_weights
 from nxdt_core.engine.decoding import attention_slots
@@ -46,12 +45,12 @@ from nxdt_core.engine.loss import vocabulary_parallel_cross_entropies
 from nxdt_core.engine.mesh import Dimension, ParallelMesh
 from nxdt_core.engine.model import objective_output
 from nxdt_core.engine.optim.updates import updates_rounded
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.errors.models import ModelReadsValues
 from nxdt_core.models.attention.cache import cached_width
 from nxdt_core.models.attention.grouped_query import AttentionSemantics
 from nxdt_core.models.loss import RowKernels
+from nxdt_core.models.patterns import modules_at
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.estimate import Memory, RunParts
 from nxdt_core.protocols.mesh import MeshSizes

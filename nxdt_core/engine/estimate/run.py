@@ -22,8 +22,8 @@ from nxdt_core.engine.layout import part_costs, pipeline_cuts
 from nxdt_core.engine.parameters import tables
 from nxdt_core.engine.pipeline.schedules import Operation, bubble_fraction, schedule_operations, stage_costs
 from nxdt_core.engine.pipeline.split import stage_layers
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.weights import build_whole
+from nxdt_core.models.patterns import modules_at
 from nxdt_core.protocols.estimate import Estimate, Memory, RankEstimate
 from nxdt_core.protocols.mesh import rank_of_stage, stages_of_rank
 from nxdt_core.protocols.plan import ParallelPlan

@@ -37,7 +37,6 @@ from torch.utils._pytree import tree_leaves
 from nxdt_core.distributed.devices import HOST
 from nxdt_core.distributed.placement import local_of
 from nxdt_core.engine.data.fsdp import GradientUse
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import (
     apply_recompute,
     cast_discarded,
@@ -46,7 +45,7 @@ from nxdt_core.engine.recompute import (
     routes_tokens,
 )
 from nxdt_core.models.autocast import compute_dtype
-from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches, matches_any, modules_at
 from nxdt_core.protocols.plan import ParallelPlan
 
 

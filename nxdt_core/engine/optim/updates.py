@@ -27,16 +27,8 @@ from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.engine.compile import one_graph
 from nxdt_core.engine.optim.state import eager
-from nxdt_core.models.random.positions import (
-    Rows,
-    element_numbers,
-    hashed,
-    noises,
-    rounded,
-    rounded_number,
-    rounding_key,
-    rows_of,
-)
+from nxdt_core.models.random.init import Rows, rows_of
+from nxdt_core.models.random.rounding import element_numbers, hashed, noises, rounded, rounded_number, rounding_key
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.precision import PrecisionPolicy
 
@@ -84,7 +76,7 @@ def by_vectors(elements: torch.Tensor) -> None:
 class Numbers:
     """Indices of consecutive elements of a block in the whole parameter, as arguments of a kernel.
 
-    See :func:`nxdt_core.models.random.positions.element_numbers`.
+    See :func:`nxdt_core.models.random.rounding.element_numbers`.
     """
 
     first: torch.Tensor
@@ -92,7 +84,7 @@ class Numbers:
     gap: torch.Tensor | None = None
 
     def hashed(self, elements: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        """Return :func:`nxdt_core.models.random.positions.hashed` of the elements of a flat tensor."""
+        """Return :func:`nxdt_core.models.random.rounding.hashed` of the elements of a flat tensor."""
         by_vectors(elements)
         numbers = element_numbers(elements.numel(), elements.device, self.columns, self.gap)
         # The first number is a part of the offset, which is computed once, not once for each element.

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 import torch
 from torch import nn
 
-from nxdt_core.errors.layouts import FewerLayersThanStages, MicroBatchesDoNotFit, ZeroBubbleCannot
+from nxdt_core.errors.layouts import FewerLayersThanStages, MicroBatchesDoNotFit
 from nxdt_core.protocols.mesh import MeshSizes, Schedule, rank_of_stage, stages_of_rank
 
 if TYPE_CHECKING:
@@ -55,30 +55,6 @@ def check_micro_batches(schedule: Schedule, *, pp: int, micro_batches: int) -> N
         raise MicroBatchesDoNotFit(
             schedule=schedule, pp=pp, micro_batches=micro_batches, rule=wants[schedule], example=example
         )
-
-
-def check_whole_backward(schedule: Schedule, *, recompute: bool, compiled: bool, regather: bool = False) -> None:
-    """Refuse what needs backward in one piece where the schedule runs it in two.
-
-    Recomputation would stay right, but every weight's gradient requests it again: a Llama layer was recomputed up to
-    ten times per micro-batch. A compiled layer's backward is one kernel graph, which frees what the second pass needs.
-
-    Raises:
-        ZeroBubbleCannot: one of them is asked for under ``zbv``.
-    """
-    if schedule != "zbv":
-        return
-    if recompute:
-        raise ZeroBubbleCannot(
-            feature="activation recomputation", without="model.activations_checkpoint_granularity=null"
-        )
-    if regather:
-        raise ZeroBubbleCannot(
-            feature="gathering inputs again in backward",
-            without="distributed_strategy.sequence_parallel_regather=false",
-        )
-    if compiled:
-        raise ZeroBubbleCannot(feature="a compiled model", without="model.compile=false")
 
 
 def make_schedule(

@@ -19,7 +19,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from nxdt_core.distributed.collectives import gather_whole, reduce_from_group
 from nxdt_core.distributed.placement import shard_over_mesh, sharded_over
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.plan_modules import modules_at, style_of
 from nxdt_core.engine.recompute import enter_within
 from nxdt_core.engine.tensor.layers import (
     SEQUENCE_DIM,
@@ -38,7 +37,7 @@ from nxdt_core.engine.tensor.layers import (
     local_part,
 )
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
-from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.patterns import matches_any, modules_at, style_of
 from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update, UpdatedEmbedding, UpdatedLinear
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle

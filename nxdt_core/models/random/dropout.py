@@ -37,7 +37,7 @@ from torch.nn import functional
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, CausalAttention
-from nxdt_core.models.random.positions import noise, rounding_key
+from nxdt_core.models.random.rounding import noise, rounding_key
 from nxdt_core.models.step_boundary import at_step_boundary, step_of
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.step_context import StepContext

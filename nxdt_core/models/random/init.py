@@ -15,9 +15,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import numpy as np
@@ -28,7 +28,6 @@ from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.errors.models import NoInitRule
 from nxdt_core.models.patterns import matches, matches_any
 from nxdt_core.models.quantised import QuantisedWeight
-from nxdt_core.models.random.positions import Rows, rows_of
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.plan import InitRule
 
@@ -191,6 +190,70 @@ def _draw_tile(
                 tails.mul_(1 - 2 * below).add_(torch.sign(tails).mul_(below))
             values = normal_quantiles(tails)
         flat[end - tile.elements : end].copy_(values.mul_(rule.std).add_(rule.mean))
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Equally long runs of elements that follow each other in a block and in the whole parameter."""
+
+    first: int
+    """Number of the first row's first element in the whole parameter, row-major."""
+    count: int
+    columns: int
+    """Elements of a row."""
+    gap: int
+    """Elements of the whole parameter between a row's last element and the next row's first."""
+
+    @property
+    def elements(self) -> int:
+        """Elements of all rows."""
+        return self.count * self.columns
+
+    def numbers(self, device: torch.device) -> torch.Tensor:
+        """Return the elements' numbers in the whole parameter, int64 [elements]."""
+        places = torch.arange(self.elements, dtype=torch.int64, device=device)
+        return places + places.div(self.columns, rounding_mode="floor").mul_(self.gap).add_(self.first)
+
+    def pieces(self, limit: int) -> Iterator[Rows]:
+        """Yield these rows in their order, at most ``limit`` elements at a time: whole rows, or a part of one."""
+        height, width = max(1, limit // self.columns), min(limit, self.columns)
+        for row in range(0, self.count, height):
+            for column in range(0, self.columns, width):
+                first = self.first + row * (self.columns + self.gap) + column
+                yield Rows(first, min(height, self.count - row), min(width, self.columns - column), self.gap)
+
+
+def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rows]:
+    """Return the rows of a block, equally many in each item.
+
+    One item, and in it one row where the block has no gaps, but for a block that is cut along three dimensions or more.
+
+    Args:
+        shape: shape of the whole parameter.
+        starts: where the block starts, one number per dimension.
+        sizes: shape of the block.
+    """
+    # Dimensions that are taken whole are merged into the one before. Mostly one or two remain, and each costs a
+    # division per element.
+    merged = [(1, 0, 1)]
+    for extent, start, size in zip(shape, starts, sizes, strict=True):
+        if (start, size) == (0, extent):
+            extent_before, start_before, size_before = merged[-1]
+            merged[-1] = (extent_before * extent, start_before * extent, size_before * size)
+        elif merged[-1] == (1, 0, 1):
+            merged[-1] = (extent, start, size)
+        else:
+            merged.append((extent, start, size))
+    shape, starts, sizes = zip(*merged, strict=True)
+    if len(shape) == 1:
+        return [Rows(starts[0], 1, sizes[0], 0)]
+    *outer, count, columns = sizes
+    whole = math.prod(shape[-2:])
+    first = starts[-2] * shape[-1] + starts[-1]
+    numbers = [0]
+    for extent, start, size in zip(shape[:-2], starts, outer, strict=False):
+        numbers = [number * extent + start + along for number in numbers for along in range(size)]
+    return [Rows(number * whole + first, count, columns, shape[-1] - columns) for number in numbers]
 
 
 def stream_of(seed: int, name: str) -> tuple[int, int]:

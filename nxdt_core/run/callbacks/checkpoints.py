@@ -266,7 +266,7 @@ class CheckpointSaver(Callback):
             name: value for name, value in run.metrics.items() if not name.startswith((*_NOT_OF_THE_RUN, *without))
         }
         about = SaveFacts(metrics=metrics, keep=keep, fencing=fencing)
-        extra = {"callbacks": run.state_dict(), "horizon": run.session.horizon.max_steps}
+        extra = {"callbacks": run.state_dict(), "horizon": run.config.run.model.optim.sched.max_steps}
         manager, background = self._manager_made, self._config.async_save
         begun = run.session.save(manager, asynchronous=background, extra=extra, about=about)
         self._saved_at = time.monotonic()

@@ -17,12 +17,11 @@ import torch
 from torch import nn
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.distributed.devices import max_memory_bytes, meta_device, peak_flops, reset_max_memory
+from nxdt_core.distributed.devices import meta_device, peak_flops, profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.protocols.adapter import Adapter
 from nxdt_core.protocols.model import ModelBuilder
-from nxdt_core.run.callbacks.console import Console
-from nxdt_core.run.log import strict_json
+from nxdt_core.run.log import Console, strict_json
 from nxdt_core.run.metric_rows import json_object
 from nxdt_core.system.progress import PROGRESS
 from nxdt_core.system.regular_files import regular_opener, replacing
@@ -204,17 +203,15 @@ def _multiplied(module: nn.Module) -> list[nn.Parameter]:
 
 @final
 class MetricsWriter(Callback):
-    """Writes the training metrics every ``every`` steps and the loss of each validation.
+    """Writes the training metrics every ``trainer.log_every_n_steps`` steps and the loss of each validation.
 
     The two files are the record of a run; loggers get copies.
 
     Args:
         files: the run's, on the first rank.
         console: prints lines for the user.
-        every: steps between two rows.
         flops: operations per token, for the share of the devices' peak.
         compute_dtype: dtype of the matrix products, which decides the peak.
-        parameter_norm: whether a row has the norm of the weights after the step, too.
         more: called for further columns of a row.
     """
 
@@ -223,18 +220,14 @@ class MetricsWriter(Callback):
         files: MetricFiles,
         console: Console,
         *,
-        every: int,
         flops: TokenFlops,
         compute_dtype: str,
-        parameter_norm: bool = False,
         more: Callable[[], Mapping[str, float | int | None]] = dict,
     ) -> None:
         self._files = files
         self._console = console
-        self._every = max(1, every)
         self._flops = flops
         self._compute_dtype = compute_dtype
-        self._parameter_norm = parameter_norm
         self._more = more
         self._peak: float | None = None
         self._begun = self._waited = 0.0
@@ -253,7 +246,7 @@ class MetricsWriter(Callback):
         """Open the file and start the clocks."""
         session = run.session
         device, ranks = session.engine.device, session.engine.ranks
-        reset_max_memory(device)
+        profile_of(device).operations.reset_max_memory(device)
         # A tensor from the start, so that a lazy device records the same sum at each step.
         self._weightless = torch.zeros((), dtype=torch.int64, device=device)
         peak = peak_flops(device, self._compute_dtype)
@@ -271,7 +264,7 @@ class MetricsWriter(Callback):
         self._restart(run)
 
     def on_step_end(self, run: Run) -> None:
-        """Write a row every ``every`` steps and at the end; after the first step, say what the start took."""
+        """Write a row where one is due and at the end; after the first step, say what the start took."""
         if PROGRESS.start:
             assert run.last is not None
             float(run.last.loss.loss)  # the device has done the step, and not only been asked to
@@ -283,7 +276,7 @@ class MetricsWriter(Callback):
         self._console.advance(run.step)
         if run.last is not None:
             self._weightless = self._weightless + (run.last.loss.weight == 0)
-        if run.step % self._every == 0 or run.step == run.max_steps:
+        if run.step % run.config.run.trainer.log_every_n_steps == 0 or run.step == run.max_steps:
             self._log(run)
 
     def on_validation_end(self, run: Run) -> None:
@@ -315,7 +308,7 @@ class MetricsWriter(Callback):
         weightless = torch.as_tensor(self._weightless, device=result.grad_norm.device)
         named = {"loss": result.loss.loss, "grad_norm": result.grad_norm, "skipped": skipped, "weightless": weightless}
         named |= result.loss.metrics
-        if self._parameter_norm:
+        if run.config.run.exp_manager.log_parameter_norm:
             named["parameter_norm"] = session.model.parameter_norm()
         values = torch.stack([value.detach().float() for value in named.values()]).tolist()  # the one copy
         steps = max(1, state.step - self._logged_step)
@@ -338,13 +331,13 @@ class MetricsWriter(Callback):
             "loss": scalars.pop("loss"),
             "grad_norm": scalars.pop("grad_norm"),
             "skipped_steps": int(scalars.pop("skipped")),
-            "lr": session.horizon.lr * result.lr_factor,
+            "lr": run.config.run.model.optim.lr * result.lr_factor,
             "tokens_per_s": tokens_per_s,
             "mfu": None if self._peak is None else self._flops.strict * tokens_per_s / self._peak,
             "mfu_palm": None if self._peak is None else self._flops.palm * tokens_per_s / self._peak,
             "data_wait_s": (run.waited_s - self._waited) / steps,
             "step_time_s": seconds / steps,
-            "max_memory_bytes": max_memory_bytes(session.engine.device),
+            "max_memory_bytes": profile_of(session.engine.device).operations.max_memory_bytes(session.engine.device),
             **scalars,
             **self._start,
             **self._more(),

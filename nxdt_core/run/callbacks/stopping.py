@@ -13,7 +13,7 @@ from nxdt_core.config.schema import EarlyStoppingParams, mode_of
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.training import MetricNotLogged, StepNotFinite
-from nxdt_core.run.callbacks.console import Console
+from nxdt_core.run.log import Console
 
 if TYPE_CHECKING:
     from nxdt_core.launch.supervision.client import Client
@@ -232,15 +232,9 @@ class TimeLimit(Callback):
 class NonFiniteGuard(Callback):
     """Ends a run with an error after a step that was left out.
 
-    The count of such steps is on the device. It is read every ``every`` steps, when the metrics wait for the device
-    anyway, and after each step where that costs no wait. Until then such steps change nothing.
-
-    Args:
-        every: steps between two looks.
+    The count of such steps is on the device. It is read every ``trainer.log_every_n_steps`` steps, when the metrics
+    wait for the device anyway, and after each step where that costs no wait. Until then such steps change nothing.
     """
-
-    def __init__(self, every: int) -> None:
-        self._every = every
 
     def on_step_end(self, run: Run) -> None:
         """Look, where it is time to.
@@ -249,7 +243,8 @@ class NonFiniteGuard(Callback):
             StepNotFinite: on all ranks.
         """
         session, result = run.session, run.last
-        looks = run.step % self._every == 0 or run.step == run.max_steps or profile_of(session.engine.device).host
+        every = run.config.run.trainer.log_every_n_steps
+        looks = run.step % every == 0 or run.step == run.max_steps or profile_of(session.engine.device).host
         skipped = int(session.optimizer.skipped_steps) if looks else 0
         if skipped and result is not None:
             loss, norm = float(result.loss.loss), float(result.grad_norm)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,21 +29,17 @@ def adam(groups: list[ParameterGroup], config: AdamConfig) -> torch.optim.Optimi
     return eager(torch.optim.Adam)(as_torch(groups), **_adam(groups, config))
 
 
-def _of_torch(kind: Any, *keys: str) -> Callable[[list[ParameterGroup], Any], torch.optim.Optimizer]:
-    """Return what makes an optimizer of torch over groups; ``keys`` of its section have the names that torch gives."""
-
-    def make(groups: list[ParameterGroup], config: Any) -> torch.optim.Optimizer:
-        return eager(kind)(as_torch(groups), **{key: getattr(config, key) for key in keys})
-
-    return make
+def _of_torch(kind: Any, keys: Sequence[str], groups: list[ParameterGroup], config: Any) -> torch.optim.Optimizer:
+    """Return an optimizer of torch over groups; ``keys`` of its section have the names that torch gives."""
+    return eager(kind)(as_torch(groups), **{key: getattr(config, key) for key in keys})
 
 
-sgd = _of_torch(torch.optim.SGD, "momentum", "dampening", "nesterov")
-adadelta = _of_torch(torch.optim.Adadelta, "rho", "eps")
-adamax = _of_torch(torch.optim.Adamax, "betas", "eps")
-adagrad = _of_torch(torch.optim.Adagrad, "lr_decay", "initial_accumulator_value", "eps")
-rmsprop = _of_torch(torch.optim.RMSprop, "alpha", "eps", "momentum", "centered")
-rprop = _of_torch(torch.optim.Rprop, "etas", "step_sizes")
+sgd = partial(_of_torch, torch.optim.SGD, ("momentum", "dampening", "nesterov"))
+adadelta = partial(_of_torch, torch.optim.Adadelta, ("rho", "eps"))
+adamax = partial(_of_torch, torch.optim.Adamax, ("betas", "eps"))
+adagrad = partial(_of_torch, torch.optim.Adagrad, ("lr_decay", "initial_accumulator_value", "eps"))
+rmsprop = partial(_of_torch, torch.optim.RMSprop, ("alpha", "eps", "momentum", "centered"))
+rprop = partial(_of_torch, torch.optim.Rprop, ("etas", "step_sizes"))
 
 
 def _adam(groups: list[ParameterGroup], config: AdamConfig) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import time
 
 import click
 
-from nxdt_core.run.callbacks.console import Console
+from nxdt_core.run.log import Console
 
 RUN = (
     "trainer.max_steps=4",

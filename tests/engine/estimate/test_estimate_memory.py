@@ -8,7 +8,7 @@ import torch
 from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType
 
 from nxdt_core.config import load
-from nxdt_core.distributed.devices import max_memory_bytes, reset_max_memory
+from nxdt_core.distributed.devices import profile_of
 from nxdt_core.engine.estimate.trace import LiveBytes
 from nxdt_core.models import loss
 from nxdt_core.protocols.batch import Batch
@@ -199,6 +199,8 @@ def test_an_accelerators_own_count_is_what_was_planned(precision, micro_batches)
     gc.collect()  # the runs of earlier cases are in reference cycles
     run = Run(config)
     run.step(micro_batches)
-    reset_max_memory(run.engine.device)
+    profile_of(run.engine.device).operations.reset_max_memory(run.engine.device)
     run.step(micro_batches)
-    assert plan(config).estimate.fullest.memory.total == pytest.approx(max_memory_bytes(run.engine.device), rel=WITHIN)
+    assert plan(config).estimate.fullest.memory.total == pytest.approx(
+        profile_of(run.engine.device).operations.max_memory_bytes(run.engine.device), rel=WITHIN
+    )

@@ -12,9 +12,9 @@ from nxdt_testing.runs.moe_config import MoEConfig, MoEModelConfig
 
 from nxdt_core.engine.expert import apply_expert_parallel
 from nxdt_core.engine.mesh import ParallelMesh
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.errors.launch import ShardDoesNotDivide, TensorPlanUnusable
 from nxdt_core.errors.layouts import ExpertsDoNotDivide, ModelWithoutExperts
+from nxdt_core.models.patterns import modules_at
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan
 

@@ -10,13 +10,12 @@ from nxdt_plugin_llama.config import LlamaConfig
 from nxdt_testing.errors import raises
 from torch import nn
 
-from nxdt_core.engine.layout import LayoutOptions, parallelize
+from nxdt_core.engine.layout import LayoutOptions, check_whole_backward, parallelize
 from nxdt_core.engine.mesh import ParallelMesh
 from nxdt_core.engine.pipeline.schedules import (
     Operation,
     bubble_fraction,
     check_micro_batches,
-    check_whole_backward,
     make_schedule,
     schedule_operations,
 )

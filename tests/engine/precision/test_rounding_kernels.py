@@ -31,7 +31,7 @@ from nxdt_core.engine.optim.updates import (
     stand_ins,
 )
 from nxdt_core.engine.precision import rounded_weights
-from nxdt_core.models.random.positions import hashed, noises, rounded
+from nxdt_core.models.random.rounding import hashed, noises, rounded
 from nxdt_core.protocols.optimizer import ParameterShard
 from nxdt_core.protocols.tensor_shards import TensorSlice
 from tests.integer_widths import IntegerOperations, IntegerWidths

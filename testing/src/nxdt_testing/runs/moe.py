@@ -88,7 +88,14 @@ class MoEBuilder(ModelBuilder):
         widths = c.moe.top_k * c.ffn_hidden_size + c.moe.shared_ffn_hidden_size
         weights = c.num_layers * c.hidden_size * (3 * widths + c.moe.num_experts)
         return decoder_flops_per_token(
-            c, sequence_length, feed_forward=weights, vocab_rows=c.vocab_size, window=c.window
+            sequence_length,
+            layers=c.num_layers,
+            hidden_size=c.hidden_size,
+            query_width=c.num_attention_heads * c.head_size,
+            kv_width=c.kv_heads * c.head_size,
+            feed_forward=weights,
+            vocab_rows=c.vocab_size,
+            window=c.window,
         )
 
 

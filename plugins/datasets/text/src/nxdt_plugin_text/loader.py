@@ -91,8 +91,12 @@ class TextData(DatasetSplits):
         self._config = config
         self._tokenizer: Tokenizer = context.tokenizer
         self._seq_length = context.seq_length
-        self._bos_id = _special("data.add_bos", config.add_bos, self._tokenizer.bos_id, "begin of text")
-        self._eos_id = _special("data.add_eos", config.add_eos, self._tokenizer.eos_id, "end of text")
+        self._bos_id = self._tokenizer.bos_id if config.add_bos else None
+        self._eos_id = self._tokenizer.eos_id if config.add_eos else None
+        if config.add_bos and self._bos_id is None:
+            raise SpecialTokenMissing(key="data.add_bos", token="begin of text")
+        if config.add_eos and self._eos_id is None:
+            raise SpecialTokenMissing(key="data.add_eos", token="end of text")
         self._train_and_validation: tuple[PackedDataset, PackedDataset] | None = None
 
     def split(self, name: SplitName) -> PackedDataset | dict[str, PackedDataset] | None:
@@ -153,9 +157,3 @@ class TextData(DatasetSplits):
             eod_id=self._eos_id if self._config.eod_mask_loss else None,
         )
         return PackedDataset(stream, seq_length=self._seq_length, packing=packing, source=source)
-
-
-def _special(key: str, wanted: bool, token_id: int | None, meaning: str) -> int | None:
-    if wanted and token_id is None:
-        raise SpecialTokenMissing(key=key, token=meaning)
-    return token_id if wanted else None

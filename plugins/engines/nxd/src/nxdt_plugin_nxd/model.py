@@ -24,7 +24,7 @@ from nxdt_core.engine.model import TokenValues
 from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
 from nxdt_core.engine.parameters import check_loadable
 from nxdt_core.errors.training import OptimizerNeedsWholeParameters, OptimizerStateDoesNotFit
-from nxdt_core.models.random.positions import rounded_block
+from nxdt_core.models.random.rounding import rounded_block
 from nxdt_core.protocols.batch import Batch
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard

@@ -126,7 +126,7 @@ class NxdtModule(pl.LightningModule):
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""
         storage, _ = build.locate(self.config, uri)
-        horizon = self.session.horizon.max_steps
+        horizon = self.session.config.run.model.optim.sched.max_steps
         self.saved = self.session.save(storage, extra={"lightning": lightning, "horizon": horizon})
         return self.saved
 
@@ -142,7 +142,7 @@ class NxdtModule(pl.LightningModule):
         if self._logs_metrics:
             loss = self.last.loss
             self.log_dict({"loss": loss.loss, "grad_norm": self.last.grad_norm, **loss.metrics}, batch_size=1)
-            self.log("lr", self.session.horizon.lr * self.last.lr_factor, batch_size=1)
+            self.log("lr", self.session.config.run.model.optim.lr * self.last.lr_factor, batch_size=1)
 
     def on_train_start(self) -> None:
         """Turn automatic garbage collections off where ``trainer.gc_interval`` says so."""

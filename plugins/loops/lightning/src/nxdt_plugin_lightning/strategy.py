@@ -30,7 +30,6 @@ from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
-from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.engine import ParallelEngine
 from nxdt_core.train import build, start_engine
 from nxdt_plugin_lightning.errors import NotOurModule, TrainerArgumentsIgnored
@@ -206,7 +205,7 @@ class NxdtStrategy(Strategy):
         self.cluster_environment = StartedProcesses()
         complete_variables()
         if engine is None and not self._may_launch:
-            check_world_size(config, read_rank_environment())
+            build.check_world_size(config)
 
     @cached_property
     def engine(self) -> ParallelEngine:
@@ -215,7 +214,7 @@ class NxdtStrategy(Strategy):
         Raises:
             WorldSizeMismatch: their number is not that of the configuration.
         """
-        check_world_size(self.config, read_rank_environment())
+        build.check_world_size(self.config)
         return build.engine(self.config)
 
     @property

@@ -117,7 +117,15 @@ class GPTBuilder(ModelBuilder):
         c = self.config
         block = (3 if c.gated else 2) * c.hidden_size * c.ffn_size
         rows = 1 if c.score_head else c.vocab_rows
-        return decoder_flops_per_token(c, sequence_length, feed_forward=c.num_layers * block, vocab_rows=rows)
+        return decoder_flops_per_token(
+            sequence_length,
+            layers=c.num_layers,
+            hidden_size=c.hidden_size,
+            query_width=c.num_attention_heads * c.head_size,
+            kv_width=c.kv_heads * c.head_size,
+            feed_forward=c.num_layers * block,
+            vocab_rows=rows,
+        )
 
     def config_to_hf(self) -> dict[str, Any]:
         """Return the ``config.json``, with keys that both transformers 4 and 5 read. Dropout behind the activation,

@@ -1,4 +1,4 @@
-"""Random numbers by position: positions of a block's elements in the whole parameter, and stochastic rounding by them.
+"""Stochastic rounding by random numbers that depend on the positions of elements in the whole parameter.
 
 Stochastic rounding of float32 to bfloat16 (Gupta et al. 2015, arXiv:1502.02551): a value between two neighbours goes to
 the upper one with the probability that makes its mean exact. Sums of steps that are each too small for bfloat16 are
@@ -9,11 +9,11 @@ compiler merges with what computes the values.
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
+
+from nxdt_core.models.random.init import rows_of
 
 KEY_WORDS = 4
 """32-bit words of a key. The last is 0, so that each key in a table starts at a multiple of 16 bytes, where
@@ -26,70 +26,6 @@ _MULTIPLIER_2 = 0x846CA68B - (1 << 32)
 public domain ``lowbias32``)."""
 _MULTIPLIER_3 = 0x9E3779B1 - (1 << 32)
 """Odd and near 2³² divided by the golden ratio (Knuth, The Art of Computer Programming, section 6.4)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """Equally long runs of elements that follow each other in a block and in the whole parameter."""
-
-    first: int
-    """Number of the first row's first element in the whole parameter, row-major."""
-    count: int
-    columns: int
-    """Elements of a row."""
-    gap: int
-    """Elements of the whole parameter between a row's last element and the next row's first."""
-
-    @property
-    def elements(self) -> int:
-        """Elements of all rows."""
-        return self.count * self.columns
-
-    def numbers(self, device: torch.device) -> torch.Tensor:
-        """Return the elements' numbers in the whole parameter, int64 [elements]."""
-        places = torch.arange(self.elements, dtype=torch.int64, device=device)
-        return places + places.div(self.columns, rounding_mode="floor").mul_(self.gap).add_(self.first)
-
-    def pieces(self, limit: int) -> Iterator[Rows]:
-        """Yield these rows in their order, at most ``limit`` elements at a time: whole rows, or a part of one."""
-        height, width = max(1, limit // self.columns), min(limit, self.columns)
-        for row in range(0, self.count, height):
-            for column in range(0, self.columns, width):
-                first = self.first + row * (self.columns + self.gap) + column
-                yield Rows(first, min(height, self.count - row), min(width, self.columns - column), self.gap)
-
-
-def rows_of(shape: Sequence[int], starts: Sequence[int], sizes: Sequence[int]) -> list[Rows]:
-    """Return the rows of a block, equally many in each item.
-
-    One item, and in it one row where the block has no gaps, but for a block that is cut along three dimensions or more.
-
-    Args:
-        shape: shape of the whole parameter.
-        starts: where the block starts, one number per dimension.
-        sizes: shape of the block.
-    """
-    # Dimensions that are taken whole are merged into the one before. Mostly one or two remain, and each costs a
-    # division per element.
-    merged = [(1, 0, 1)]
-    for extent, start, size in zip(shape, starts, sizes, strict=True):
-        if (start, size) == (0, extent):
-            extent_before, start_before, size_before = merged[-1]
-            merged[-1] = (extent_before * extent, start_before * extent, size_before * size)
-        elif merged[-1] == (1, 0, 1):
-            merged[-1] = (extent, start, size)
-        else:
-            merged.append((extent, start, size))
-    shape, starts, sizes = zip(*merged, strict=True)
-    if len(shape) == 1:
-        return [Rows(starts[0], 1, sizes[0], 0)]
-    *outer, count, columns = sizes
-    whole = math.prod(shape[-2:])
-    first = starts[-2] * shape[-1] + starts[-1]
-    numbers = [0]
-    for extent, start, size in zip(shape[:-2], starts, outer, strict=False):
-        numbers = [number * extent + start + along for number in numbers for along in range(size)]
-    return [Rows(number * whole + first, count, columns, shape[-1] - columns) for number in numbers]
 
 
 def rounding_key(seed: int, name: str) -> tuple[int, int, int, int]:
