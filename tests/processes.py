@@ -28,7 +28,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -88,14 +87,16 @@ class ForkClient:
         self, connect: Callable[[], socket.socket], environment: Mapping[str, str], *, without_hub: bool = False
     ) -> None:
         self._connect = connect
+        self._connection: socket.socket | None = None
         self._environment = dict(environment)
         self._read_once = _READ_ONCE if without_hub else _READ_ONCE_WITH_HUB
         self._lock = threading.Lock()
 
-    @cached_property
-    def connection(self) -> socket.socket:
-        """The connection to the server, which is started for it."""
-        return self._connect()
+    def connect(self) -> socket.socket:
+        """Return the connection to the server, which the first call starts."""
+        if self._connection is None:
+            self._connection = self._connect()
+        return self._connection
 
     def fits(self, environment: Mapping[str, str]) -> bool:
         """Return whether a new interpreter in ``environment`` would have read what the server has read."""
@@ -110,9 +111,10 @@ class ForkClient:
         """Return the process id of a new child of this process that carries out ``task``."""
         message = json.dumps(task).encode("utf-8", "surrogatepass")
         with self._lock:
-            socket.send_fds(self.connection, [struct.pack("!I", len(message))], list(streams))
-            self.connection.sendall(message)
-            answer = self.connection.recv(4, socket.MSG_WAITALL)
+            connection = self.connect()
+            socket.send_fds(connection, [struct.pack("!I", len(message))], list(streams))
+            connection.sendall(message)
+            answer = connection.recv(4, socket.MSG_WAITALL)
         if len(answer) < 4:
             raise RuntimeError("The server that forks processes for tests has ended; what it wrote says why.")
         (pid,) = struct.unpack("!I", answer)
@@ -213,7 +215,7 @@ def _task(
 @contextmanager
 def fork_workers() -> Iterator[None]:
     """Start the server, and fork what is started by :mod:`subprocess` meanwhile; each fork has a server of its own."""
-    _clients[0].connection  # noqa: B018
+    _clients[0].connect()
     plain = subprocess.Popen
     os.environ[_KEEPS_SERVER] = "1"
     subprocess.Popen = Popen  # type: ignore[misc]

@@ -31,8 +31,8 @@ from nxdt_core.models.loss import (
     TokenLosses,
     cross_entropies,
     row_cross_entropies,
-    row_weights,
     softcapped,
+    target_ids,
     whole_vocabulary_cross_entropies,
 )
 from nxdt_core.models.patterns import modules_at, styled
@@ -204,9 +204,8 @@ def linear_cross_entropies(
         [...], equal on all ranks.
     """
     rows = hidden.reshape(-1, hidden.shape[-1])
-    _, targets = row_weights(rows, labels, None)
     losses: torch.Tensor = _CrossEntropies.apply(  # type: ignore[no-untyped-call]
-        rows, weight, bias, targets, tokens, kernels, group
+        rows, weight, bias, target_ids(labels), tokens, kernels, group
     )
     return losses.view(labels.shape)
 
@@ -348,7 +347,7 @@ def vocabulary_parallel_cross_entropies(
         columns = torch.zeros(len(rows), dtype=torch.int64, device=rows.device)
         elsewhere = torch.ones_like(columns, dtype=torch.bool)
     else:
-        columns, elsewhere = local_vocab_rows(row_weights(rows, labels, None)[1], rows.shape[1], group)
+        columns, elsewhere = local_vocab_rows(target_ids(labels), rows.shape[1], group)
     hits = torch.where(elsewhere, 0.0, -1.0).to(torch.promote_types(rows.dtype, torch.float32))
     whole_rows = functools.partial(combine_vocab_shards, elsewhere=elsewhere, group=group)
     return row_cross_entropies(rows, columns, kernels, hits=hits, combine=whole_rows).view(logits.shape[:-1])

@@ -151,6 +151,8 @@ class WeightsDoNotFit(NxdtError):
     shapes: list[str]
     saved: list[str] | None = None
     """For an nxdt checkpoint: keys of the model that differed in its run, with the values of that run."""
+    resumes: bool = False
+    """True if that checkpoint is in the store of this run, whose name is then taken."""
     directory: str | None = None
     """Directory of another program's weights."""
     says_sizes: bool = False
@@ -172,7 +174,8 @@ class WeightsDoNotFit(NxdtError):
             advice = "Name the configuration that they were trained with."
         else:
             advice = f"Their run had {', '.join(self.saved[:8])}. " if self.saved else ""
-            advice += "Use the configuration that the weights were trained with, or give the new run another name=…."
+            advice += "Use the configuration that the weights were trained with"
+            advice += ", or give the new run another name=…." if self.resumes else "."
             if self.saved is not None and not self.shapes:
                 advice += " With checkpoint.strict=false what both have is loaded."
         return {**super()._view(), "summary": "; ".join(parts), "place": place, "advice": advice}

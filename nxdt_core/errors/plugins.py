@@ -86,16 +86,21 @@ UnknownKind = NxdtError.define(
     also=lambda error: {"hint": f"Did you mean {one_of(error.close)}? " if error.close else ""},
 )
 
+_LOCAL_STORE = (
+    " For a store in a plugin file, list the file in plugins.local of the configuration; commands on checkpoints take"
+    " the configuration as --config FILE."
+)
 UnknownScheme = NxdtError.define(
     "NXDT-K005",
     "No usable plugin stores checkpoints at addresses of a scheme.",
     "No plugin stores checkpoints at {scheme}:// addresses.{bad}",
-    "{hint}Use a plain path, or an address that begins with {schemes}.",
+    "{hint}Use a plain path, or an address that begins with {schemes}.{local}",
     defaults={"unusable": (), "install": None},
     also=lambda error: {
         "bad": _unusable(error.unusable),
         "hint": f"Install the plugin: pip install {error.install}. " if error.install else "",
         "schemes": either([f"{name}://" for name in error.available]) if error.available else "no scheme",
+        "local": "" if error.install or error.unusable else _LOCAL_STORE,
     },
 )
 

@@ -291,7 +291,7 @@ def cross_entropy_sum(
             means = logits.mean(-1, dtype=dtype)
         losses = (1 - smoothing) * losses + smoothing * (partition - means)
     losses = losses.flatten()
-    counts, _ = row_weights(losses, labels, weights)
+    counts = row_weights(labels, weights, torch.promote_types(losses.dtype, torch.float32))
     return (losses * counts).sum(), counts.sum()
 
 
@@ -322,22 +322,23 @@ def whole_vocabulary_cross_entropies(
             rows, columns, kernels, hits=no_hits, combine=lambda sums, at: (sums, torch.zeros_like(at))
         )
         return sums.view(logits.shape[:-1])
-    _, targets = row_weights(rows, labels, None)
+    targets = target_ids(labels)
     if kernels is not IN_CHUNKS:
         return row_cross_entropies(rows, targets, kernels).view(labels.shape)
     losses: torch.Tensor = _CrossEntropies.apply(rows, targets)  # type: ignore[no-untyped-call]
     return losses.view(labels.shape)
 
 
-def row_weights(
-    logits: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what each row counts, in the dtype of accumulation, and its target; 0 and id 0 where the label is −100."""
+def target_ids(labels: torch.Tensor) -> torch.Tensor:
+    """Return the target of each row [rows], which is id 0 where the label is −100."""
     targets = labels.reshape(-1)
-    accumulation = torch.promote_types(logits.dtype, torch.float32)
-    labelled = targets != IGNORE_INDEX
-    counts = labelled.to(accumulation) if weights is None else weights.reshape(-1).to(accumulation) * labelled
-    return counts, targets.masked_fill(~labelled, 0)
+    return targets.masked_fill(targets == IGNORE_INDEX, 0)
+
+
+def row_weights(labels: torch.Tensor, weights: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    """Return the weight of each row [rows] in ``dtype``, which is 0 where the label is −100."""
+    labelled = labels.reshape(-1) != IGNORE_INDEX
+    return labelled.to(dtype) if weights is None else weights.reshape(-1).to(dtype) * labelled
 
 
 class _CrossEntropies(torch.autograd.Function):

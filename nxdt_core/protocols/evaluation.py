@@ -31,7 +31,7 @@ class Metric(ABC):
 
 class TaskSuite(ABC):
     """The target of the kind ``task``, called as ``Target(tasks, path)`` before a model is loaded: with the names
-    of ``--task`` and the directory of ``--task-path``, or None. It raises an error for a task that it does not have."""
+    of ``--task`` and the directory of ``--task-path``, or None. It raises an NxdtError for an unknown task."""
 
     def __init__(self, tasks: Sequence[str], path: str | None) -> None:
         self.tasks, self.path = tasks, path

@@ -22,9 +22,10 @@ from nxdt_core.distributed.devices import profile_of, register_profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.distributed.process_group import Ranks
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.launch import TensorPlanUnusable, WorldSizeMismatch
+from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
+from nxdt_core.errors.ranks import WorldSizeMismatch
 from nxdt_core.errors.training import CannotWriteRunDirectory, NoMasterWeights, TrainableEmpty
 from nxdt_core.kernel.plugin import BUILTIN, LOCAL
 from nxdt_core.models.patterns import matches_within

@@ -590,6 +590,7 @@ class TrainSession:
             keys = [key for key in ("name", *keys_of(cls)) if key in before]
             differing = [key for key in keys if before[key] not in (shown.get(key), values.get(key))]
             error.saved = [f"model.{key}={before[key]}" for key in differing]
+            error.resumes = storage.uri == build.storage(config).uri
             raise
         try:
             if optimizer is not None and same_layout:

@@ -180,7 +180,7 @@ _COMMANDS = (
     ("verify", "--deep"),
     ("inspect", "--tensors"),
     ("inspect", "--json"),
-    ("inspect", "--config"),
+    ("inspect", "--saved-config"),
 )
 
 

@@ -26,6 +26,8 @@ CAUGHT_BY = {
     "CountsFromOne": {RANK},
     "KnowsOneDevice": {RANK},
     "MeetsOnItsOwnHost": {MEET},
+    "MeetsWhereverItRuns": {MEET},
+    "MeetsOnLoopback": {MEET},
     "DerivesNoPort": {MEET},
     "RaisesKeyError": {WRONG},
     "ReadsNonsenseAsInt": {WRONG},

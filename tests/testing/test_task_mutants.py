@@ -20,6 +20,7 @@ CAUGHT_BY = {
     "IsCalled": EVERY - {UNKNOWN},
     "FindsUnknownTasksLate": {UNKNOWN},
     "DoesNotNameTheTask": {UNKNOWN},
+    "RaisesKeyError": {UNKNOWN},
     "ForgetsATask": {FINITE},
     "ReturnsTensors": {FINITE},
     "AddsATensor": {FINITE},

@@ -116,7 +116,7 @@ READS = {
     "list": ("checkpoint", "list", "stranger"),
     "verify": ("checkpoint", "verify", "stranger", "--deep"),
     "inspect": ("checkpoint", "inspect", "stranger"),
-    "inspect --config": ("checkpoint", "inspect", "stranger", "--config"),
+    "inspect --saved-config": ("checkpoint", "inspect", "stranger", "--saved-config"),
     "diff": ("checkpoint", "diff", "stranger", f"stranger/{STEP}"),
     "copy": ("checkpoint", "copy", "stranger", "copied"),
     "prune": ("checkpoint", "prune", "stranger", "--keep-last", 1),
@@ -297,7 +297,7 @@ def test_the_text_of_a_template_travels_with_the_checkpoint(tmp_path, nxdt, monk
     (within,) = Path("mine/checkpoints").rglob("hf/chat_template.jinja")
     assert within.read_text() == text
     assert nxdt("generate", "mine/checkpoints", "Hello", "--chat", "--max-new-tokens", 1)[0] == 0
-    status, kept = nxdt("checkpoint", "inspect", "mine/checkpoints", "--config")
+    status, kept = nxdt("checkpoint", "inspect", "mine/checkpoints", "--saved-config")
     assert status == 0
     assert "chatml" not in kept.partition("chat_template:")[2].splitlines()[0]
     assert sys.modules.get("evil") is None

@@ -22,8 +22,16 @@ from nxdt_core.checkpoint.format.digested_files import VerifiedFile
 from nxdt_core.checkpoint.format.file_names import digests_name, manifest_key, step_name, step_prefix
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_manifest, digest
 from nxdt_core.checkpoint.signing import TrustedKeys, read_signature, write_signature
-from nxdt_core.checkpoint.storage import explained_os_errors, locate
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, file_threads, look_for_committed, own_for, trusted_keys
+from nxdt_core.checkpoint.storage import explained_os_errors
+from nxdt_core.cli.checkpoint.store import (
+    EXAMPLE_URI,
+    as_named,
+    file_threads,
+    look_for_committed,
+    named_config,
+    own_for,
+    trusted_keys,
+)
 from nxdt_core.cli.terminal import byte_bar, human_size
 from nxdt_core.cli.verb import as_json, print_json, say, verb
 from nxdt_core.errors.checkpoints import (
@@ -47,11 +55,19 @@ from nxdt_core.protocols.store import CheckpointStore
     "--steps", default="all", show_default=True, help="Which committed steps of SRC: all, newest, or numbers: 20,40."
 )
 @click.option("--deep", is_flag=True, help="Also read the files that are at DST already, and replace damaged ones.")
+@named_config
 @trusted_keys
 @file_threads
 @as_json
 def copy(
-    source: str, destination: str, steps: str, deep: bool, trusted: tuple[str, ...], threads: int, json_output: bool
+    source: str,
+    destination: str,
+    steps: str,
+    deep: bool,
+    config: str | None,
+    trusted: tuple[str, ...],
+    threads: int,
+    json_output: bool,
 ) -> None:
     """Copy committed checkpoints from SRC to DST, addresses of any two stores.
 
@@ -59,7 +75,8 @@ def copy(
     of it is there. After an interruption the same command resumes: complete files are not copied again. With --trusted
     only what one of the keys has signed is copied.
     """
-    origin, statuses = look_for_committed(source)
+    find, keys = as_named(config, trusted)
+    origin, statuses = look_for_committed(source, find)
     chosen = sorted(statuses, key=lambda status: -status.step)  # a run resumes from the newest
     if steps == "newest":
         chosen = chosen[:1]
@@ -74,11 +91,10 @@ def copy(
             reason = f"step {missing[0]} is not committed; the committed steps there are {committed}"
             raise CheckpointNotFound(where=source, reason=reason)
         chosen = [status for status in chosen if status.step in wanted]
-    target, step = locate(destination)
+    target, step = find(destination)
     others = [status.step for status in chosen if status.step != step]
     if step is not None and others:
         raise CopyOntoOtherStep(where=destination, reason=f"it names step {step}, and step {others[0]} is copied")
-    keys = TrustedKeys(trusted) if trusted else None
     reports = []
     with own_for("copy", target) as ownership:
         for status in chosen:

@@ -22,7 +22,7 @@ from nxdt_core.checkpoint.format.state_tree import ValueDifference, compare_tree
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
 from nxdt_core.checkpoint.read.load import check_fits, fill
 from nxdt_core.checkpoint.storage import explained_os_errors
-from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, open_one
+from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, as_named, named_config, open_one
 from nxdt_core.cli.terminal import byte_bar, print_table
 from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.distributed.buckets import buckets
@@ -271,14 +271,23 @@ def _state(side: Side, name: str) -> Any:
     type=click.Choice(["model", "optim", "state", "config"]),
     help="What to compare; may be given several times. Everything unless given.",
 )
+@named_config
 @as_json
 @click.pass_context
-def diff(ctx: click.Context, first: str, second: str, subjects: tuple[str, ...], json_output: bool) -> None:
+def diff(
+    ctx: click.Context,
+    first: str,
+    second: str,
+    subjects: tuple[str, ...],
+    config: str | None,
+    json_output: bool,
+) -> None:
     """Compare the checkpoints A and B, bit by bit: addresses of steps, or of stores whose newest one is meant.
 
     They may be saved in different layouts. Exit status 1 where anything differs.
     """
-    sides = Side(*open_one(first)), Side(*open_one(second))
+    find, _ = as_named(config)
+    sides = Side(*open_one(first, find)), Side(*open_one(second, find))
     addresses = [f"{side.storage.uri}/{step_name(side.manifest.step)}" for side in sides]
     chosen = [subject for subject in SUBJECTS if subject in subjects or not subjects]
     size = sum(entry.size_bytes for entry in sides[0].manifest.files.values())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -70,18 +71,28 @@ named_config = click.option(
 )
 
 
-def located(uri: str) -> tuple[CheckpointStore, int | None]:
-    """Return the store and the step that an address names: of a run's directory, its checkpoints."""
-    return with_best(uri, locate)
+Locate = Callable[[str], tuple["CheckpointStore", int | None]]
 
 
-def look_for_committed(uri: str) -> tuple[CheckpointStore, list[CheckpointStatus]]:
+def as_named(config: str | None, trusted: Sequence[str] = ()) -> tuple[Locate, TrustedKeys | None]:
+    """Return what finds the store and the step of an address, and the keys of which one must have signed what is read,
+    as the options ``--config`` and ``--trusted`` say."""
+    if config is None:
+        return locate, TrustedKeys(tuple(trusted)) if trusted else None
+    from nxdt_core.config import load
+    from nxdt_core.train import build  # imports torch
+
+    run = load(config)
+    return partial(build.locate, run), TrustedKeys(tuple(trusted)) if trusted else build.trusted_keys(run)
+
+
+def look_for_committed(uri: str, find: Locate) -> tuple[CheckpointStore, list[CheckpointStatus]]:
     """Return the store that an address names, and its steps but for unfinished ones, or the one step that it names.
 
     Raises:
         CheckpointNotFound: nothing is left; the error says what is there instead.
     """
-    storage, step = located(uri)
+    storage, step = with_best(uri, find)
     statuses = list_checkpoints(storage, step)
     finished = [status for status in statuses if status.state != "unfinished"]
     if not finished:
@@ -89,7 +100,7 @@ def look_for_committed(uri: str) -> tuple[CheckpointStore, list[CheckpointStatus
     return storage, finished
 
 
-def open_one(uri: str) -> tuple[CheckpointStore, Manifest]:
+def open_one(uri: str, find: Locate) -> tuple[CheckpointStore, Manifest]:
     """Return the checkpoint that an address ends with, or else the newest committed one there.
 
     Raises:
@@ -97,7 +108,7 @@ def open_one(uri: str) -> tuple[CheckpointStore, Manifest]:
         CheckpointDamaged: its manifest is not what was written.
         CheckpointTooNew: a later version wrote it.
     """
-    storage, step = located(uri)
+    storage, step = with_best(uri, find)
     newest = next((status.step for status in newest_first(storage, step) if status.state != "unfinished"), None)
     if newest is None:
         raise CheckpointNotFound(where=uri, reason=nothing_at(storage, list_checkpoints(storage, step)))
@@ -151,15 +162,16 @@ def on_all_ranks(work: Callable[[RankAgreement | None], _T], report: Callable[[_
 
 @verb(f"nxdt checkpoint list {EXAMPLE_URI}", f"nxdt checkpoint list {EXAMPLE_URI} --json", name="list")
 @click.argument("uri")
+@named_config
 @as_json
-def list_(uri: str, json_output: bool) -> None:
+def list_(uri: str, config: str | None, json_output: bool) -> None:
     """List the checkpoints at URI: committed, unfinished and damaged ones.
 
     URI may also be the directory of a run, or name one step, or `best`: the one that checkpoint.monitor ranks first.
 
     Missing files and wrong sizes are seen here; changed bytes are found by `verify --deep`, which reads them all.
     """
-    storage, step = located(uri)
+    storage, step = with_best(uri, as_named(config)[0])
     statuses = list_checkpoints(storage, step)
     objects, rows = [], []
     for status in statuses:
@@ -206,25 +218,26 @@ def list_(uri: str, json_output: bool) -> None:
 @verb(
     f"nxdt checkpoint inspect {EXAMPLE_URI}",
     f"nxdt checkpoint inspect {EXAMPLE_URI}/step-00000040 --tensors",
-    f"nxdt checkpoint inspect {EXAMPLE_URI} --config > again.yaml",
+    f"nxdt checkpoint inspect {EXAMPLE_URI} --saved-config > again.yaml",
     f"nxdt checkpoint inspect {EXAMPLE_URI} --json",
 )
 @click.argument("uri")
 @click.option("--tensors", is_flag=True, help="List every tensor.")
-@click.option("--config", "only_config", is_flag=True, help="Print the saved configuration, as YAML or JSON.")
+@click.option("--saved-config", is_flag=True, help="Print the saved configuration, as YAML or JSON.")
+@named_config
 @as_json
-def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> None:
+def inspect(uri: str, tensors: bool, saved_config: bool, config: str | None, json_output: bool) -> None:
     """Show what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names. URI may
     end in `best`, the step that checkpoint.monitor ranks first.
     """
     import yaml
 
-    storage, manifest = open_one(uri)
+    storage, manifest = open_one(uri, as_named(config)[0])
     facts, address = manifest.facts, f"{storage.uri}/{step_name(manifest.step)}"
-    if only_config:
-        config = dict(facts.config)
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        print_json(config) if json_output else say(text, end="")
+    if saved_config:
+        saved = dict(facts.config)
+        text = yaml.safe_dump(saved, sort_keys=False, allow_unicode=True)
+        print_json(saved) if json_output else say(text, end="")
         return
     signer = claimed_signer(storage, manifest)
     sections: dict[str, dict[str, Any]] = {}
@@ -314,19 +327,28 @@ def _pairs(values: Mapping[str, object]) -> str:
 )
 @click.argument("uri")
 @click.option("--deep", is_flag=True, help="Read every byte and compare it with its digest.")
+@named_config
 @trusted_keys
 @file_threads
 @as_json
 @click.pass_context
-def verify(ctx: click.Context, uri: str, deep: bool, trusted: tuple[str, ...], threads: int, json_output: bool) -> None:
+def verify(
+    ctx: click.Context,
+    uri: str,
+    deep: bool,
+    config: str | None,
+    trusted: tuple[str, ...],
+    threads: int,
+    json_output: bool,
+) -> None:
     """Check the committed checkpoints at URI: manifests, signatures, files, their sizes and the files of their digests.
 
     With --deep every byte is read and compared with its digest: nothing else finds a changed one. A wrong
     signature is damage. Without --trusted, unsigned checkpoints and signatures of any key are accepted. URI may name
     one step. A step that a run deletes meanwhile is left out. Exit status 1 where anything is damaged or not trusted.
     """
-    storage, statuses = look_for_committed(uri)
-    keys = TrustedKeys(trusted) if trusted else None
+    find, keys = as_named(config, trusted)
+    storage, statuses = look_for_committed(uri, find)
     verdicts: list[dict[str, Any]] = []
     states = []
     for status in statuses:
@@ -385,15 +407,16 @@ def _verify_step(
 @click.option("--keep-last", required=True, type=click.IntRange(min=1), help="Newest committed checkpoints to keep.")
 @click.option("--dry-run", is_flag=True, help="Show what would be deleted, and delete nothing.")
 @click.option("--yes", is_flag=True, help="Do not ask on a terminal.")
+@named_config
 @as_json
-def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, json_output: bool) -> None:
+def prune(uri: str, keep_last: int, dry_run: bool, yes: bool, config: str | None, json_output: bool) -> None:
     """Delete all steps at URI that are older than the newest ones that are kept.
 
     Every byte of one of those kept is read first: while none of them is sound, nothing is deleted. Unfinished and
     damaged steps do not count, and go when they are older; those that a run saved for good (permanent) stay. On a
     terminal it asks. While a run saves to URI, it refuses.
     """
-    storage, step = located(uri)
+    storage, step = with_best(uri, as_named(config)[0])
     if step is not None:
         raise click.BadParameter(f"{uri!r} names one step; name the address of all of them.", param_hint="'URI'")
     if not list_checkpoints(storage):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
@@ -140,8 +141,10 @@ class LauncherContract(ComponentContract):
             wanted = (rank, len(places), rank % _DEVICES)
             assert ranks == wanted, f"rank {rank} must have rank, world_size, local_rank {wanted}; it has {ranks}"
 
-    def test_all_processes_meet_at_one_address(self, places: Sequence[RankEnvironment]) -> None:
-        """The host and the port of rank 0's store are the same in all, and usable."""
+    def test_all_processes_meet_at_one_address(
+        self, places: Sequence[RankEnvironment], environments: _Environments
+    ) -> None:
+        """The host and the port of rank 0's store are the same in all, usable, and not the process's own host."""
         addresses = {(place.master_addr, place.master_port) for place in places}
         assert len(addresses) == 1, (
             f"the processes of a run must get one master_addr and master_port; they got {addresses}"
@@ -149,6 +152,10 @@ class LauncherContract(ComponentContract):
         ((host, port),) = addresses
         right = host and isinstance(port, int) and 0 < port < 65536
         assert right, f"rank 0 must have a host, and a port from 1 to 65535; they are {host!r} and {port!r}"
+        # The tests run all processes on one host, so its own name or address looks like a common one.
+        here = host.startswith(("localhost", "127.", "::1")) or _short(host) == _short(socket.gethostname())
+        named = any(host in value for variables in environments for value in variables.values())
+        assert named or not here, f"master_addr must be the host of rank 0; {host!r} is another host on each node"
 
     def test_wrong_and_missing_variables_are_errors(self, joining: Launcher, environments: _Environments) -> None:
         """A variable that is needed, and is missing or invalid, raises an error of nxdt and no other exception."""
@@ -214,6 +221,10 @@ class LauncherContract(ComponentContract):
         lines = [line for text in submission.files.values() for line in text.splitlines()]
         named = any("NXDT_LAUNCHER" in line and self.name in line for line in lines)
         assert named, f"no file of the job sets NXDT_LAUNCHER to {self.name!r}, so that no process would ask it"
+
+
+def _short(host: str) -> str:
+    return host.partition(".")[0].lower()
 
 
 def _joins(launcher: Launcher) -> bool:

@@ -50,7 +50,7 @@ def test_inspect_tells_a_person_what_is_there(nxdt, store):
 
 
 def test_inspect_prints_the_saved_configuration(nxdt, store):
-    arguments = ("checkpoint", "inspect", f"{store}/step-00000010", "--config")
+    arguments = ("checkpoint", "inspect", f"{store}/step-00000010", "--saved-config")
     assert yaml.safe_load(nxdt(*arguments).stdout) == {"trainer": {"max_steps": 10}}
     assert json.loads(nxdt(*arguments, "--json").stdout) == {"trainer": {"max_steps": 10}}
 

@@ -74,7 +74,7 @@ def test_facts_of_a_hostile_checkpoint(nxdt, nxdt_on_terminal, tmp_path):
     save_checkpoint(
         open_storage(uri), step=1, model={f"w{HOSTILE}": torch.ones(2)}, optimizer={}, state={}, facts=facts
     )
-    for verb in (("list",), ("inspect",), ("inspect", "--config"), ("inspect", "--tensors"), ("verify",)):
+    for verb in (("list",), ("inspect",), ("inspect", "--saved-config"), ("inspect", "--tensors"), ("verify",)):
         status, shown = nxdt_on_terminal("checkpoint", *verb, uri)
         assert (status, raw_controls(shown)) == (0, []), verb
         done = nxdt("checkpoint", *verb, uri)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import shlex
+import socket
 import subprocess
 from dataclasses import replace
 
@@ -87,6 +88,20 @@ class MeetsOnItsOwnHost(Right):
     def join(self, environment):
         place = super().join(environment)
         return place and replace(place, master_addr=f"node{place.rank // 2}")
+
+
+@mutant
+class MeetsWhereverItRuns(Right):
+    def join(self, environment):
+        place = super().join(environment)
+        return place and replace(place, master_addr=socket.getfqdn())
+
+
+@mutant
+class MeetsOnLoopback(Right):
+    def join(self, environment):
+        place = super().join(environment)
+        return place and replace(place, master_addr="127.0.0.1")
 
 
 @mutant

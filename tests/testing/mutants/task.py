@@ -11,10 +11,12 @@ import pytest
 import torch
 from nxdt_testing.task_contract import TaskContract
 
+from nxdt_core.errors import NxdtError
 from nxdt_core.protocols.evaluation import TaskSuite
 from nxdt_core.train.generate import Sampling
 
 MUTANTS = []
+TaskUnknown = NxdtError.define("MINE-1", "An unknown task.", "no task {task}", "Use another.")
 TASKS = {"counting": (("1,", "2"), ("3,", "4"), ("5,", "6")), "letters": (("a b", "c"), ("d e", "f"))}
 
 
@@ -28,7 +30,7 @@ class Right(TaskSuite):
     def __init__(self, tasks, path):
         unknown = [task for task in tasks if task not in TASKS]
         if unknown:
-            raise ValueError(f"no task {unknown[0]!r}")
+            raise TaskUnknown(task=unknown[0])
         self.tasks = tasks
 
     def run(self, model, *, limit):
@@ -57,8 +59,14 @@ class DoesNotNameTheTask(Right):
     def __init__(self, tasks, path):
         try:
             super().__init__(tasks, path)
-        except ValueError:
-            raise ValueError("no such task") from None
+        except NxdtError:
+            raise TaskUnknown(task="of this name") from None
+
+
+@mutant
+class RaisesKeyError(Right):
+    def __init__(self, tasks, path):
+        self.tasks = [task for task in tasks if TASKS[task]]
 
 
 @mutant

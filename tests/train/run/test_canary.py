@@ -81,8 +81,8 @@ def test_no_file_and_no_output_holds_the_canary(nxdt, tmp_path):
         ["train", "recipe:llama-tiny", *keys],
         ["checkpoint", "list", "--json", uri],
         ["checkpoint", "inspect", "--json", uri],
-        ["checkpoint", "inspect", "--config", uri],
-        ["checkpoint", "inspect", "--config", "--json", uri],
+        ["checkpoint", "inspect", "--saved-config", uri],
+        ["checkpoint", "inspect", "--saved-config", "--json", uri],
     ):
         status, outputs[" ".join(words[:3])] = nxdt(*words)
         assert status == 0, outputs

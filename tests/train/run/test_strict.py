@@ -57,6 +57,14 @@ def test_another_model_is_refused_with_what_differs(small_run, saved, weights_on
         train(config)
     assert saved_with in caught.value.do()
     assert ("strict=false" in caught.value.do()) == ("num_layers" in override)
+    assert "name=" not in caught.value.do(), "it has another"
+
+
+def test_a_run_that_resumes_as_another_model_is_told_to_take_another_name(small_run):
+    train(small_run("trainer.max_steps=1", name="taken"))
+    with pytest.raises(WeightsDoNotFit) as caught:
+        train(small_run("trainer.max_steps=2", "model.ffn_hidden_size=40", name="taken"))
+    assert "give the new run another name=" in caught.value.do()
 
 
 @pytest.mark.parametrize("weights_only", [False, True])

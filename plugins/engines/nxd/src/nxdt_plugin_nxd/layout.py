@@ -34,13 +34,12 @@ from torch.nn import functional
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.engine.expert import ExchangingDispatcher
 from nxdt_core.engine.pipeline.split import cut_stage
-from nxdt_core.engine.plan_modules import modules_at
 from nxdt_core.engine.recompute import apply_recompute
 from nxdt_core.engine.weights import allocate, build_whole, draw_local_shard
 from nxdt_core.errors.layouts import LayoutRefused, ModelWithoutExperts, ShapesDependOnData
 from nxdt_core.models.loss import cross_entropies, log_partition
 from nxdt_core.models.moe.router import WholeMicroBatch
-from nxdt_core.models.patterns import matches_any
+from nxdt_core.models.patterns import matches_any, modules_at
 from nxdt_core.models.random.dropout import Dropout, MaskPart, encoded_name
 from nxdt_core.models.step_boundary import accept_step
 from nxdt_core.models.updates import Update, updated_linear

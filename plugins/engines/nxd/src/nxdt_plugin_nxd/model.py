@@ -191,7 +191,8 @@ class NxdModel(ParallelModel):
         batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
         if self._pipeline is not None:
             self._pipeline.run(batch.micro_batches, batch.step_context, batch.loss, scale=scale)
-        for on_host in batch.micro_batches if self._pipeline is None else ():
+            return batch.result()
+        for on_host in batch.micro_batches:
             moved = on_host.to(self.device)
             step = batch.step_context(moved)
             if scale is None:

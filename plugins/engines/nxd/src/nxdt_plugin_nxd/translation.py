@@ -14,10 +14,9 @@ from functools import partial
 
 from torch import nn
 
-from nxdt_core.engine.plan_modules import modules_at, style_of
 from nxdt_core.errors.launch import HeadsDoNotDivide, ShardDoesNotDivide
 from nxdt_core.errors.layouts import ExpertsDoNotDivide
-from nxdt_core.models.patterns import matches, matches_any
+from nxdt_core.models.patterns import matches, matches_any, modules_at, style_of
 from nxdt_core.models.updates import Update, UpdatedLinear
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.plan import ParallelPlan, TensorStyle
