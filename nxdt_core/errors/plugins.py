@@ -109,7 +109,6 @@ class ComponentUnusable(NxdtError):
     usual_remedy = "Install what its import lacks, or report it to the plugin's author."
     kind: str
     name: str
-    plugin: str
     dist: str
     field: str
     """``target`` or ``config``: which reference of the record failed."""

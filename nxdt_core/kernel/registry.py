@@ -109,7 +109,6 @@ class RegisteredComponent:
         return ComponentUnusable(
             kind=self.kind,
             name=self.record.name,
-            plugin=self.plugin,
             dist=self.dist,
             field=field,
             reference=str(self.config if field == "config" else getattr(self.record, field)),
