@@ -141,7 +141,9 @@ class Component:
     policy is not float32 throughout."""
 
     _references: ClassVar[tuple[str, ...]] = ("config",)
+    """Fields with a reference or None."""
     _words: ClassVar[tuple[str, ...]] = ("capabilities", "requires")
+    """Fields with a set of words."""
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
