@@ -29,7 +29,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import ClassVar, Final
 
 import pluggy
 
@@ -140,16 +140,20 @@ class Component:
     """Capabilities that the run's engine must declare for this component. A precision requires ``precision`` where its
     policy is not float32 throughout."""
 
+    _references: ClassVar[tuple[str, ...]] = ("config",)
+    """Fields with a reference or None."""
+    _words: ClassVar[tuple[str, ...]] = ("capabilities", "requires")
+    """Fields with a set of words."""
+
     def __post_init__(self) -> None:
-        """Check the fields, those of the subclasses below included."""
         for name in (self.name, *self.aliases):
             _check(self, "name", name, _NAME)
         _check(self, "target", self.target, _TARGET)
-        for reference in ("config", "rules"):
-            if (value := getattr(self, reference, None)) is not None:
+        for reference in self._references:
+            if (value := getattr(self, reference)) is not None:
                 _check(self, reference, value, _TARGET)
-        for words in ("capabilities", "requires", "requires_of_model"):
-            names: object = getattr(self, words, frozenset())
+        for words in self._words:
+            names: object = getattr(self, words)
             # A plain text would count as the set of its letters.
             if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
                 raise BadComponentRecord(record=type(self).__name__, field=words, found=names)
@@ -196,6 +200,7 @@ class AdapterComponent(Component):
 
     requires_of_model: frozenset[str] = frozenset()
     """Capabilities that the run's model must declare: ``{"lora"}``."""
+    _words: ClassVar[tuple[str, ...]] = (*Component._words, "requires_of_model")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -209,6 +214,7 @@ class EngineComponent(Component):
     """``package.module:function`` that finds what this engine cannot run of what it declares: a
     :data:`nxdt_core.protocols.engine.EngineRules`. ``nxdt config check`` calls it; its module must not import
     torch."""
+    _references: ClassVar[tuple[str, ...]] = (*Component._references, "rules")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

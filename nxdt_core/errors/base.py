@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from nxdt_core.system.visible_text import visible
 
-__all__ = ["ErrorCode", "NxdtError", "either", "listing", "one_of"]
+__all__ = ["ErrorCode", "NxdtError", "either", "listing", "one_of", "unusable"]
 
 E = TypeVar("E", bound="NxdtError")
 
@@ -173,3 +173,8 @@ def listing(names: tuple[str, ...] | list[str], limit: int = 8) -> str:
     """Join names for a sentence: ``'a', 'b' and 3 more``."""
     shown = ", ".join(repr(n) for n in names[:limit])
     return shown if len(names) <= limit else f"{shown} and {len(names) - limit} more"
+
+
+def unusable(plugins: Sequence[str]) -> str:
+    """Return the sentence on plugins that are installed and cannot be used, from one for each; empty without any."""
+    return f" Installed but unusable: {'; '.join(plugins)}." if plugins else ""

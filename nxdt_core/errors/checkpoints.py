@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from nxdt_core.errors.base import NxdtError, listing
+from nxdt_core.errors.base import NxdtError, listing, unusable
 
 
 class StorageError(NxdtError):
@@ -328,7 +328,7 @@ ForeignFormatUnknown = NxdtError.define(
     defaults={"install": (), "unusable": ()},
     also=lambda error: {
         "known": "; ".join(error.formats) or "no format is installed",
-        "bad": f" Installed but unusable: {'; '.join(error.unusable)}." if error.unusable else "",
+        "bad": unusable(error.unusable),
         "more": f" For further formats: {'; '.join(error.install)}." if error.install else "",
     },
 )
@@ -351,7 +351,7 @@ ArchitectureUnread = NxdtError.define(
         "listed": f"the architecture {listing(error.architectures)}"
         if error.architectures
         else "the unnamed architecture",
-        "bad": f" Installed but unusable: {'; '.join(error.unusable)}." if error.unusable else "",
+        "bad": unusable(error.unusable),
         "way": f"Install the one that does: pip install {error.install}" if error.install else "Install one that does",
     },
 )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypedDict
 
-from nxdt_core.errors.base import NxdtError, either, listing, one_of
+from nxdt_core.errors.base import NxdtError, either, listing, one_of, unusable
 
 
 class ConfigProblem(NxdtError):
@@ -383,7 +383,7 @@ def _migration_unknown(error: Any) -> dict[str, Any]:
     known = f"Name the migration with --from: {', '.join(error.installed)}." if error.installed else ""
     more = f"Install a migration: {'; '.join(error.install)}." if error.install else ""
     return {
-        "bad": f" Installed but unusable: {'; '.join(error.unusable)}." if error.unusable else "",
+        "bad": unusable(error.unusable),
         "known": known or ("" if more else "No plugin offers any migration."),
         "more": f" {more}" if known and more else more,
     }

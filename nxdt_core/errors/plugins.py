@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
-from nxdt_core.errors.base import NxdtError, either, listing, one_of
+from nxdt_core.errors.base import NxdtError, either, listing, one_of, unusable
 
 _LOCAL = "local"
 """Distribution name of a plugin that is a file."""
@@ -67,7 +67,7 @@ class UnknownComponent(NxdtError):
         elif not self.unusable:
             ways.append("No plugin offers any.")
         kind = self.kind.replace("_", " ")
-        return {**super()._view(), "kind": kind, "bad": _unusable(self.unusable), "advice": " ".join(ways)}
+        return {**super()._view(), "kind": kind, "bad": unusable(self.unusable), "advice": " ".join(ways)}
 
 
 AmbiguousComponent = NxdtError.define(
@@ -97,7 +97,7 @@ UnknownScheme = NxdtError.define(
     "{hint}Use a plain path, or an address that begins with {schemes}.{local}",
     defaults={"unusable": (), "install": None},
     also=lambda error: {
-        "bad": _unusable(error.unusable),
+        "bad": unusable(error.unusable),
         "hint": f"Install the plugin: pip install {error.install}. " if error.install else "",
         "schemes": either([f"{name}://" for name in error.available]) if error.available else "no scheme",
         "local": "" if error.install or error.unusable else _LOCAL_STORE,
@@ -114,7 +114,6 @@ class ComponentUnusable(NxdtError):
     usual_remedy = "Install what its import lacks, or report it to the plugin's author."
     kind: str
     name: str
-    plugin: str
     dist: str
     field: str
     """``target`` or ``config``: which reference of the record failed."""
@@ -216,10 +215,6 @@ def _offerer(dist: str, offer: str) -> str:
         return dist
     plugin = offer.partition(":")[0]
     return "a file of plugins.local" if plugin == _LOCAL else f"the local file {plugin}.py"
-
-
-def _unusable(sentences: tuple[str, ...]) -> str:
-    return f" Installed but unusable: {'; '.join(sentences)}." if sentences else ""
 
 
 UnknownPlugin = NxdtError.define(

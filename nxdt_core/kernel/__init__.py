@@ -9,11 +9,4 @@ from nxdt_core.kernel.manager import Kernel
 from nxdt_core.kernel.plugin import PluginInfo, PluginPolicy, PluginState
 from nxdt_core.kernel.registry import RegisteredComponent, Registry
 
-__all__ = [
-    "Kernel",
-    "PluginInfo",
-    "PluginPolicy",
-    "PluginState",
-    "RegisteredComponent",
-    "Registry",
-]
+__all__ = ["Kernel", "PluginInfo", "PluginPolicy", "PluginState", "RegisteredComponent", "Registry"]

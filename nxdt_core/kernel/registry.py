@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache
@@ -109,7 +109,6 @@ class RegisteredComponent:
         return ComponentUnusable(
             kind=self.kind,
             name=self.record.name,
-            plugin=self.plugin,
             dist=self.dist,
             field=field,
             reference=str(self.config if field == "config" else getattr(self.record, field)),
@@ -210,14 +209,14 @@ class Registry:
             AmbiguousComponent: several plugins do and ``plugins.prefer`` names none of them.
         """
         self.check_scheme(scheme)
-        schemes = {component: getattr(component.record, "uri_schemes", ()) for component in self.all("store")}
-        offers = [component for component, served in schemes.items() if scheme.lower() in served]
+        stores = [(component, getattr(component.record, "uri_schemes", ())) for component in self.all("store")]
+        offers = [component for component, schemes in stores if scheme.lower() in schemes]
         if offers:
             return self.choose("store", scheme, offers)
         install, unusable = self._advice(
             next((offer["dist"] for offer in _offers() if scheme.lower() in offer.get("uri_schemes", ())), None)
         )
-        available = tuple(sorted(set().union(*schemes.values())))
+        available = tuple(sorted({served for _, schemes in stores for served in schemes}))
         raise UnknownScheme(scheme=scheme, available=available, unusable=unusable, install=install)
 
     def check_scheme(self, scheme: str) -> None:
@@ -233,9 +232,8 @@ class Registry:
     def readers(self, architectures: Sequence[str]) -> tuple[RegisteredComponent, ...]:
         """Model builders that read a Hugging Face ``config.json`` with one of these ``architectures``: those that name
         it, and where there are none those with a pattern of it."""
-        return _reading(
-            architectures, {each: getattr(each.record, "hf_architectures", ()) for each in self.all("model")}
-        )
+        models = [(component, getattr(component.record, "hf_architectures", ())) for component in self.all("model")]
+        return _reading(architectures, models)
 
     def reading_dists(self, architectures: Sequence[str]) -> tuple[str | None, tuple[str, ...]]:
         """Return where :meth:`readers` gives none: the distribution to install, and a sentence for each installed
@@ -334,17 +332,15 @@ def reading_model(architecture: str) -> str | None:
 
     A model that names the architecture comes before one that has a pattern of it.
     """
-    models = {offer["name"]: offer["hf_architectures"] for offer in _offers() if "hf_architectures" in offer}
+    models = [(offer["name"], offer.get("hf_architectures", ())) for offer in _offers()]
     return next(iter(_reading([architecture], models)), None)
 
 
-def _reading(architectures: Sequence[str], patterns: Mapping[T, Sequence[str]]) -> tuple[T, ...]:
-    """Return the keys of ``patterns`` with one of the architectures, and where there are none those with a pattern."""
-    exact = tuple(reader for reader, read in patterns.items() if not set(read).isdisjoint(architectures))
+def _reading(architectures: Sequence[str], models: Sequence[tuple[T, Sequence[str]]]) -> tuple[T, ...]:
+    """Return the models that name one of the architectures, and where there are none those with a pattern of one."""
+    exact = tuple(model for model, read in models if not set(read).isdisjoint(architectures))
     return exact or tuple(
-        reader
-        for reader, read in patterns.items()
-        if any(fnmatchcase(name, pattern) for name in architectures for pattern in read)
+        model for model, read in models if any(fnmatchcase(name, pattern) for name in architectures for pattern in read)
     )
 
 

@@ -39,14 +39,7 @@ from nxdt_core.protocols.ranks import RankAgreement
 if TYPE_CHECKING:
     import torch
 
-__all__ = [
-    "CompileAhead",
-    "EngineRules",
-    "GraphOrigins",
-    "ParallelEngine",
-    "RankInfo",
-    "Settings",
-]
+__all__ = ["CompileAhead", "EngineRules", "GraphOrigins", "ParallelEngine", "RankInfo", "Settings"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,33 +204,26 @@ class Settings(Protocol):
     @property
     def values(self) -> Mapping[str, Any]:
         """Typed values by key path; a wrong one is absent, and rules that need it yield nothing."""
-        ...
 
     @property
     def policy(self) -> PrecisionPolicy | None:
         """Dtypes of the run; None where the section ``precision`` is wrong."""
-        ...
 
     def numbers(self, *keys: str) -> tuple[int, ...] | None:
         """Return the values of ``keys``, or None where one of them is absent, ``null`` or not a number."""
-        ...
 
     def mesh_sizes(self) -> MeshSizes | None:
         """Return the size of every dimension; None where they do not fit the processes or one is wrong."""
-        ...
 
     def micro_batches(self) -> int | None:
         """Return the micro-batches of one step on each data parallel rank; None where the batch does not divide."""
-        ...
 
     def place(self, *keys: str) -> Place:
         """Return the place of a problem between ``keys``."""
-        ...
 
     def impossible(self, *keys: str, reason: str, advice: str, cause: Misfit | None = None) -> ConfigProblem:
         """Return the problem of values of ``keys`` that exclude each other; ``cause`` is given where one of two sizes
         does not divide the other."""
-        ...
 
 
 EngineRules = Callable[[Settings], Iterable[ConfigProblem]]

@@ -90,7 +90,6 @@ class OptimizerFactory(Protocol):
 
     def __call__(self, groups: list[ParameterGroup], config: Any) -> torch.optim.Optimizer:
         """Build the optimizer over ``groups``."""
-        ...
 
 
 class PackedState(ABC):

@@ -51,7 +51,6 @@ class Replicas(Protocol):
 
     def spread(self, tensors: Iterable[torch.Tensor]) -> None:
         """Give every rank the elements of the one that reads, in place. Collective."""
-        ...
 
 
 class TokenChoice(Protocol):
@@ -64,19 +63,15 @@ class TokenChoice(Protocol):
     @property
     def key(self) -> Hashable:
         """All else that :meth:`choose` depends on, except the shape of logits."""
-        ...
 
     def begin(self, columns: int) -> int:
         """Prepare the choice of at most so many columns of tokens, and return of how many."""
-        ...
 
     def choose(self, logits: torch.Tensor) -> None:
         """Choose a token for each row of ``logits`` [rows, vocab], without a wait for the device."""
-        ...
 
     def written(self, columns: int) -> list[list[int]]:
         """Return the columns of tokens that were chosen since :meth:`begin`."""
-        ...
 
 
 class CacheUnsupported(Exception):

@@ -30,15 +30,12 @@ class ScaledCast(Protocol):
 
     def scales(self, maxima: Tensor) -> Tensor:
         """Return the scaling factors of weights, float32, from the largest absolute value of each, float32."""
-        ...
 
     def narrowed(self, values: Tensor, scale: Tensor) -> Tensor:
         """Return elements of a weight in a dtype of one byte; ``scale`` is a scalar of :meth:`scales`."""
-        ...
 
     def widened(self, sent: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         """Return in ``dtype`` the values of bytes, uint8, that :meth:`narrowed` made."""
-        ...
 
 
 class LinearProduct(Protocol):
@@ -58,7 +55,6 @@ class LinearProduct(Protocol):
         Raises:
             NxdtError: it should, and cannot with these sizes.
         """
-        ...
 
     def __call__(self, hidden: Tensor, weight: Tensor) -> Tensor:
         """Return ``hidden`` [..., in] times ``weight`` [out, in] transposed, [..., out]; differentiable.
@@ -66,7 +62,6 @@ class LinearProduct(Protocol):
         Both have the dtypes that the layer has them in: under autocast, casting them is up to this call
         (:func:`nxdt_core.models.autocast.compute_dtype`).
         """
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,4 +95,3 @@ class PrecisionFactory(Protocol):
 
     def __call__(self, config: Any) -> PrecisionPolicy:
         """Return the dtypes of a run from the section ``precision``."""
-        ...

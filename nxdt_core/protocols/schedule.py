@@ -33,4 +33,3 @@ class ScheduleFactory(Protocol):
 
     def __call__(self, config: Any, horizon: ScheduleHorizon) -> LRSchedule:
         """Return the schedule for a run of ``horizon``, from the section."""
-        ...

@@ -15,12 +15,7 @@ from typing import Any, BinaryIO, Protocol
 
 from nxdt_core.system.file_lock import LocksUnsupported
 
-__all__ = [
-    "CheckpointStore",
-    "LocksUnsupported",
-    "ObjectInfo",
-    "StorageLock",
-]
+__all__ = ["CheckpointStore", "LocksUnsupported", "ObjectInfo", "StorageLock"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,11 +33,9 @@ class StorageLock(Protocol):
 
     def held(self) -> bool:
         """Return whether it still keeps others out. It does not once its file was moved away or replaced."""
-        ...
 
     def release(self) -> None:
         """Let others have it; may be called twice, and does nothing in a forked child."""
-        ...
 
 
 class CheckpointStore(ABC):
