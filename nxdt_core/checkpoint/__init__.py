@@ -63,34 +63,31 @@ __all__ = [
 ]
 
 _MODULES = {
-    name: module
-    for module, names in {
-        "format.manifest": ("CheckpointFacts", "Manifest"),
-        "ownership": ("Ownership", "own", "owned"),
-        "commit": ("read_manifest",),
-        "read.load": (
-            "iterate_model",
-            "load_model",
-            "load_model_into",
-            "load_optimizer",
-            "load_optimizer_like",
-            "load_state",
-            "saved_ranks",
-        ),
-        "read.status": ("CheckpointStatus", "find_checkpoint", "latest", "list_checkpoints", "verify"),
-        "signing": ("Signer", "TrustedKeys"),
-        "storage": ("check_writable", "locate", "open_storage"),
-        "write.manager": ("CheckpointManager", "SaveReport"),
-        "write.retention": ("Retention", "delete_step", "prune"),
-        "write.save": ("SavePlan", "plan_save", "save"),
-    }.items()
-    for name in names
+    "format.manifest": ("CheckpointFacts", "Manifest"),
+    "ownership": ("Ownership", "own", "owned"),
+    "commit": ("read_manifest",),
+    "read.load": (
+        "iterate_model",
+        "load_model",
+        "load_model_into",
+        "load_optimizer",
+        "load_optimizer_like",
+        "load_state",
+        "saved_ranks",
+    ),
+    "read.status": ("CheckpointStatus", "find_checkpoint", "latest", "list_checkpoints", "verify"),
+    "signing": ("Signer", "TrustedKeys"),
+    "storage": ("check_writable", "locate", "open_storage"),
+    "write.manager": ("CheckpointManager", "SaveReport"),
+    "write.retention": ("Retention", "delete_step", "prune"),
+    "write.save": ("SavePlan", "plan_save", "save"),
 }
 
 
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
 
     def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
