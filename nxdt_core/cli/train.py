@@ -60,7 +60,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     """
     from nxdt_core.distributed.environment import find_place
 
-    PROGRESS.begin_start(process_age_s())
+    PROGRESS.counted_at = time.monotonic() - process_age_s()
     PROGRESS.spent("import")
     for name in ("stdout", "stderr"):  # the log files of a run keep all of it
         stream = getattr(sys, name)
