@@ -1,22 +1,19 @@
-"""Exchanges of tokens around experts: with the ranks that hold the experts, and between data parallel ranks.
+"""Expert parallelism by a model's plan: experts sharded over ``ep``, each over ``tp``; routers and their metrics.
 
-Experts are divided over the ranks of ``ep``, and each may be sharded over those of ``tp``. Tensor parallel ranks route
-the same tokens. Each may send them whole to its ``ep`` peers, or a slice of their features, which the peers put
-together. Slices send less over ``ep`` and more over ``tp``. This pays where the ranks of ``ep`` are on several
-machines.
+An expert's gradient is a sum over the tokens of all ``ep`` ranks; the ranks of ``efsdp``, which hold the same experts,
+have the rest. A router is in a tensor block: its gradient is a partial sum over ``tp``. Metrics of routers are those of
+the whole global batch: load of the experts, dropped tokens, entropy.
+
+Tokens are exchanged around experts: with the ranks that hold the experts, and between data parallel ranks. Experts are
+divided over the ranks of ``ep``, and each may be sharded over those of ``tp``. Tensor parallel ranks route the same
+tokens. Each may send them whole to its ``ep`` peers, or a slice of their features, which the peers put together. Slices
+send less over ``ep`` and more over ``tp``. This pays where the ranks of ``ep`` are on several machines.
 
 Token shuffling mixes the tokens of several data parallel ranks before their experts, and undoes it after them. Experts
 of bounded capacity drop what a micro-batch has too many of. A micro-batch of very similar documents has too many tokens
 for few experts; mixed with those of other ranks, it asks for their average. Every n-th token goes to each of n ranks
 and keeps its position, to within n. There are no random numbers: recomputation and resumed runs repeat it without
 state.
-
-
-Expert parallelism by a model's plan: experts sharded over ``ep``, each over ``tp``; routers and their metrics.
-
-An expert's gradient is a sum over the tokens of all ``ep`` ranks; the ranks of ``efsdp``, which hold the same experts,
-have the rest. A router is in a tensor block: its gradient is a partial sum over ``tp``. Metrics of routers are those of
-the whole global batch: load of the experts, dropped tokens, entropy.
 """
 
 from __future__ import annotations

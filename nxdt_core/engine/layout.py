@@ -1,16 +1,14 @@
-"""Dropout over ranks: ranks that hold the same values drop the same elements, and no others do.
-
-Tensor parallel ranks hold the same hidden states outside the tensor blocks and must drop the same elements of them.
-Inside the blocks, and everywhere under sequence parallelism, each rank has different values. Data and context parallel
-ranks never hold the same tokens, and two modules never drop the same elements. Masks of hidden states and of experts'
-rows are drawn by position, and each rank takes its part of them.
-
-
-The layout of a model: a builder's plain module becomes this rank's pipeline stages, on the meta device.
+"""The layout of a model: a builder's plain module becomes this rank's pipeline stages, on the meta device.
 
 The order is fixed, since each step acts on what the one before left: adapters, pipeline cut, tensor and sequence,
 expert and context parallelism, attention by blocks, products of linear layers, chunked loss, recomputation,
 compilation, data parallel sharding. Materialising follows.
+
+Ranks that hold the same values drop the same elements in dropout, and no others do. Tensor parallel ranks hold the same
+hidden states outside the tensor blocks and must drop the same elements of them. Inside the blocks, and everywhere under
+sequence parallelism, each rank has different values. Data and context parallel ranks never hold the same tokens, and
+two modules never drop the same elements. Masks of hidden states and of experts' rows are drawn by position, and each
+rank takes its part of them.
 """
 
 from __future__ import annotations

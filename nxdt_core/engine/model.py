@@ -1,6 +1,6 @@
-"""One pass over a global batch: its weight, the losses of this rank's micro-batches, and their sums over all ranks.
+"""A model in its layout: forward and backward over the micro-batches of one global batch.
 
-A model in its layout: forward and backward over the micro-batches of one global batch.
+A pass over a global batch has its weight, the losses of this rank's micro-batches, and their sums over all ranks.
 """
 
 from __future__ import annotations

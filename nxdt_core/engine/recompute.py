@@ -1,17 +1,13 @@
-"""Tensors that are discarded after forward and computed again in backward, while their inputs are kept.
+"""Activation recomputation: what a module computes in forward is discarded and computed again when backward needs it.
 
-Activation recomputation (:mod:`nxdt_core.engine.recompute`) discards what a module computes inside; its output is kept
-by the next operation. Here the output is discarded too: autograd keeps a recipe in its place. No matrix product runs
-twice. (Megatron-LM's ``recompute_modules``.)
+Mostly the next operation keeps the output of such a module. The output of some is discarded too, while their inputs are
+kept: autograd keeps a recipe in its place. No matrix product runs twice. (Megatron-LM's ``recompute_modules``.)
 
 The input of a tensor block is one such tensor: this rank's part of the sequence is kept, and gathered again in backward
 (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). One gather serves all matrices of a block. It begins when
 the gradient of the block's last product is known, so that it overlaps with the backward of the rest of the block.
 
-This is for layers as they are written. A compiled layer tags in its graph what is computed again.
-
-
-Activation recomputation: what a module computes in forward is discarded and computed again when backward needs it.
+Outputs are discarded of layers as they are written. A compiled layer tags in its graph what is computed again.
 """
 
 from __future__ import annotations

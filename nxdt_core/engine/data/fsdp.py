@@ -1,16 +1,4 @@
-"""Collectives that replace FSDP2's own: gathers of weights in fewer bytes, and sums of gradients by exchange.
-
-Weights of matrix products are sent in the dtype that the products cast them to anyway. Under autocast that is
-autocast's dtype. Where a precision policy computes products in one byte per element, it is that, under scaling factors
-of whole weights (:func:`scaled_weights`). The largest elements of all shards are found over the ranks in one
-all-reduce, once per pass, before the first gather needs them. Products are bitwise those of the weight itself, so
-results do not change. Norms, embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they
-are.
-
-:class:`PendingReduceScatters` are for devices whose process groups have no fast reduce-scatter.
-
-
-Data parallelism: FSDP2 over a stage's layers, and how far each ZeRO stage lets it shard.
+"""Data parallelism: FSDP2 over a stage's layers, and how far each ZeRO stage lets it shard.
 
 All ZeRO stages use one mechanism. They differ in when gradients are reduced and when gathered weights are freed:
 
@@ -23,8 +11,17 @@ stage  gradients are reduce-scattered       weights between steps        optimiz
 3      each micro-batch                     sharded, gathered per layer  sharded
 =====  ===================================  ===========================  =====================
 
-With a pipeline, its stages control FSDP2 in the same way (:mod:`nxdt_core.engine.pipeline.stage`). (Rajbhandari et
-al. 2020, arXiv:1910.02054.)
+With a pipeline, its stages control FSDP2 in the same way (:mod:`nxdt_core.engine.pipeline.stage`). (Rajbhandari et al.
+2020, arXiv:1910.02054.)
+
+Two collectives replace FSDP2's own: gathers of weights in fewer bytes, and sums of gradients by exchange. Weights of
+matrix products are sent in the dtype that the products cast them to anyway. Under autocast that is autocast's dtype.
+Where a precision policy computes products in one byte per element, it is that, under scaling factors of whole weights
+(:func:`scaled_weights`). The largest elements of all shards are found over the ranks in one all-reduce, once per pass,
+before the first gather needs them. Products are bitwise those of the weight itself, so results do not change. Norms,
+embeddings, routers, biases and weights that an adapter reads, as DoRA does, stay as they are.
+
+:class:`PendingReduceScatters` are for devices whose process groups have no fast reduce-scatter.
 """
 
 from __future__ import annotations

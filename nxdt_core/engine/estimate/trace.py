@@ -1,20 +1,18 @@
-"""An accelerator's kernels, autocast and compiled layers on the meta device, as far as they decide what backward keeps.
+"""One micro-batch through a pipeline stage on the meta device: the memory that it keeps and needs, and what it sends.
 
-The meta device composes attention and RMSNorm of small operations, which keep scores of seq x seq and several copies of
-the activations; every accelerator has one kernel for each, which keeps its inputs, its output and one number a row.
-It has no autocast either.
+Measured rather than derived: the stage is the module that would train, in its layout, so that recomputation, sequence
+shards, gathered keys and a plugin's own operators count for what they are. :class:`LiveBytes` and :class:`WireBytes`
+see every kernel that a real step would launch, with its true shapes. On real tensors they work too.
+
+An accelerator's kernels, autocast and compiled layers are imitated as far as they decide what backward keeps. The meta
+device composes attention and RMSNorm of small operations, which keep scores of seq x seq and several copies of the
+activations; every accelerator has one kernel for each, which keeps its inputs, its output and one number a row. It has
+no autocast either.
 
 Inductor cuts a layer's graph where the fewest bytes cross from forward to backward. It computes cheap operations again,
 unless their result is the input of a matrix product: backward would have to write that to memory again. A product that
 casts its inputs to one byte writes them anyhow, so that they are computed again. Measured on the graphs of the models
 here, which ``tests/engine/estimate/test_estimate_compiled.py`` repeats, and for float8 on a GPU.
-
-
-One micro-batch through a pipeline stage on the meta device: the memory that it keeps and needs, and what it sends.
-
-Measured rather than derived: the stage is the module that would train, in its layout, so that recomputation, sequence
-shards, gathered keys and a plugin's own operators count for what they are. :class:`LiveBytes` and :class:`WireBytes`
-see every kernel that a real step would launch, with its true shapes. On real tensors they work too.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
-"""Optimizers of ``torch.optim`` without the code that lets ``torch.compile`` trace them.
-
-That code wraps ``step`` and ``add_param_group``, and imports ``torch._dynamo`` when they are called: one CPU-second at
-the start of a run. No optimizer is compiled here.
-
-
-State of an optimizer: the form in which checkpoints have it, and how a step is undone on the device.
+"""State of an optimizer: the form in which checkpoints have it, and how a step is undone on the device.
 
 The form is that of :class:`nxdt_core.protocols.optimizer.PackedState`. A step is undone where only the device knows
 whether its loss and gradient were finite, so that the host never waits for that.
+
+:class:`EagerOptimizer` leaves out the code of ``torch.optim`` that lets ``torch.compile`` trace an optimizer. That code
+wraps ``step`` and ``add_param_group``, and imports ``torch._dynamo`` when they are called: one CPU-second at the start
+of a run. No optimizer is compiled here.
 """
 
 from __future__ import annotations

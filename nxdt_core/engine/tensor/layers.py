@@ -1,20 +1,18 @@
-"""Division of attention heads over tensor parallel ranks: as wholes, each query head with its key's.
-
-Rank r computes query heads r·n … r·n + n−1 and the key and value heads that those attend with. Where there are more
-ranks than key and value heads, neighbouring ranks hold copies of one. Where the numbers do not divide, heads of zeros
-may fill up: whole groups of them behind the last, or some behind each group's own.
-
-A padded parameter is a DTensor of the padded shape whose parts each begin with real elements and end with zeros. The
-zeros stay: layers compute with the real elements only, so that all others have gradients of exactly zero, and no
-optimizer moves a zero without a gradient. Checkpoints and initial weights know the real elements alone, at their
-places in the whole parameter without padding (:func:`unpadded_shard`), and so fit any number of ranks.
-
-
-Linear layers and embeddings sharded over tensor parallel ranks: by output or input features, or by vocabulary row.
+"""Linear layers and embeddings sharded over tensor parallel ranks: by output or input features, or by vocabulary row.
 
 They replace ``torch.nn`` modules under the same paths and parameter names. Parameters are DTensors; the arithmetic runs
 on local tensors. (Shoeybi et al. 2019, arXiv:1909.08053; with sequence parallelism, Korthikanti et al. 2022,
 arXiv:2205.05198.)
+
+Attention heads are divided as wholes, each query head with its key's. Rank r computes query heads r·n … r·n + n−1 and
+the key and value heads that those attend with. Where there are more ranks than key and value heads, neighbouring ranks
+hold copies of one. Where the numbers do not divide, heads of zeros may fill up: whole groups of them behind the last,
+or some behind each group's own.
+
+A padded parameter is a DTensor of the padded shape whose parts each begin with real elements and end with zeros. The
+zeros stay: layers compute with the real elements only, so that all others have gradients of exactly zero, and no
+optimizer moves a zero without a gradient. Checkpoints and initial weights know the real elements alone, at their places
+in the whole parameter without padding (:func:`unpadded_shard`), and so fit any number of ranks.
 """
 
 from __future__ import annotations
