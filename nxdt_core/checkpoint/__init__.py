@@ -62,18 +62,32 @@ __all__ = [
     "verify",
 ]
 
-_MODULES = (
-    *("commit", "format.manifest", "ownership", "read.status", "signing", "storage", "write.retention"),
-    *("read.load", "write.manager", "write.save"),
-)
-"""Modules that define the names; those that import torch come last."""
+_MODULES = {
+    "format.manifest": ("CheckpointFacts", "Manifest"),
+    "ownership": ("Ownership", "own", "owned"),
+    "commit": ("read_manifest",),
+    "read.load": (
+        "iterate_model",
+        "load_model",
+        "load_model_into",
+        "load_optimizer",
+        "load_optimizer_like",
+        "load_state",
+        "saved_ranks",
+    ),
+    "read.status": ("CheckpointStatus", "find_checkpoint", "latest", "list_checkpoints", "verify"),
+    "signing": ("Signer", "TrustedKeys"),
+    "storage": ("check_writable", "locate", "open_storage"),
+    "write.manager": ("CheckpointManager", "SaveReport"),
+    "write.retention": ("Retention", "delete_step", "prune"),
+    "write.save": ("SavePlan", "plan_save", "save"),
+}
 
 
 if not TYPE_CHECKING:  # a type checker that sees it takes every misspelt name for Any
 
     def __getattr__(name: str) -> Any:
-        if name in __all__:
-            for module in (import_module(f"{__name__}.{path}") for path in _MODULES):
-                if hasattr(module, name):
-                    return getattr(module, name)
+        for module, names in _MODULES.items():
+            if name in names:
+                return getattr(import_module(f"{__name__}.{module}"), name)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -62,7 +62,7 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     need the option, and wait for one another. Errors with exit status 2 are not retried. `nxdt launch` writes jobs for
     clusters.
     """
-    PROGRESS.begin_start(process_age_s())
+    PROGRESS.counted_at = time.monotonic() - process_age_s()
     PROGRESS.spent("import")
     for name in ("stdout", "stderr"):  # the log files of a run keep all of it
         stream = getattr(sys, name)

@@ -65,15 +65,17 @@ def collate(samples: Sequence[Sample]) -> Batch:
     if min(shapes) != max(shapes):
         raise MixedSamples(lengths=tuple(shape[-1] for shape in shapes))
     tensors: dict[str, Any] = {}
+    length = shapes[0][-1]
     for name, (dtype, absent) in _FIELDS.items():
         arrays = [getattr(sample, name) for sample in samples]
         if any(array is not None for array in arrays):
             pairs = zip(samples, arrays, strict=True)
-            tensors[name] = _stack([absent(sample) if array is None else array for sample, array in pairs], dtype)
+            filled = [absent(sample) if array is None else array for sample, array in pairs]
+            tensors[name] = torch.from_numpy(np.stack(filled, dtype=dtype, casting="unsafe").reshape(-1, length))
     values: dict[str, torch.Tensor] = {}
     for name in dict.fromkeys(chain.from_iterable(sample.values for sample in samples)):
         filled = [sample.values.get(name, np.zeros(sample.labels.shape)) for sample in samples]
-        values[name] = _stack(filled, np.float32)
+        values[name] = torch.from_numpy(np.stack(filled, dtype=np.float32, casting="unsafe").reshape(-1, length))
     origins = tuple(sample.origin for sample in samples)
     rows = 1 if len(shapes[0]) == 1 else shapes[0][0]
     return Batch(**tensors, values=values, rows_per_sample=rows, origins=origins if any(origins) else ())
@@ -88,14 +90,6 @@ def blank_like(sample: Sample) -> Sample:
         padding=np.ones(sample.labels.shape, np.bool_),
         origin=None,
     )
-
-
-def _stack(arrays: Sequence[np.ndarray], dtype: type[np.generic]) -> torch.Tensor:
-    """[len(arrays) × rows, seq]"""
-    out = np.empty((len(arrays), *arrays[0].shape), dtype)
-    for part, array in zip(out, arrays, strict=True):
-        part[:] = array
-    return torch.from_numpy(out.reshape(-1, out.shape[-1]))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -45,6 +45,12 @@ class TorchEngine(ParallelEngine):
         self.device = current_device(
             config.run.trainer.accelerator, index=self.ranks.local_rank if self.ranks.world_size > 1 else None
         )
+        profile = profile_of(self.device)
+        if config.run.model.compile:
+            use_cache(config.run, profile)
+        configure_allocator(config.run.trainer, profile)  # before anything is on the device
+        if profile.reduced_float32_matmul:
+            torch.set_float32_matmul_precision(config.run.trainer.float32_matmul_precision)
         self._sizes = config.run.distributed_strategy.mesh_sizes(self.ranks.world_size)
         self._models: WeakSet[TorchModel] = WeakSet()
         position = ParallelMesh(self._sizes, None, rank=self.ranks.rank)
@@ -56,12 +62,6 @@ class TorchEngine(ParallelEngine):
             dp_size=self._sizes.dp,
             mesh=self._sizes.as_dict(),
         )
-        profile = profile_of(self.device)
-        if config.run.model.compile:
-            use_cache(config.run, profile)
-        configure_allocator(config.run.trainer, profile)  # before anything is on the device
-        if profile.reduced_float32_matmul:
-            torch.set_float32_matmul_precision(config.run.trainer.float32_matmul_precision)
 
     def start(self) -> None:
         """Join the process group, if there is more than one process, and build the mesh."""

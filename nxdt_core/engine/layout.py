@@ -242,9 +242,10 @@ def parallelize(
     _check_supported(whole, plan, mesh, options)
     set_dtypes(whole, plan, precision)
 
-    numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
+    numbers: tuple[int, ...] = (0,)
     modules: tuple[nn.Module, ...] = (whole,)
     if (stages := mesh.sizes.stages) > 1:
+        numbers = stages_of_rank(mesh.rank("pp"), mesh.sizes.pp, mesh.sizes.vpp, mesh.sizes.schedule)
         cuts = pipeline_cuts(whole, plan, builder, mesh.sizes, options)
         modules = tuple(cut_stage(whole, plan, stage=number, stages=stages, cuts=cuts) for number in numbers)
     tensor_partial: set[str] = set()

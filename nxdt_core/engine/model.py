@@ -48,7 +48,7 @@ from nxdt_core.engine.shape_errors import name_shape_errors
 from nxdt_core.engine.tensor.layers import unpadded_shard
 from nxdt_core.errors.models import LogitsAreSharded
 from nxdt_core.models.attention.cache import KeyValueCache
-from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs
+from nxdt_core.models.loss import IN_CHUNKS, RowKernels, log_probs, whole_vocabulary_cross_entropies
 from nxdt_core.models.random.dropout import step_numbers
 from nxdt_core.models.step_boundary import called_with_step
 from nxdt_core.protocols.batch import Batch
@@ -78,7 +78,7 @@ class ComputeContext:
         whether inputs are copied to the device out of pinned memory."""
         self.device = device
         self.seed = seed
-        self.vocabulary_loss: VocabularyLoss = partial(vocabulary_parallel_cross_entropies, kernels=rows)
+        self.rows = rows
         self.pins = pins
         self.precision = precision
         rounds = precision.stochastic_rounding and precision.master_weights
@@ -147,6 +147,8 @@ class GlobalBatch:
             self._sequences = SequenceShards(
                 ranks=group.size(), total=lambda part: copy_to_group(reduce_from_group(part, group), group)
             )
+        loss = vocabulary_parallel_cross_entropies if mesh.sizes.tp > 1 else whole_vocabulary_cross_entropies
+        self._vocabulary_loss: VocabularyLoss = partial(loss, kernels=compute.rows)
         self.micro_batches: list[Batch] = []
         """Micro-batches as the model receives them: this rank's part of every sequence."""
         self._losses: list[torch.Tensor] = []
@@ -173,7 +175,7 @@ class GlobalBatch:
             labels=batch.labels,
             head_loss=self._objective.head_loss,
             aux_loss_scale=self._aux_loss_scale,
-            vocabulary_loss=self._compute.vocabulary_loss,
+            vocabulary_loss=self._vocabulary_loss,
             sequences=self._sequences,
         )
 

@@ -103,12 +103,6 @@ def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Client | No
         config = with_dated_run_dir(config, ranks)
     if config.run.trainer.fast_dev_run:
         config = fast_dev_run(config)
-    console = Console(
-        config.run.trainer.max_steps,
-        speaks=ranks.rank == 0,
-        bar=config.run.trainer.enable_progress_bar,
-        prints=config.run.exp_manager.log_format == "text",
-    )
     wanted, monitoring = config.run.checkpoint, config.run.exp_manager.monitoring
     loads = wanted.resume_if_exists or wanted.resume_from is not None
     if loads and wanted.resume_from is None and wanted.resume_ignore_no_checkpoint and not wanted.enabled:
@@ -123,6 +117,12 @@ def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Client | No
         from nxdt_core.run.callbacks.monitor import monitored
 
         monitors = monitored(config, ranks)
+    console = Console(
+        config.run.trainer.max_steps,
+        speaks=ranks.rank == 0,
+        bar=config.run.trainer.enable_progress_bar,
+        prints=config.run.exp_manager.log_format == "text",
+    )
     # Nothing below the run's directory changes before it is owned: another run may use it.
     with printed(config, engine.rank_info), owned_on_rank_zero(config, store, console.say, ranks) as ownership:
         if supervisor is not None:
@@ -149,7 +149,7 @@ def _train(
     ranks, say = engine.ranks, console.say
 
     # Where the run begins.
-    data, other = RunData(config), None if store is None else previous_source(config)
+    other = None if store is None else previous_source(config)
     ranks.on_rank_zero(lambda: keep_inputs(config))
     start = None if store is None else decide_start(config, store, say, ranks)
     resumed, saved = None, None
@@ -164,7 +164,7 @@ def _train(
         continues_optimizer(config, resumed.manifest, saved)
 
     # How long it is.
-    trainer = config.run.trainer
+    data, trainer = RunData(config), config.run.trainer
     in_epochs = (trainer.max_epochs, trainer.min_epochs, trainer.check_val_every_n_epoch)
     if any(count is not None and count > 0 for count in (*in_epochs, config.run.checkpoint.every_n_epochs)):
         data.prepare()
@@ -222,8 +222,9 @@ def _train(
     elif source is not None and source.weights_only:
         weights = (source.storage, source.manifest)
     session = TrainSession(config, engine=engine, data=data, weights=weights)
-    files = MetricFiles(config.run_dir if ranks.rank == 0 else None, signals.fail)
     policy, saver, profiler, compile_time, reports = build.precision(config), None, None, None, None
+    flops = token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config))
+    files = MetricFiles(config.run_dir if ranks.rank == 0 else None, signals.fail)
     if store is not None and config.run.checkpoint.enabled:
         from nxdt_core.run.callbacks.checkpoints import CheckpointSaver
 
@@ -231,7 +232,7 @@ def _train(
     metrics = MetricsWriter(
         files,
         console,
-        flops=token_flops(build.model_builder(config), config.run.data.seq_length, build.adapters(config)),
+        flops=flops,
         compute_dtype=policy.autocast or policy.parameters,
         more=dict if saver is None else saver.save_metrics.columns,
     )

@@ -38,11 +38,8 @@ class Progress:
 
     start: dict[str, float] = field(default_factory=dict)
     """Seconds from the start of ``nxdt train`` to the first training step, by what they were spent on."""
-    _counted_at: float | None = None
-
-    def begin_start(self, age_s: float) -> None:
-        """Let :meth:`spent` count, at first the ``age_s`` seconds before this call."""
-        self._counted_at = time.monotonic() - age_s
+    counted_at: float | None = None
+    """Monotonic time from which the next :meth:`spent` counts; None in a process that does not count."""
 
     def spent(self, part: str, seconds: float | None = None) -> None:
         """Count time until the first training step as that of ``part``, in a process that has begun to count.
@@ -51,16 +48,16 @@ class Progress:
             part: such as ``import``; further calls add to it.
             seconds: a share of the time since the last call, the rest of which the next call counts; None is all.
         """
-        if self._counted_at is None:
+        if self.counted_at is None:
             return
         if seconds is None:
-            seconds = time.monotonic() - self._counted_at
+            seconds = time.monotonic() - self.counted_at
         self.start[part] = self.start.get(part, 0.0) + seconds
-        self._counted_at += seconds
+        self.counted_at += seconds
 
     def take_start(self) -> dict[str, float]:
         """Return what :meth:`spent` counted, and count no further."""
-        durations, self.start, self._counted_at = self.start, {}, None
+        durations, self.start, self.counted_at = self.start, {}, None
         return durations
 
     def advance(self, phase: str | None = None, *, step: int | None = None) -> None:

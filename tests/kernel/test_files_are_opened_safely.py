@@ -48,7 +48,7 @@ ALLOWED = {
         f"{MIGRATE}/nxdt.py: "
         "document.move(path, target, 'NxD Training finds it by searching the whole file for its name')",
         f"{MIGRATE}/nemo.py: document.move(f'{{_LORA}}.{{old}}', f'adapter.{{new}}')",
-        f"{MIGRATE}/nemo.py: document.move(there, here)",
+        f"{MIGRATE}/nemo.py: document.move(theirs, ours)",
         f"{NXD_CORE}/rank_files.py: torch.save(_in_nxd_names(held, config), file)",
     },
     "installed files: packages, their metadata and data": {

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import torch
 
 from nxdt_core.callback import Callback, Run
@@ -41,7 +43,7 @@ def fitted(config, **callbacks):
 
 def test_the_first_step_says_what_it_compiled(small_run):
     torch._dynamo.reset()
-    PROGRESS.begin_start(0)
+    PROGRESS.counted_at = time.monotonic()
     said, rows = fitted(small_run("trainer.max_steps=3"), first=CompileFirst(), clock=CompileTime())
     ((step, seconds),) = rows
     assert 0 < PROGRESS.take_start()["compile"] == seconds
