@@ -137,22 +137,23 @@ class Component:
 
     def __post_init__(self) -> None:
         for name in (self.name, *self.aliases):
-            if not isinstance(name, str) or not _NAME.fullmatch(name):
-                raise BadComponentRecord(record=type(self).__name__, field="name", found=name)
-        self._check_reference("target", self.target)
+            _require_text(self, "name", name, _NAME)
+        _require_text(self, "target", self.target, _TARGET)
         if self.config is not None:
-            self._check_reference("config", self.config)
-        self._check_names("capabilities", self.capabilities)
-        self._check_names("requires", self.requires)
+            _require_text(self, "config", self.config, _TARGET)
+        _require_set(self, "capabilities", self.capabilities)
+        _require_set(self, "requires", self.requires)
 
-    def _check_reference(self, field: str, reference: object) -> None:
-        if not isinstance(reference, str) or not _TARGET.fullmatch(reference):
-            raise BadComponentRecord(record=type(self).__name__, field=field, found=reference)
 
-    def _check_names(self, field: str, names: object) -> None:
-        """A plain text would count as the set of its letters."""
-        if not isinstance(names, frozenset) or not all(isinstance(name, str) for name in names):
-            raise BadComponentRecord(record=type(self).__name__, field=field, found=names)
+def _require_text(record: object, field: str, value: object, pattern: re.Pattern[str]) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise BadComponentRecord(record=type(record).__name__, field=field, found=value)
+
+
+def _require_set(record: object, field: str, value: object) -> None:
+    """A plain text would count as the set of its letters."""
+    if not isinstance(value, frozenset) or not all(isinstance(name, str) for name in value):
+        raise BadComponentRecord(record=type(record).__name__, field=field, found=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -199,7 +200,7 @@ class AdapterComponent(Component):
 
     def __post_init__(self) -> None:
         Component.__post_init__(self)  # super() without arguments knows the class from before slots were added
-        self._check_names("requires_of_model", self.requires_of_model)
+        _require_set(self, "requires_of_model", self.requires_of_model)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,7 +218,7 @@ class EngineComponent(Component):
     def __post_init__(self) -> None:
         Component.__post_init__(self)
         if self.rules is not None:
-            self._check_reference("rules", self.rules)
+            _require_text(self, "rules", self.rules, _TARGET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,10 +238,8 @@ class CliCommand:
     """One line for ``nxdt --help``."""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.name, str) or not _COMMAND.fullmatch(self.name):
-            raise BadComponentRecord(record="CliCommand", field="name", found=self.name)
-        if not isinstance(self.target, str) or not _TARGET.fullmatch(self.target):
-            raise BadComponentRecord(record="CliCommand", field="target", found=self.target)
+        _require_text(self, "name", self.name, _COMMAND)
+        _require_text(self, "target", self.target, _TARGET)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from os.path import isfile, realpath
 from pathlib import Path
@@ -77,7 +77,7 @@ class Run:
     """Layout, fingerprint, and versions by distribution, of the newest checkpoint that can be read."""
     events: tuple[tuple[str, str, str], ...] = ()
     """Time, level and text."""
-    generations: tuple[tuple[int, str, str, str], ...] = field(default=())
+    generations: tuple[tuple[int, str, str, str], ...] = ()
     """Step, prompt, text and scores of the newest samples."""
 
 

@@ -328,7 +328,7 @@ def verify(ctx: click.Context, uri: str, deep: bool, trusted: tuple[str, ...], t
     storage, statuses = look_for_committed(uri)
     keys = TrustedKeys(trusted) if trusted else None
     verdicts: list[dict[str, Any]] = []
-    states = []
+    rows = []
     for status in statuses:
         try:
             state, problems, signer = _verify_step(storage, status, deep, threads, keys)
@@ -336,20 +336,11 @@ def verify(ctx: click.Context, uri: str, deep: bool, trusted: tuple[str, ...], t
             if status is statuses[-1] and not verdicts:
                 raise
             continue
-        states.append(state)
         verdicts.append({"step": status.step, "problems": problems, "signed_by": signer or None})
+        rows.append((str(status.step), shade(state), signer and f"signed by {signer}", "\n".join(problems)))
     if json_output:
         print_json(verdicts)
     else:
-        rows = [
-            (
-                str(verdict["step"]),
-                shade(state),
-                f"signed by {verdict['signed_by']}" if verdict["signed_by"] else "",
-                "\n".join(verdict["problems"]),
-            )
-            for state, verdict in zip(states, verdicts, strict=True)
-        ]
         print_table(("STEP", "STATE", "SIGNATURE", "PROBLEMS"), rows, right=("STEP",))
     ctx.exit(1 if any(verdict["problems"] for verdict in verdicts) else 0)
 
