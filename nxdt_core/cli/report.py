@@ -352,10 +352,10 @@ def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[Content]]:
 def _table(head: Sequence[str], rows: Sequence[Sequence[Content]], *, differs: bool = False) -> Markup:
     if not rows:
         return _dim("None.")
+    mark = "differs" if differs else None
     lines = [
         element("tr", element("td", cells[0], class_="key"), [element("td", cell) for cell in cells[1:]], class_=mark)
         for cells in rows
-        for mark in ["differs" if differs else None]
     ]
     titles = element("tr", [element("th", title) for title in head])
     return element("div", element("table", element("thead", titles), element("tbody", lines)), class_="wide")
