@@ -72,8 +72,8 @@ def manifests(
                 },
             }
         )
-    made = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
-    objects.append(made(job, {**metadata, **({"annotations": dict(annotations)} if annotations else {})}, options))
+    workload = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
+    objects.append(workload(job, {**metadata, **({"annotations": dict(annotations)} if annotations else {})}, options))
     texts = [_text(manifest) for manifest in objects]
     notes = []  # what the objects alone do not ensure
     if options.workload == "trainjob":
