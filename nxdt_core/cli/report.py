@@ -20,9 +20,10 @@ import click
 
 from nxdt_core.cli.report_plot import COLOURS, POLICY, Content, Markup, document, element, plot
 from nxdt_core.cli.verb import say, verb
-from nxdt_core.errors.training import NotARunDirectory
+from nxdt_core.errors.training import CannotServeReport, CannotWriteReport, NotARunDirectory
 from nxdt_core.run.metric_rows import json_object, lines_of, numbers_of, rows_by_step
 from nxdt_core.system.http_server import Handler, Server
+from nxdt_core.system.regular_files import regular_opener
 
 Series = dict[int, float]
 """Value by step."""
@@ -203,9 +204,6 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 
     The page is one self-contained file. Several runs share each plot.
     """
-    from nxdt_core.errors.training import CannotWriteReport
-    from nxdt_core.system.regular_files import regular_opener
-
     text = page([read_run(run) for run in runs])
     output = output or runs[0] / "report.html"
     try:
@@ -229,8 +227,6 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 
     A browser reloads the page every 10 seconds. Other machines cannot reach it: use ssh -L for a remote run.
     """
-    from nxdt_core.errors.training import CannotServeReport
-
     for run in runs:
         read_run(run)
 

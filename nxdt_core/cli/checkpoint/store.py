@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import yaml
 
 from nxdt_core.checkpoint import (
     CheckpointStatus,
@@ -217,8 +218,6 @@ def inspect(uri: str, tensors: bool, only_config: bool, json_output: bool) -> No
     """Show what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names. URI may
     end in `best`, the step that checkpoint.monitor ranks first.
     """
-    import yaml
-
     storage, manifest = open_one(uri)
     facts, address = manifest.facts, f"{storage.uri}/{step_name(manifest.step)}"
     if only_config:
