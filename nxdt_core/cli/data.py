@@ -123,13 +123,9 @@ def _count(count: TokenCount) -> dict[str, Any]:
 
 
 def print_preview(preview: Preview, documents: int, *, title: str, ids: bool) -> None:
-    """Print the first documents, then counts.
+    """Print the first ``documents`` of one dataset, with the id of each token where ``ids`` is true, then counts.
 
-    Args:
-        preview: the preview of one dataset.
-        documents: to print; the rows of a sample, such as a chosen and a rejected answer, count once.
-        title: what the samples are from, for the first line.
-        ids: put each token's id behind it.
+    The rows of a sample, such as a chosen and a rejected answer, count once. ``title`` says what the samples are from.
     """
     wanted = click.get_current_context().color  # by the same rule as click
     coloured = sys.stdout.isatty() if wanted is None else wanted

@@ -254,12 +254,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 
 
 def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
-    """Return the HTML of a report.
-
-    Args:
-        runs: at least one.
-        refresh_s: seconds after which a browser loads the page again; None for never.
-    """
+    """Return the HTML of a report on at least one run, which a browser loads again every ``refresh_s`` seconds."""
     rows: list[list[Content]] = []
     for run in runs:
         goal = run.values.get("trainer.max_steps", "")

@@ -81,10 +81,7 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
 def document(title: str, *content: Content, refresh_s: int | None = None) -> str:
     """Return a whole page, whose policy lets a browser load nothing and run nothing.
 
-    Args:
-        title: title and heading of the page.
-        content: markup below the heading.
-        refresh_s: seconds after which a browser loads the page again; None for never.
+    ``title`` is its heading, too. A browser loads it again after ``refresh_s`` seconds; None for never.
     """
     head = element(
         "head",

@@ -83,14 +83,9 @@ def node_from_environment(num_nodes: int, environment: Mapping[str, str] | None 
 def run_ranks(
     config: ResolvedConfig, node: RankEnvironment, port: int, command: Sequence[str], received: list[int]
 ) -> Mapping[int, int]:
-    """Run the same command on each rank of this node until all have ended.
+    """Run the same command, a verb with options, on each rank of this node until all have ended.
 
-    Args:
-        config: the configuration of the command.
-        node: this node.
-        port: port of the store at which nodes and ranks meet.
-        command: verb and options of the command.
-        received: signals that this process got; one that the agent passes on is added.
+    Ranks meet at the store of ``port``. A signal that the agent passes on is added to those that this process received.
 
     Returns:
         Exit codes by rank, of ranks that failed or were stopped because others had failed; negative for signals.
@@ -146,9 +141,7 @@ class Outcome:
 def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outcome:
     """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
 
-    Args:
-        config: the resolved configuration of the run.
-        command: verb and options that each rank runs with the configuration's source and overrides.
+    Each rank runs ``command``, a verb with options, with the configuration's source and overrides.
 
     Raises:
         NotEnoughDevices: this node has fewer than it should have ranks.

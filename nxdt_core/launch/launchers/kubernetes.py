@@ -38,13 +38,7 @@ class KubernetesLauncher(Launcher):
 def manifests(
     job: Job, options: KubernetesOptions, *, launcher: str, annotations: Mapping[str, str] | None = None
 ) -> Submission:
-    """Return the file of the objects of a job.
-
-    Args:
-        job: the run.
-        options: the launcher's options.
-        launcher: who asks, for errors.
-        annotations: Kubernetes annotations of the job.
+    """Return the file of the objects of a job, which has ``annotations``; errors name the ``launcher``.
 
     Raises:
         LauncherNeedsOption: there is no image.
