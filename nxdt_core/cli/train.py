@@ -87,14 +87,14 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     from nxdt_core.run.callbacks.monitor import mark_failed
 
     try:
-        outcome = launch(config, ["train", *options])
+        status, failure = launch(config, ["train", *options])
     except NxdtError as error:
         mark_failed(config, str(error))
         raise
-    if outcome.text:
-        mark_failed(config, outcome.text, interrupted=outcome.status > 128)
-        say(outcome.text, err=True)
-    ctx.exit(outcome.status)
+    if failure:
+        mark_failed(config, failure, interrupted=status > 128)
+        say(failure, err=True)
+    ctx.exit(status)
 
 
 def _load(source: str, overrides: tuple[str, ...], *, prints: bool = True, trial: bool = False) -> ResolvedConfig:
@@ -197,10 +197,10 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
     check_layout(config)
     from nxdt_core.launch.launcher import launch
 
-    outcome = launch(config, ["compile"])
-    if outcome.text:
-        say(outcome.text, err=True)
-    ctx.exit(outcome.status)
+    status, failure = launch(config, ["compile"])
+    if failure:
+        say(failure, err=True)
+    ctx.exit(status)
 
 
 def _trial(config: ResolvedConfig, *, speaks: bool = True) -> int:
