@@ -1,7 +1,8 @@
 """The command ``nxdt``: one file a command group, each imported only when it is asked for.
 
-The commands hold no logic: they parse, call the layer below, and print. What they print for a program to read
-(``--json``) goes to standard output alone; notes and errors go to standard error.
+A command parses, calls the layers below, and prints; what no other layer needs, such as the comparison of two
+checkpoints, is in its file. What it prints for a program to read (``--json``) goes to standard output alone; notes and
+errors go to standard error.
 """
 
 from nxdt_core.cli.app import main

@@ -7,25 +7,18 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
+from nxdt_core.cli.config import require_set
 from nxdt_core.cli.terminal import percent, print_facts, print_table
-from nxdt_core.cli.verb import (
-    SuggestingGroup,
-    as_json,
-    attributes,
-    config_arguments,
-    print_json,
-    print_note,
-)
+from nxdt_core.cli.verb import SuggestingGroup, as_json, attributes, config_arguments, print_json, print_note
+from nxdt_core.config import load
+from nxdt_core.data.files.records import count_records, describe_unused
+from nxdt_core.data.preview import Preview, ShownSample
+from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
 from nxdt_core.system.visible_text import visible
-
-if TYPE_CHECKING:
-    from nxdt_core.data.preview import Preview, ShownSample
-    from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
-
 
 _BAD = 20
 """Bad records that are listed."""
@@ -80,9 +73,6 @@ def preview(
     data have them, lengths, what was truncated or left out, and how much of the samples is filled. Of conversations
     and preference pairs the first 1,000 records are read, unless --all is given.
     """
-    from nxdt_core.cli.config import require_set
-    from nxdt_core.config import load
-
     config = load(source, overrides)
     require_set(config)
     for note in config.notes:
@@ -133,16 +123,10 @@ def _count(count: TokenCount) -> dict[str, Any]:
 
 
 def print_preview(preview: Preview, documents: int, *, title: str, ids: bool) -> None:
-    """Print the first documents, then counts.
+    """Print the first ``documents`` of one dataset, with the id of each token where ``ids`` is true, then counts.
 
-    Args:
-        preview: the preview of one dataset.
-        documents: to print; the rows of a sample, such as a chosen and a rejected answer, count once.
-        title: what the samples are from, for the first line.
-        ids: put each token's id behind it.
+    The rows of a sample, such as a chosen and a rejected answer, count once. ``title`` says what the samples are from.
     """
-    from nxdt_core.protocols.dataset import TokenCount
-
     wanted = click.get_current_context().color  # by the same rule as click
     coloured = sys.stdout.isatty() if wanted is None else wanted
     printed = 0
@@ -208,8 +192,6 @@ def _print_sample(sample: ShownSample, printed: int, most: int, ids: bool, colou
 
 
 def _facts(preview: Preview, title: str) -> Iterator[tuple[str, str]]:
-    from nxdt_core.data.files.records import count_records, describe_unused
-
     report = preview.report
     whole = preview.samples is not None and report.of_records is None
     yield "data", f"{title}, {preview.samples:,} in all" if whole else title

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from nxdt_core.cli.terminal import human_size, print_facts, print_table
-from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
+from nxdt_core.cli.verb import as_json, attributes, optional_config_arguments, print_json, say, verb
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.show import hide_secrets
 from nxdt_core.distributed.process_group import check_devices
@@ -44,8 +44,7 @@ _COMPILERS = ("g++", "clang++", "ninja", "neuronx-cc")
 
 
 @verb("nxdt env", "nxdt env my_run.yaml trainer.devices=8", "nxdt env recipe:llama3-8b-trn2 --json")
-@click.argument("source", metavar="[CONFIG]", required=False)
-@click.argument("overrides", nargs=-1, metavar="[KEY=VALUE]...")
+@optional_config_arguments
 @as_json
 @click.pass_context
 def env(ctx: click.Context, source: str | None, overrides: tuple[str, ...], json_output: bool) -> None:

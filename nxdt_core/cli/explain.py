@@ -18,10 +18,13 @@ from pathlib import Path
 
 import click
 
+from nxdt_core import errors
 from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import as_json, attributes, print_json, say, verb
 from nxdt_core.errors.base import ErrorCode, NxdtError
 from nxdt_core.errors.configuration import ConfigProblem
+from nxdt_core.errors.plugins import UnknownErrorCode
+from nxdt_core.kernel import Kernel
 
 _PREFIX = "NXDT-"
 _EXAMPLES = 3
@@ -36,8 +39,6 @@ def explain(codes: tuple[str, ...], json_output: bool) -> None:
 
     The prefix NXDT- may be left out. A value that a message fills in is written ‹name›.
     """
-    from nxdt_core.errors.plugins import UnknownErrorCode
-
     written = [code.strip("[]").upper() for code in codes]
     explained = explanations([*written, *(_PREFIX + code for code in written)])
     wanted = [code if code in explained else _PREFIX + code.removeprefix(_PREFIX) for code in written]
@@ -98,9 +99,6 @@ def _rows(modules: Sequence[str]) -> dict[str, tuple[str, ErrorCode[NxdtError]]]
 
 
 def _modules() -> list[str]:
-    from nxdt_core import errors
-    from nxdt_core.kernel import Kernel
-
     families = [f"{errors.__name__}.{module.name}" for module in pkgutil.iter_modules(errors.__path__)]
     plugins = [plugin.module for plugin in Kernel.start().plugins if plugin.module]
     packages = [name for name in plugins if hasattr(import_module(name), "__path__")]

@@ -6,10 +6,11 @@ import shlex
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
+from typing import Any, Literal, get_args, get_origin
 
 import click
 
+from nxdt_core.cli.config import require_set, values_to_set
 from nxdt_core.cli.verb import (
     SuggestingGroup,
     Verb,
@@ -20,10 +21,13 @@ from nxdt_core.cli.verb import (
     print_note,
     say,
 )
-
-if TYPE_CHECKING:
-    from nxdt_core.kernel import RegisteredComponent
-
+from nxdt_core.config.section import LISTS, TABLES, keys_of, members
+from nxdt_core.config.show import drop_replaced, field_docs
+from nxdt_core.errors.launch import CannotSubmit
+from nxdt_core.errors.plugins import ComponentUnusable
+from nxdt_core.kernel import Kernel, RegisteredComponent
+from nxdt_core.launch.jobs import prepare, submit, write
+from nxdt_core.protocols.launcher import Launcher
 
 _EXAMPLES = {
     "slurm": (
@@ -69,9 +73,6 @@ class LaunchGroup(SuggestingGroup):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError:
-            from nxdt_core.errors.launch import CannotSubmit
-            from nxdt_core.kernel import Kernel
-
             if args[0].startswith("-"):
                 raise
             component = Kernel.start().registry.get("launcher", args[0])
@@ -92,10 +93,6 @@ launch = LaunchGroup(
 @cache
 def _launchers() -> dict[str, RegisteredComponent]:
     """The launchers that submit, by name; of a name that several plugins offer, as ``plugin:name``."""
-    from nxdt_core.errors.plugins import ComponentUnusable
-    from nxdt_core.kernel import Kernel
-    from nxdt_core.protocols.launcher import Launcher
-
     submitting = []
     for component in Kernel.start().registry.all("launcher"):
         submits = True
@@ -119,10 +116,6 @@ def _summary(component: RegisteredComponent) -> str:
 def _command(name: str, component: RegisteredComponent) -> click.Command:
     summary = _summary(component)
     examples = [f"nxdt launch {name} {words}" for words in _EXAMPLES.get(name, ("my_run.yaml --nodes 2",))]
-
-    from nxdt_core.config.section import keys_of
-    from nxdt_core.config.show import field_docs
-
     path = click.Path(path_type=Path)
     parameters: list[click.Parameter] = [
         click.Argument(["source"], metavar="CONFIG", shell_complete=complete_source),
@@ -146,8 +139,6 @@ def _command(name: str, component: RegisteredComponent) -> click.Command:
 
 def _option(name: str, annotation: Any, text: str) -> click.Option:
     """Values that are not given are None or empty, so that the cluster file and the defaults count."""
-    from nxdt_core.config.section import LISTS, TABLES, members
-
     word, destination = name.replace("_", "-"), f"option_{name}"
     main = next(member for member in members(annotation) if member is not type(None))
     origin, arguments = get_origin(main) or main, get_args(main)
@@ -188,10 +179,6 @@ class _Pair(click.ParamType[tuple[str, str | float]]):
 
 
 def _run(name: str, component: RegisteredComponent, **values: Any) -> None:
-    from nxdt_core.cli.config import require_set, values_to_set
-    from nxdt_core.config.show import drop_replaced
-    from nxdt_core.launch.jobs import prepare, submit, write
-
     words = ["nxdt", "launch", name, values["source"], *drop_replaced(values["overrides"])]
     words += [f"--nodes={values['nodes']}"] if values["nodes"] is not None else []
     words += [f"--cluster={values['cluster']}"] if values["cluster"] is not None else []

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from itertools import groupby
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -110,29 +110,25 @@ def plan(
     ranks = config.run.trainer.devices * config.run.trainer.num_nodes
     show_progress(f"estimating {ranks:,} rank{'s' * (ranks > 1)}")
     try:
-        from nxdt_core.train.plan import EFFICIENCY
-        from nxdt_core.train.plan import plan as make  # imports torch: only a configuration that is right pays for it
+        import nxdt_core.train.plan as planning  # imports torch: only a configuration that is right pays for it
 
-        reached = EFFICIENCY if efficiency is None else efficiency
-        if search and device is not None:
-            from nxdt_core.train.plan import search as find
-
-            result = find(
+        device_options: dict[str, Any] = {"product": device, "efficiency": efficiency or planning.EFFICIENCY}
+        if search:
+            ranking = planning.search(
                 lambda settings: load(source, (*overrides, *world, *settings)),
-                product=device,
-                efficiency=reached,
                 trying=lambda number, count: show_progress(f"sizes {number} of {count}"),
+                **device_options,
             )
         else:
             memory_bytes = None if memory_gib is None else round(memory_gib * _GIB)
-            made = make(config, memory_bytes=memory_bytes, product=device, efficiency=reached)
+            estimate = planning.plan(config, memory_bytes=memory_bytes, **device_options)
     finally:
         show_progress("")
     if search:
-        print_json(result.to_dict()) if json_output else print_ranking(result)
+        print_json(ranking.to_dict()) if json_output else print_ranking(ranking)
         return
-    print_json(made.to_dict()) if json_output else print_report(made)
-    ctx.exit(1 if made.fits is False else 0)
+    print_json(estimate.to_dict()) if json_output else print_report(estimate)
+    ctx.exit(1 if estimate.fits is False else 0)
 
 
 def print_report(plan: RunPlan) -> None:

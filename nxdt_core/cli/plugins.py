@@ -90,10 +90,10 @@ def list_(kind: str | None, json_output: bool) -> None:
     for plugin in kernel.plugins:
         components = _components(kernel, plugin)
         offers = [component.record.name for component in components]
-        if len(components) > _NAMES_SHOWN:  # "13 optimizers, 14 LR schedulers"
+        if len(components) > _NAMES_SHOWN:  # "13 optimizers, 14 schedules"
             offers = []
             for offered, count in Counter(component.kind for component in components).items():
-                noun = offered.replace("_", " ").replace("lr ", "LR ")
+                noun = offered.replace("_", " ")
                 plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
                 offers.append(f"{count} {noun if count == 1 else plural}")
         cell = plugin.reason or ", ".join(offers)

@@ -7,16 +7,17 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain, groupby
 from operator import attrgetter
-from typing import TYPE_CHECKING
 
 import click
 
 from nxdt_core.cli.terminal import print_table, print_wrapped
 from nxdt_core.cli.verb import SuggestingGroup, as_json, complete_recipe, print_json, say
-
-if TYPE_CHECKING:
-    from nxdt_core.config.sources import Recipe
-    from nxdt_core.kernel import Kernel
+from nxdt_core.config.schema import usable_class
+from nxdt_core.config.section import keys_of
+from nxdt_core.config.sources import EDITOR_LINES, Recipe, find_recipe, list_recipes
+from nxdt_core.config.tree import parse_yaml
+from nxdt_core.errors import NxdtError
+from nxdt_core.kernel import Kernel
 
 _ONE_DEVICE = re.compile(r": 1 accelerator of (\d+) GiB, ")
 """Phrase in the summary of a recipe; ``tests/recipes`` plans each in that memory."""
@@ -44,9 +45,6 @@ def recipes() -> None:
 @as_json
 def list_(task: str | None, device_memory: int | None, json_output: bool) -> None:
     """List the recipes of the installed plugins, first those to start with."""
-    from nxdt_core.config.sources import list_recipes
-    from nxdt_core.kernel import Kernel
-
     kernel = Kernel.start()
     matching = list_recipes(kernel)
     tasks = tasks_of(matching, kernel)
@@ -84,11 +82,6 @@ def tasks_of(recipes: Sequence[Recipe], kernel: Kernel) -> dict[Recipe, set[str]
     That is the objective and its plugin, such as ``dpo`` and ``preference``. Without one, it is ``sft`` where the
     dataset takes a chat template, and else ``pretraining``. An adapter is another task.
     """
-    from nxdt_core.config.schema import usable_class
-    from nxdt_core.config.section import keys_of
-    from nxdt_core.config.tree import parse_yaml
-    from nxdt_core.errors import NxdtError
-
     trees = {recipe.name: parse_yaml(recipe.text, recipe.name)[0] for recipe in recipes}
 
     def selected(name: str, key: str) -> str | None:
@@ -122,9 +115,6 @@ def show(name: str, json_output: bool) -> None:
 
     The line names the file that `nxdt config schema > nxdt.schema.json` writes into the same directory.
     """
-    from nxdt_core.config.sources import EDITOR_LINES, find_recipe
-    from nxdt_core.kernel import Kernel
-
     recipe = find_recipe(Kernel.start(), name.removeprefix("recipe:"))
     text = EDITOR_LINES + recipe.text.removeprefix(EDITOR_LINES)
     if json_output:

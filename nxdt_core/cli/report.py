@@ -10,7 +10,7 @@ import sys
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from os.path import isfile, realpath
 from pathlib import Path
@@ -20,9 +20,10 @@ import click
 
 from nxdt_core.cli.report_plot import COLOURS, POLICY, Content, Markup, document, element, plot
 from nxdt_core.cli.verb import say, verb
-from nxdt_core.errors.training import NotARunDirectory
+from nxdt_core.errors.training import CannotServeReport, CannotWriteReport, NotARunDirectory
 from nxdt_core.run.metric_rows import json_object, lines_of, numbers_of, rows_by_step
 from nxdt_core.system.http_server import Handler, Server
+from nxdt_core.system.regular_files import regular_opener
 
 Series = dict[int, float]
 """Value by step."""
@@ -77,7 +78,7 @@ class Run:
     """Layout, fingerprint, and versions by distribution, of the newest checkpoint that can be read."""
     events: tuple[tuple[str, str, str], ...] = ()
     """Time, level and text."""
-    generations: tuple[tuple[int, str, str, str], ...] = field(default=())
+    generations: tuple[tuple[int, str, str, str], ...] = ()
     """Step, prompt, text and scores of the newest samples."""
 
 
@@ -203,9 +204,6 @@ def report(runs: tuple[Path, ...], output: Path | None) -> None:
 
     The page is one self-contained file. Several runs share each plot.
     """
-    from nxdt_core.errors.training import CannotWriteReport
-    from nxdt_core.system.regular_files import regular_opener
-
     text = page([read_run(run) for run in runs])
     output = output or runs[0] / "report.html"
     try:
@@ -229,8 +227,6 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 
     A browser reloads the page every 10 seconds. Other machines cannot reach it: use ssh -L for a remote run.
     """
-    from nxdt_core.errors.training import CannotServeReport
-
     for run in runs:
         read_run(run)
 
@@ -258,12 +254,7 @@ def watch(runs: tuple[Path, ...], port: int) -> None:
 
 
 def page(runs: Sequence[Run], *, refresh_s: int | None = None) -> str:
-    """Return the HTML of a report.
-
-    Args:
-        runs: at least one.
-        refresh_s: seconds after which a browser loads the page again; None for never.
-    """
+    """Return the HTML of a report on at least one run, which a browser loads again every ``refresh_s`` seconds."""
     rows: list[list[Content]] = []
     for run in runs:
         goal = run.values.get("trainer.max_steps", "")
@@ -352,10 +343,10 @@ def _key_rows(runs: Sequence[Run], keys: Sequence[str]) -> list[list[Content]]:
 def _table(head: Sequence[str], rows: Sequence[Sequence[Content]], *, differs: bool = False) -> Markup:
     if not rows:
         return _dim("None.")
+    mark = "differs" if differs else None
     lines = [
         element("tr", element("td", cells[0], class_="key"), [element("td", cell) for cell in cells[1:]], class_=mark)
         for cells in rows
-        for mark in ["differs" if differs else None]
     ]
     titles = element("tr", [element("th", title) for title in head])
     return element("div", element("table", element("thead", titles), element("tbody", lines)), class_="wide")

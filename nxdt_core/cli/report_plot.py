@@ -81,10 +81,7 @@ def element(tag: str, *content: Content, **attributes: object) -> Markup:
 def document(title: str, *content: Content, refresh_s: int | None = None) -> str:
     """Return a whole page, whose policy lets a browser load nothing and run nothing.
 
-    Args:
-        title: title and heading of the page.
-        content: markup below the heading.
-        refresh_s: seconds after which a browser loads the page again; None for never.
+    ``title`` is its heading, too. A browser loads it again after ``refresh_s`` seconds; None for never.
     """
     head = element(
         "head",
@@ -130,7 +127,7 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
     values = [value for _, _, points in drawn for _, value in points]
     if not steps or not any(values if not log else steps):  # a counter that stays at 0 has no picture
         return None
-    x_ticks = [tick for tick in _ticks(min(steps), max(steps), 4) if min(steps) <= tick <= max(steps)]
+    x_ticks = [tick for tick in _ticks(min(steps), max(steps)) if min(steps) <= tick <= max(steps)]
     low, high = min(values), max(values)
     if log:  # logarithms of 1, 2, 5, 10, … that enclose the values; of many, powers of ten alone
         factors = (1, 2, 5) if high - low < 3 else (1,)
@@ -142,7 +139,7 @@ def plot(lines: Sequence[tuple[int, str, dict[int, float]]], *, label: str, log:
         y_ticks = candidates[first : last + 1]
     else:  # values that differ by less than 1 % show as nearly equal, with short labels
         more = max(0.0, 0.01 * max(abs(low), abs(high)) - (high - low)) / 2
-        y_ticks = _ticks(low - more, high + more, 4)
+        y_ticks = _ticks(low - more, high + more)
     ends = min(*values, y_ticks[0]), max(*values, y_ticks[-1])
 
     def x_of(step: float) -> str:
@@ -177,11 +174,11 @@ def _scaled(points: dict[int, float], log: bool) -> list[_Point]:
     return [point for pair in ends for point in sorted(pair)]
 
 
-def _ticks(low: float, high: float, count: int) -> list[float]:
-    """Round numbers that enclose a range."""
+def _ticks(low: float, high: float) -> list[float]:
+    """Return about five round numbers that enclose a range."""
     span = high - low or abs(high) or 1.0
-    size = 10 ** math.floor(math.log10(span / count))
-    step = next((size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= count), size * 10)
+    size = 10 ** math.floor(math.log10(span / 4))
+    step = next((size * factor for factor in (1, 2, 2.5, 5, 10) if span / (size * factor) <= 4), size * 10)
     first, last = math.floor(low / step), math.ceil(high / step)
     return [number * step for number in range(first, max(last, first + 1) + 1)]
 

@@ -10,7 +10,8 @@ import click
 from nxdt_core._version import __version__
 from nxdt_core.cli.verb import verb
 
-_BASH = r"""# bash completion of nxdt
+SCRIPTS = {
+    "bash": r"""# bash completion of nxdt
 _nxdt_completion() {
     local line="${COMP_LINE:0:COMP_POINT}" word start="" mark kind value
     word="${line##*[[:space:]]}"
@@ -31,9 +32,8 @@ _nxdt_completion() {
     done < <(COMP_LINE="$line" _NXDT_COMPLETE=1 "$1" 2>/dev/null)
 }
 complete -o nosort -F _nxdt_completion nxdt
-"""
-
-_ZSH = r"""#compdef nxdt
+""",
+    "zsh": r"""#compdef nxdt
 _nxdt_completion() {
     local -a closed open
     local kind value files=""
@@ -53,9 +53,8 @@ if [[ $funcstack[1] == _nxdt ]]; then  # called by compinit as a file of fpath; 
 else
     compdef _nxdt_completion nxdt
 fi
-"""
-
-_FISH = r"""# fish completion of nxdt
+""",
+    "fish": r"""# fish completion of nxdt
 function _nxdt_completion
     for line in (env COMP_LINE=(commandline -cp | string collect) _NXDT_COMPLETE=1 nxdt 2>/dev/null)
         set -l parts (string split -m 1 \t -- $line)
@@ -67,11 +66,9 @@ function _nxdt_completion
     end
 end
 complete --no-files --command nxdt --arguments '(_nxdt_completion)'
-"""
-
-SCRIPTS = {"bash": _BASH, "zsh": _ZSH, "fish": _FISH}
-
-
+""",
+}
+"""Scripts by shell, which ask for what may follow on the command line."""
 REQUEST = "_NXDT_COMPLETE"
 """Variable by which a script asks; ``COMP_LINE`` then has the command line up to the cursor."""
 _ENVIRONMENT = {

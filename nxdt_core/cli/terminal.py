@@ -123,13 +123,9 @@ def wrap(text: str, width: int) -> list[str]:
 
 
 def print_wrapped(lead: str, text: str, *, colour: str | None = None, err: bool = False) -> None:
-    """Print ``lead: text``; on a terminal in lines that fit it, those after the first indented.
+    """Print ``lead: text``, the lead in ``colour``; on a terminal in lines that fit, those after the first indented.
 
-    Args:
-        lead: what comes before the colon.
-        text: any text; control characters become visible.
-        colour: of ``lead``.
-        err: whether to print to standard error.
+    Control characters become visible. ``err`` prints to standard error.
     """
     stream = sys.stderr if err else sys.stdout
     line = visible(f"{lead}: {text}" if lead else text)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
 
@@ -67,7 +67,6 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     for name in ("stdout", "stderr"):  # the log files of a run keep all of it
         stream = getattr(sys, name)
         if type(stream) is io.TextIOWrapper:
-            stream.flush()
             setattr(sys, name, _Surviving(stream))
     place = find_place()
     if place.world_size > 1:
@@ -88,14 +87,14 @@ def train(ctx: click.Context, source: str, overrides: tuple[str, ...], max_resta
     from nxdt_core.run.callbacks.monitor import mark_failed
 
     try:
-        outcome = launch(config, ["train", *options])
+        status, failure = launch(config, ["train", *options])
     except NxdtError as error:
         mark_failed(config, str(error))
         raise
-    if outcome.text:
-        mark_failed(config, outcome.text, interrupted=outcome.status > 128)
-        say(outcome.text, err=True)
-    ctx.exit(outcome.status)
+    if failure:
+        mark_failed(config, failure, interrupted=status > 128)
+        say(failure, err=True)
+    ctx.exit(status)
 
 
 def _load(source: str, overrides: tuple[str, ...], *, prints: bool = True, trial: bool = False) -> ResolvedConfig:
@@ -130,34 +129,29 @@ def _train(config: ResolvedConfig, client: Client | None = None, json_output: bo
     return summary.exit_status
 
 
-class _Surviving(io.TextIOWrapper):
-    """Drops what is written once its reader has gone."""
+class _Surviving:
+    """A stream that drops what is written once its reader has gone."""
 
-    def __init__(self, stream: io.TextIOWrapper) -> None:
-        """``stream``: whose buffer this writes to."""
-        super().__init__(
-            stream.buffer,
-            encoding=stream.encoding,
-            errors=stream.errors,
-            line_buffering=stream.line_buffering,
-            write_through=stream.write_through,
-        )
-        self._stream = stream  # which would close the buffer with its last reference
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
 
-    def write(self, text: str, /) -> int:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
         """Write ``text``, or drop it."""
         try:
-            return super().write(text)
+            return self._stream.write(text)
         except BrokenPipeError:
-            discard_output(self)
+            discard_output(self._stream)
             return len(text)
 
     def flush(self) -> None:
         """Flush, or drop what is left."""
         try:
-            super().flush()
+            self._stream.flush()
         except BrokenPipeError:
-            discard_output(self)
+            discard_output(self._stream)
 
 
 @verb(
@@ -203,10 +197,10 @@ def compile_ahead(ctx: click.Context, source: str, overrides: tuple[str, ...]) -
     check_layout(config)
     from nxdt_core.launch.launcher import launch
 
-    outcome = launch(config, ["compile"])
-    if outcome.text:
-        say(outcome.text, err=True)
-    ctx.exit(outcome.status)
+    status, failure = launch(config, ["compile"])
+    if failure:
+        say(failure, err=True)
+    ctx.exit(status)
 
 
 def _trial(config: ResolvedConfig, *, speaks: bool = True) -> int:

@@ -9,6 +9,7 @@ import json
 import os
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -199,12 +200,9 @@ def _classes(section: str) -> Iterator[type]:
     for slot in SLOTS:
         if slot.section == section:
             for component in Kernel.start().registry.all(slot.kind):
-                try:
-                    section_class = usable_class(component)
-                except NxdtError:
-                    continue  # `nxdt plugins show` says what is wrong with it
-                if section_class is not None:
-                    yield section_class
+                with suppress(NxdtError):  # `nxdt plugins show` says what is wrong with it
+                    if (section_class := usable_class(component)) is not None:
+                        yield section_class
 
 
 def _values(path: str) -> list[str]:

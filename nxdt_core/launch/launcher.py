@@ -15,7 +15,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
 
@@ -82,14 +81,9 @@ def node_from_environment(num_nodes: int, environment: Mapping[str, str] | None 
 def run_ranks(
     config: ResolvedConfig, node: RankEnvironment, port: int, command: Sequence[str], received: list[int]
 ) -> Mapping[int, int]:
-    """Run the same command on each rank of this node until all have ended.
+    """Run the same command, a verb with options, on each rank of this node until all have ended.
 
-    Args:
-        config: the configuration of the command.
-        node: this node.
-        port: port of the store at which nodes and ranks meet.
-        command: verb and options of the command.
-        received: signals that this process got; one that the agent passes on is added.
+    Ranks meet at the store of ``port``. A signal that the agent passes on is added to those that this process received.
 
     Returns:
         Exit codes by rank, of ranks that failed or were stopped because others had failed; negative for signals.
@@ -132,22 +126,13 @@ def run_ranks(
     return {}
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Outcome:
-    """Outcome of the ranks of a run."""
-
-    status: int
-    """Exit status for the command."""
-    text: str = ""
-    """Text of a failure, to print; of a run that went well, rank 0 has printed all."""
-
-
-def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outcome:
+def launch(config: ResolvedConfig, command: Sequence[str]) -> tuple[int, str]:
     """Start this node's ranks with the same arguments, and wait until those of all nodes have ended.
 
-    Args:
-        config: the resolved configuration of the run.
-        command: verb and options that each rank runs with the configuration's source and overrides.
+    Each rank runs ``command``, a verb with options, with the configuration's source and overrides.
+
+    Returns:
+        The exit status, and the text of a failure to print; empty where rank 0 has printed all.
 
     Raises:
         NotEnoughDevices: this node has fewer than it should have ranks.
@@ -176,13 +161,13 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
             codes = run_ranks(config, node, store.port, command, received)
         root_cause = supervisor.wait_for_root_cause() if codes else supervisor.root_cause
         if root_cause is None and not codes:
-            return Outcome(status=supervisor.status)
+            return supervisor.status, ""
         if root_cause is not None and root_cause.dead is None:
-            return Outcome(status=root_cause.status, text=root_cause.text)
+            return root_cause.status, root_cause.text
         dead = None if root_cause is None else root_cause.dead
         rank = _first_ended_rank(codes, None if dead is None else dead.rank)
         if received and codes.get(rank) in {-number for number in SIGNALS}:
-            return Outcome(status=128 + received[0], text=INTERRUPTION.text)
+            return 128 + received[0], INTERRUPTION.text
         host = dead.host if dead is not None and dead.rank == rank else node.host
         raise RankDied(rank=rank, host=host, how=_describe_exit(codes.get(rank)))
 
@@ -203,11 +188,11 @@ def launch(config: ResolvedConfig, command: Sequence[str] = ("train",)) -> Outco
     ranks_ended.set()
     status, cause = client.outcome()
     if cause is not None:
-        return Outcome(status=status, text=_ended_with_run(node, cause))
+        return status, _ended_with_run(node, cause)
     if codes:
         rank = _first_ended_rank(codes, None)
         raise RankDied(rank=rank, host=node.host, how=_describe_exit(codes[rank]))
-    return Outcome(status=status)
+    return status, ""
 
 
 def _join(node: RankEnvironment) -> TCPStore:

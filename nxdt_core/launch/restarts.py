@@ -26,12 +26,7 @@ _VARIABLE = "NXDT_RESTARTER"
 
 
 def interpreter_arguments(config: ResolvedConfig, command: Sequence[str]) -> list[str]:
-    """Return the words behind the interpreter that carry out a command for the same configuration.
-
-    Args:
-        config: its source and overrides are those of the command.
-        command: verb and options.
-    """
+    """Return the words behind the interpreter that carry out a verb with options for the same configuration."""
     here = sys.path[0] in ("", os.getcwd()) and not sys.flags.safe_path
     words = ["-m", "nxdt_core", *command, "--", config.source, *config.overrides]
     return words if here else ["-P", *words]
@@ -43,12 +38,9 @@ def is_restarted() -> bool:
 
 
 def run_with_restarts(config: ResolvedConfig, restarts: int, command: Sequence[str]) -> int:
-    """Carry out a command in another process, again after each loss, and return the last exit status.
+    """Carry out a verb with options in another process, again after each of at most ``restarts`` losses.
 
-    Args:
-        config: the resolved configuration of the run.
-        restarts: how often the command is started again.
-        command: verb and options.
+    Returns the last exit status.
 
     Raises:
         RestartsNeedResume: the run would begin again at step 0.

@@ -126,7 +126,7 @@ def _run(config: ResolvedConfig, engine: ParallelEngine, supervisor: Client | No
     # Nothing below the run's directory changes before it is owned: another run may use it.
     with printed(config, engine.rank_info), owned_on_rank_zero(config, store, console.say, ranks) as ownership:
         if supervisor is not None:
-            supervisor.keep_stacks_in(config.run_dir)
+            supervisor.run_dir = config.run_dir
         with run_log(config, engine.rank_info), monitors as monitor, exits_explained():
             if monitor is not None and monitor.url is not None:
                 console.say(f"serving {monitor.url}/metrics and {monitor.url}/health")

@@ -4,8 +4,9 @@ A template is a file below ``templates/<kind>`` or ``templates/common`` with the
 that in the repository, where ``PACKAGE`` in paths becomes the name of the package and ``dot.`` before a name a dot
 (builders of wheels leave hidden files out). In paths and texts ``{{name}}``, ``{{package}}``, ``{{Class}}``,
 ``{{CODE}}``, ``{{kind}}``, ``{{core}}``, ``{{dependencies}}``, ``{{hook}}``, ``{{Record}}`` and ``{{summary}}`` are
-replaced. ``{{record}}`` in the entry module and ``{{use}}`` in the README are two more templates of the kind:
-``record.tmpl`` with the fields of the component's record, and ``use.md.tmpl``.
+replaced. Three more templates of a kind are parts of files: ``record.tmpl``, the fields of the component's record, is
+``{{record}}`` in the entry module; ``use.md.tmpl`` is ``{{use}}`` in the README; ``sizes.tmpl`` is ``{{sizes}}`` in a
+model's recipe.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import re
 from difflib import get_close_matches
 from pathlib import Path
-from textwrap import indent
 
 from nxdt_core._version import __version__
 from nxdt_core.api import KINDS
@@ -93,8 +93,8 @@ def write_repository(kind: str, name: str, directory: Path, *, plain: bool = Fal
         "hook": row.hook,
         "Record": row.record.__name__,
     }
-    values["use"] = _filled(texts.pop(Path("use.md")), values).strip("\n")
-    values["record"] = indent(_filled(texts.pop(Path("record")), values).strip("\n"), " " * 12)
+    for part in ("use.md", "record", "sizes"):
+        values[Path(part).stem] = _filled(texts.pop(Path(part), ""), values).strip("\n")
     written = []
     for place, text in sorted(texts.items()):
         target = directory / _filled(_HIDDEN.sub(".", str(place)).replace("PACKAGE", package), values)

@@ -42,7 +42,6 @@ class GarbageCollection:
     def __init__(self, interval: int | None) -> None:
         self.interval = interval
         self._disabled = False
-        self._in_first_step = True
         self._froze = False
 
     def begin(self, default: int) -> None:
@@ -61,8 +60,7 @@ class GarbageCollection:
         """Collect after the first step of this process, and after steps whose number the interval divides."""
         if not self.interval:
             return
-        if self._in_first_step:
-            self._in_first_step = False
+        if not self._froze:  # the first step
             gc.collect()
             gc.freeze()
             self._froze = True
@@ -82,4 +80,3 @@ class GarbageCollection:
         if self._disabled:
             gc.enable()
             self._disabled = False
-        self._in_first_step = True

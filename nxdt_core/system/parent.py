@@ -28,11 +28,7 @@ _outlives = threading.Event()
 
 
 def end_with_parent(number: signal.Signals = signal.SIGKILL) -> None:
-    """Have a signal end this process together with its parent, if ``NXDT_PARENT`` names the parent.
-
-    Args:
-        number: the signal.
-    """
+    """Have the signal ``number`` end this process together with its parent, if ``NXDT_PARENT`` names the parent."""
     parent = os.environ.pop(PARENT_VARIABLE, "")  # what this process starts has another parent
     if not parent.isdecimal():
         return

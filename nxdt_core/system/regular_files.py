@@ -59,13 +59,12 @@ def kind_of(mode: int) -> str:
     return _KINDS.get(stat.S_IFMT(mode), "" if stat.S_ISREG(mode) else "a special file")
 
 
-def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, follow: bool = False) -> int:
+def open_regular(path: Path, flags: int = os.O_RDONLY, *, follow: bool = False) -> int:
     """Open a regular file and return its descriptor; never blocks on a pipe or a device.
 
     Args:
         path: the file. Symbolic links among its parent directories are followed as usual.
         flags: flags for ``os.open``; ``O_TRUNC`` empties the file once it is known to be a regular one.
-        mode: mode of a file that ``O_CREAT`` creates.
         follow: whether ``path`` itself may be a symbolic link.
 
     Raises:
@@ -74,7 +73,7 @@ def open_regular(path: Path, flags: int = os.O_RDONLY, mode: int = 0o666, *, fol
     """
     blocking = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
     try:
-        descriptor = os.open(path, flags & ~os.O_TRUNC | blocking | (0 if follow else os.O_NOFOLLOW), mode)
+        descriptor = os.open(path, flags & ~os.O_TRUNC | blocking | (0 if follow else os.O_NOFOLLOW), 0o666)
     except OSError as error:
         if error.errno in (errno.ELOOP, errno.ENXIO, errno.ENODEV):  # a link; a pipe or socket that no process reads
             require_regular(path, follow=follow)

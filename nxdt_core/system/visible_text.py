@@ -44,11 +44,8 @@ def colours_wanted() -> bool | None:
 def visible(text: str, *, colours: bool = False) -> str:
     r"""Return ``text`` with control characters, marks of direction and surrogates as ``\u001b``, the escapes of JSON.
 
-    Line feeds and tabs stay, and so do letters of every script.
-
-    Args:
-        text: any text.
-        colours: keep sequences that set colours and weight: those that this program has put in.
+    Line feeds and tabs stay, and so do letters of every script. ``colours`` keeps sequences that set colours and
+    weight: those that this program has put in.
     """
     if not colours:
         return text.translate(_ESCAPES)

@@ -11,7 +11,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import click
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     import torch
 
 Subject = Literal["model", "optim", "state", "config"]
-SUBJECTS: tuple[Subject, ...] = ("model", "optim", "state", "config")
+SUBJECTS: tuple[Subject, ...] = get_args(Subject)
 """Parts that can be compared: the tensors of three sections, the state of each rank without its tensors, the
 configuration."""
 
@@ -268,7 +268,7 @@ def _state(side: Side, name: str) -> Any:
     "--only",
     "subjects",
     multiple=True,
-    type=click.Choice(["model", "optim", "state", "config"]),
+    type=click.Choice(SUBJECTS),
     help="What to compare; may be given several times. Everything unless given.",
 )
 @named_config

@@ -12,6 +12,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+import yaml
 
 from nxdt_core.checkpoint import (
     CheckpointStatus,
@@ -230,8 +231,6 @@ def inspect(uri: str, tensors: bool, saved_config: bool, config: str | None, jso
     """Show what is in a checkpoint, from its manifest alone: the newest one at URI, or the step that URI names. URI may
     end in `best`, the step that checkpoint.monitor ranks first.
     """
-    import yaml
-
     storage, manifest = open_one(uri, as_named(config)[0])
     facts, address = manifest.facts, f"{storage.uri}/{step_name(manifest.step)}"
     if saved_config:
@@ -350,7 +349,7 @@ def verify(
     find, keys = as_named(config, trusted)
     storage, statuses = look_for_committed(uri, find)
     verdicts: list[dict[str, Any]] = []
-    states = []
+    rows = []
     for status in statuses:
         try:
             state, problems, signer = _verify_step(storage, status, deep, threads, keys)
@@ -358,20 +357,11 @@ def verify(
             if status is statuses[-1] and not verdicts:
                 raise
             continue
-        states.append(state)
         verdicts.append({"step": status.step, "problems": problems, "signed_by": signer or None})
+        rows.append((str(status.step), shade(state), signer and f"signed by {signer}", "\n".join(problems)))
     if json_output:
         print_json(verdicts)
     else:
-        rows = [
-            (
-                str(verdict["step"]),
-                shade(state),
-                f"signed by {verdict['signed_by']}" if verdict["signed_by"] else "",
-                "\n".join(verdict["problems"]),
-            )
-            for state, verdict in zip(states, verdicts, strict=True)
-        ]
         print_table(("STEP", "STATE", "SIGNATURE", "PROBLEMS"), rows, right=("STEP",))
     ctx.exit(1 if any(verdict["problems"] for verdict in verdicts) else 0)
 

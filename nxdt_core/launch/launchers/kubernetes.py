@@ -38,13 +38,7 @@ class KubernetesLauncher(Launcher):
 def manifests(
     job: Job, options: KubernetesOptions, *, launcher: str, annotations: Mapping[str, str] | None = None
 ) -> Submission:
-    """Return the file of the objects of a job.
-
-    Args:
-        job: the run.
-        options: the launcher's options.
-        launcher: who asks, for errors.
-        annotations: Kubernetes annotations of the job.
+    """Return the file of the objects of a job, which has ``annotations``; errors name the ``launcher``.
 
     Raises:
         LauncherNeedsOption: there is no image.
@@ -72,8 +66,8 @@ def manifests(
                 },
             }
         )
-    made = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
-    objects.append(made(job, {**metadata, **({"annotations": dict(annotations)} if annotations else {})}, options))
+    workload = {"job": _indexed_job, "trainjob": _train_job, "pytorchjob": _pytorch_job}[options.workload]
+    objects.append(workload(job, {**metadata, **({"annotations": dict(annotations)} if annotations else {})}, options))
     texts = [_text(manifest) for manifest in objects]
     notes = []  # what the objects alone do not ensure
     if options.workload == "trainjob":

@@ -82,13 +82,7 @@ class HyperPodLauncher(SlurmLauncher):
 
 
 def _batch_script(job: Job, options: SlurmOptions, srun_options: Sequence[str] = ()) -> str:
-    """Return the text of a batch script.
-
-    Args:
-        job: the run.
-        options: the launcher's options.
-        srun_options: further options of the ``srun`` that trains.
-    """
+    """Return the text of a batch script; ``srun_options`` are further options of the ``srun`` that trains."""
     tasks = options.tasks or ("node" if job.needs_agent else "device")
     by_node = tasks == "node"
     logs = job.directory / "logs"

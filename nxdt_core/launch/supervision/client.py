@@ -18,7 +18,13 @@ from torch.distributed import DistError, TCPStore  # type: ignore[attr-defined]
 
 from nxdt_core.distributed.process_group import join_timeout_s
 from nxdt_core.errors.ranks import RankDied, RankHung
-from nxdt_core.launch.supervision.heartbeat import Heartbeat, continue_stopped, enable_flight_recorder, is_stopped
+from nxdt_core.launch.supervision.heartbeat import (
+    continue_stopped,
+    enable_flight_recorder,
+    heartbeat,
+    is_stopped,
+    write_stacks,
+)
 from nxdt_core.launch.supervision.messages import (
     BeatReceived,
     Done,
@@ -41,6 +47,9 @@ from nxdt_core.system.progress import PROGRESS
 _SHUTDOWN_S = 10.0
 """Seconds that a rank waits to be ended after it has reported its failure, or that it is done."""
 _FLUSH_S = 1.0
+_LONGEST_PACE_S = 10.0
+"""Longest time between two heartbeats."""
+_BEATS_PER_LIMIT = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,10 +129,13 @@ class Client:
         """Takes the number of a signal; while it is None, a request to stop ends the run."""
         self.store: object = None
         """Kept alive: rank 0 may serve it to the others."""
+        self.run_dir: Path | None = None
+        """Directory of the run, once it is known; stacks are written below it if the run hangs."""
         self._supervisor = supervisor
         self._is_rank = is_rank
         self._end: End | None = None
-        self._heartbeat: Heartbeat | None = None
+        self._answered_at = time.monotonic()
+        self._is_done = threading.Event()
         self.ended = threading.Event()
         """Set once the run has ended, or the connection."""
         self._sending = threading.Lock()
@@ -145,18 +157,8 @@ class Client:
         """
         enable_flight_recorder()
         PROGRESS.supervised = True
-        self._heartbeat = Heartbeat(
-            self.place,
-            self.send,
-            limit_s=limit_s,
-            on_silence=self._supervisor_hangs if self._supervisor.in_rank_zero and self.place.rank != 0 else None,
-        )
-        self._heartbeat.start()
-
-    def keep_stacks_in(self, run_dir: Path) -> None:
-        """Name the directory of the run, below which stacks are written if it hangs."""
-        if self._heartbeat is not None:
-            self._heartbeat.run_dir = run_dir
+        self.send(heartbeat(self.place, limit_s))
+        threading.Thread(target=self._beat, args=(limit_s,), name="heartbeat", daemon=True).start()
 
     def fail(self, kind: FailureKind, text: str, status: int) -> NoReturn:
         """Report a failure; the supervisor decides whose is printed, and this process ends with all others."""
@@ -169,8 +171,7 @@ class Client:
 
         Under our launcher that is 0: its agent takes anything else for a failure, and the launcher knows ``status``.
         """
-        if self._heartbeat is not None:
-            self._heartbeat.stop()
+        self._is_done.set()
         self.send(Done(rank=self.place.rank, status=status))
         self.ended.wait()
         return status if self._supervisor.in_rank_zero else 0
@@ -219,12 +220,11 @@ class Client:
                 else:
                     take(message.signal)
             case BeatReceived():
-                if self._heartbeat is not None:
-                    self._heartbeat.answered()
+                self._answered_at = time.monotonic()
             case Dump():
                 continue_stopped(message.silent.get(self.place.host, ()))
-                if self._heartbeat is not None:
-                    self.send(Dumped(rank=self.place.rank, directory=self._heartbeat.write_stacks()))
+                if self._is_rank:
+                    self.send(Dumped(rank=self.place.rank, directory=self._write_stacks()))
             case End():
                 if message.cause and self._is_rank:
                     _leave(message.status)
@@ -234,10 +234,29 @@ class Client:
             case _:
                 raise ValueError(f"the supervisor sent {message}")
 
+    def _write_stacks(self) -> str:
+        return "" if self.run_dir is None else write_stacks(self.run_dir, self.place)
+
+    def _beat(self, limit_s: float) -> None:
+        """Send heartbeats until this rank is done, and notice that a supervisor in rank 0 is silent.
+
+        That of a launcher may be silent: a person stops it with Ctrl-Z.
+        """
+        may_be_silent = not self._supervisor.in_rank_zero or self.place.rank == 0
+        pace_s = min(_LONGEST_PACE_S, limit_s / _BEATS_PER_LIMIT)
+        woken_at = self._answered_at = time.monotonic()
+        while not self._is_done.wait(pace_s):
+            self.send(heartbeat(self.place, limit_s))
+            if time.monotonic() - woken_at > 2 * pace_s:  # this process was stopped: an answer may have come meanwhile
+                self._answered_at = time.monotonic()
+            woken_at = time.monotonic()
+            silence_s = woken_at - self._answered_at
+            if silence_s > limit_s and not may_be_silent:
+                self._supervisor_hangs(silence_s)
+
     def _supervisor_hangs(self, silence_s: float) -> NoReturn:
         """Rank 0, which has the supervisor, is silent; the lowest rank that is left reports it."""
-        assert self._heartbeat is not None
-        stacks = self._heartbeat.write_stacks()
+        stacks = self._write_stacks()
         time.sleep(1)  # for the others to write theirs
         if self.place.rank == 1:
             rank = (f"rank 0 on {self._supervisor.host}",)

@@ -1,7 +1,6 @@
-"""A rank's heartbeats, which prove its progress to the supervisor, and the files that show where a run hung.
+"""A rank's heartbeat, which proves its progress to the supervisor, and the files that show where a run hung.
 
-The thread of the heartbeats also notices that a supervisor in rank 0 is silent. (That of a launcher may be: a person
-stops it with Ctrl-Z.) Stacks are written by :mod:`faulthandler`, which needs no cooperation of the threads that hang.
+Stacks are written by :mod:`faulthandler`, which needs no cooperation of the threads that hang.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import faulthandler
 import json
 import os
 import signal
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,23 +27,8 @@ _KEPT = "256"
 them takes 6 ms; of torch's default of 2,000 it takes 80."""
 STACKS_DIR = "stacks"
 """Subdirectory of a run's directory for the stacks of its ranks when it hung."""
-_LONGEST_S = 10.0
-_BEATS_PER_LIMIT = 8
 _COLLECTIVES = 16
 """Number of the newest collectives that a file of stacks lists."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Collectives:
-    """Collectives of all process groups of this process."""
-
-    begun: int
-    done: int
-    waiting: bool
-    """A collective that has begun is not done: the process, or its device, waits for other ranks."""
-    newest: tuple[str, ...]
-    """Oldest first, each as ``all_reduce 12 of group default_pg, [4, 8] float``: its name, its number within its
-    process group, and shapes and types of its inputs."""
 
 
 def enable_flight_recorder() -> None:
@@ -54,21 +36,60 @@ def enable_flight_recorder() -> None:
     os.environ.setdefault("TORCH_FR_BUFFER_SIZE", _KEPT)
 
 
-def read_collectives(newest: int) -> Collectives:
-    """Return how many collectives have begun and are done, and at most ``newest`` of the last ones."""
-    records = [json.loads(read(True, False)) for name in _READERS if (read := getattr(c10d, name, None))]
-    groups = [status for record in records for status in record.get("pg_status", {}).values()]
-    counts = [
-        (_count(status, "last_enqueued_collective"), _count(status, "last_completed_collective")) for status in groups
-    ]
-    entries = [entry for record in records for entry in record.get("entries", ())]
-    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
-    return Collectives(
+def heartbeat(place: RankEnvironment, limit_s: float) -> Beat:
+    """Return the heartbeat of this rank, which allows ``limit_s`` seconds without progress."""
+    counts, newest = _read_collectives(1)
+    return Beat(
+        rank=place.rank,
+        host=place.host,
+        pid=os.getpid(),
+        limit_s=limit_s,
+        step=PROGRESS.step,
+        phase=PROGRESS.phase,
+        count=PROGRESS.count,
         begun=sum(begun for begun, _ in counts),
         done=sum(done for _, done in counts),
         waiting=any(begun > done for begun, done in counts),
-        newest=tuple(_described(entry) for entry in entries[-newest:]),
+        last="".join(newest),
+        cpu_s=time.process_time() + _cpu_of_children_s(os.getpid()),
     )
+
+
+def write_stacks(run_dir: Path, place: RankEnvironment) -> str:
+    """Write the Python stacks of all threads and the newest collectives to a file of this rank.
+
+    Returns:
+        Its directory; empty where nothing could be written.
+    """
+    directory = run_dir / STACKS_DIR
+    try:
+        path = make_directory(directory) / f"rank-{place.rank:05d}.txt"
+        with open(path, "w", encoding="utf-8", opener=regular_opener) as stream:
+            stream.write(f"Rank {place.rank} on {place.host}, process {os.getpid()}, ")
+            stream.write(f"step {PROGRESS.step}, {PROGRESS.phase}\n\nNewest collectives:\n")
+            stream.write("\n".join(_read_collectives(_COLLECTIVES)[1] or ["none recorded"]) + "\n\n")
+            stream.flush()
+            faulthandler.dump_traceback(stream, all_threads=True)
+    except OSError:
+        return ""
+    return str(directory)
+
+
+def _read_collectives(newest: int) -> tuple[list[tuple[int, int]], list[str]]:
+    """Return how many collectives each process group of this process has begun and done, and the ``newest`` last ones.
+
+    These are oldest first, each as ``all_reduce 12 of group default_pg, [4, 8] float``: its name, its number within its
+    process group, and shapes and types of its inputs.
+    """
+    records = [json.loads(read(True, False)) for name in _READERS if (read := getattr(c10d, name, None))]
+    counts = [
+        (_count(status, "last_enqueued_collective"), _count(status, "last_completed_collective"))
+        for record in records
+        for status in record.get("pg_status", {}).values()
+    ]
+    entries = [entry for record in records for entry in record.get("entries", ())]
+    entries.sort(key=lambda entry: entry.get("time_created_ns", 0))
+    return counts, [_described(entry) for entry in entries[-newest:]]
 
 
 def _count(status: Mapping[str, Any], name: str) -> int:
@@ -84,98 +105,6 @@ def _described(entry: Mapping[str, Any]) -> str:
     shapes, types = entry.get("input_sizes", ()), entry.get("input_dtypes", ())
     inputs = ", ".join(f"{list(shape)} {kind}" for shape, kind in zip(shapes, types, strict=False))
     return f"{operation} {number} of group {label}" + (f", {inputs.lower()}" if inputs else "")
-
-
-class Heartbeat:
-    """Sends the heartbeats of one rank from a separate thread.
-
-    Args:
-        place: the place of this rank.
-        send: takes each heartbeat.
-        limit_s: seconds without progress after which a run counts as hung.
-        on_silence: called once when the supervisor has not answered for ``limit_s``; None if it may be silent.
-    """
-
-    def __init__(
-        self,
-        place: RankEnvironment,
-        send: Callable[[Beat], None],
-        *,
-        limit_s: float,
-        on_silence: Callable[[float], object] | None,
-    ) -> None:
-        self._place = place
-        self._send = send
-        self._limit_s = limit_s
-        self.run_dir: Path | None = None
-        """Directory of the run, once it is known; stacks are written below it."""
-        self._on_silence = on_silence
-        self._answered_at = time.monotonic()
-        self._stopped = threading.Event()
-
-    def start(self) -> None:
-        """Send the first heartbeat, and begin a thread for all others; it ends with the process."""
-        self._send(self._now())
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-
-    def stop(self) -> None:
-        """Send no more heartbeats."""
-        self._stopped.set()
-
-    def answered(self) -> None:
-        """Note that the supervisor has read a heartbeat."""
-        self._answered_at = time.monotonic()
-
-    def write_stacks(self) -> str:
-        """Write the Python stacks of all threads and the newest collectives to a file of this rank.
-
-        Returns:
-            Its directory; empty where nothing could be written.
-        """
-        if self.run_dir is None:
-            return ""
-        directory = self.run_dir / STACKS_DIR
-        try:
-            path = make_directory(directory) / f"rank-{self._place.rank:05d}.txt"
-            with open(path, "w", encoding="utf-8", opener=regular_opener) as stream:
-                stream.write(f"Rank {self._place.rank} on {self._place.host}, process {os.getpid()}, ")
-                stream.write(f"step {PROGRESS.step}, {PROGRESS.phase}\n\nNewest collectives:\n")
-                stream.write("\n".join(read_collectives(_COLLECTIVES).newest or ["none recorded"]) + "\n\n")
-                stream.flush()
-                faulthandler.dump_traceback(stream, all_threads=True)
-        except OSError:
-            return ""
-        return str(directory)
-
-    def _beat(self) -> None:
-        pace_s = min(_LONGEST_S, self._limit_s / _BEATS_PER_LIMIT)
-        woken_at = time.monotonic()
-        while not self._stopped.wait(pace_s):
-            self._send(self._now())
-            if time.monotonic() - woken_at > 2 * pace_s:  # this process was stopped: an answer may have come meanwhile
-                self.answered()
-            woken_at = time.monotonic()
-            silence_s = woken_at - self._answered_at
-            if self._on_silence is not None and silence_s > self._limit_s:
-                self._on_silence(silence_s)
-                return
-
-    def _now(self) -> Beat:
-        collectives = read_collectives(1)
-        return Beat(
-            rank=self._place.rank,
-            host=self._place.host,
-            pid=os.getpid(),
-            limit_s=self._limit_s,
-            step=PROGRESS.step,
-            phase=PROGRESS.phase,
-            count=PROGRESS.count,
-            begun=collectives.begun,
-            done=collectives.done,
-            waiting=collectives.waiting,
-            last="".join(collectives.newest),
-            cpu_s=time.process_time() + _cpu_of_children_s(os.getpid()),
-        )
 
 
 def continue_stopped(processes: Iterable[int]) -> None:

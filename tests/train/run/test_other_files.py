@@ -8,7 +8,7 @@ from nxdt_testing.errors import raises
 from nxdt_core.config import load
 from nxdt_core.distributed.environment import find_place
 from nxdt_core.errors.training import CannotCopyFile, CannotWriteRunDirectory
-from nxdt_core.launch.supervision.heartbeat import Heartbeat
+from nxdt_core.launch.supervision.heartbeat import write_stacks
 from nxdt_core.run import train
 from nxdt_core.run.callbacks.monitor import mark_failed
 from tests.in_the_way import KINDS, PRECIOUS, put
@@ -140,14 +140,12 @@ def test_the_launcher_survives_a_state_that_another_program_wrote(small_run, con
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_stacks_are_not_written_through_what_stands_in_their_place(tmp_path, kind):
-    heartbeat = Heartbeat(find_place(), lambda beat: None, limit_s=60, on_silence=None)
-    heartbeat.run_dir = tmp_path
     (tmp_path / "stacks").mkdir()
     precious = put(kind, tmp_path / "stacks" / "rank-00000.txt", tmp_path)
-    assert heartbeat.write_stacks() == ""
+    assert write_stacks(tmp_path, find_place()) == ""
     assert precious.read_text() == PRECIOUS
     (tmp_path / "stacks").rename(tmp_path / "theirs")
     (tmp_path / "stacks").symlink_to(tmp_path / "theirs")
     (tmp_path / "theirs" / "rank-00000.txt").unlink()
-    assert heartbeat.write_stacks() == ""
+    assert write_stacks(tmp_path, find_place()) == ""
     assert not list((tmp_path / "theirs").iterdir())
