@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
-from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from nxdt_core.cli.checkpoint.store import EXAMPLE_URI, named_config, on_all_ranks, print_report, trusted_keys
 from nxdt_core.cli.terminal import human_size
@@ -18,15 +17,19 @@ if TYPE_CHECKING:
     from nxdt_core.train.weights.export import Exported
     from nxdt_core.train.weights.importing import Imported
 
+_UNITS = {"": 1, **{f"{prefix}B": 1000**n for n, prefix in enumerate(("", "K", "M", "G", "T"))}}
+_UNITS |= {f"{prefix}IB": 1024**n for n, prefix in enumerate(("K", "M", "G", "T"), start=1)}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([A-Z]*)")
 _DTYPES = {"hf": ("float32", "bfloat16", "float16"), "gguf": ("float32", "float16", "q8_0")}
 
 
 def size(value: str) -> int:
     """Return the number of bytes; the ``type`` of an option."""
-    with suppress(ValidationError):
-        if size_bytes := int(TypeAdapter(ByteSize).validate_python(value)):
-            return size_bytes
-    raise click.BadParameter(f"{value!r} is not a size; write it as 5GB, 800MB or 512MiB.")
+    match = _SIZE.fullmatch(value.strip().upper())
+    size_bytes = int(float(match[1]) * _UNITS[match[2]]) if match and match[2] in _UNITS else 0
+    if size_bytes < 1:
+        raise click.BadParameter(f"{value!r} is not a size; write it as 5GB, 800MB or 512MiB.")
+    return size_bytes
 
 
 @verb(
