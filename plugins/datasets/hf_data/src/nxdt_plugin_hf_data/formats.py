@@ -14,7 +14,7 @@ import pyarrow as pa
 from nxdt_core.data.cache import SAMPLED_FROM_BYTES, content_digests, digest, file_digest
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, expand, json_object, similar_files
-from nxdt_core.data.files.tables import check_batch, check_stream, decoded, ipc_batches, parquet_batches
+from nxdt_core.data.files.tables import check_batch, check_stream, decoded, first_line, ipc_batches, parquet_batches
 from nxdt_core.errors.data import BadJsonLine, DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.system.regular_files import read_text, require_fetched
@@ -117,7 +117,7 @@ def open_saved(path: Path, *, key: str, split: SplitName, digests: Path | None =
     except PermissionError as error:
         raise DataFileUnreadable(path=error.filename or str(path), reason=error.strerror or str(error)) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
-        raise DamagedDataset(path=str(path), reason=_first_line(error)) from error
+        raise DamagedDataset(path=str(path), reason=first_line(error)) from error
 
 
 def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
@@ -132,7 +132,7 @@ def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
         state = json.loads(read_text(directory / _STATE, follow=True))
         return [directory / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedDataset(path=str(directory / _STATE), reason=_first_line(error)) from error
+        raise DamagedDataset(path=str(directory / _STATE), reason=first_line(error)) from error
 
 
 def _of_split(path: Path, key: str, split: SplitName) -> Path:
@@ -143,10 +143,6 @@ def _of_split(path: Path, key: str, split: SplitName) -> Path:
         advice = f"Name the directory of one split, such as {path / (names or ('train',))[0]}."
         raise SplitMissing(key=key, path=str(path), wanted=split, splits=names, advice=advice)
     return path / split
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
@@ -228,7 +224,7 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
     except PermissionError as error:
         raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
     except (pa.ArrowException, UnicodeDecodeError, MemoryError, *UNREADABLE) as error:
-        raise DamagedDataset(path=str(path), reason=_first_line(error)) from error
+        raise DamagedDataset(path=str(path), reason=first_line(error)) from error
 
 
 def _parquet(path: Path, text_key: str, start: int) -> Iterator[Rows]:

@@ -6,7 +6,7 @@ Memory-mapped tables stay on the disk: what is kept here of a row is where its t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.files.paths import WatchedFiles
+from nxdt_core.data.files.tables import first_line
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream
 from nxdt_core.errors.data import TooFewTokens
@@ -262,7 +263,7 @@ def _validate(chunk: pa.Array, path: str, *, full: bool = False) -> None:
     try:
         chunk.validate(full=full)
     except pa.ArrowException as error:
-        raise DamagedDataset(path=path, reason=str(error).partition("\n")[0].rstrip(".")) from error
+        raise DamagedDataset(path=path, reason=first_line(error)) from error
 
 
 def _refuse_nulls(column: pa.ChunkedArray, name: str, path: str, first: int) -> None:
@@ -306,7 +307,7 @@ class CheckedDataset(MapDataset):
         sample = self._dataset[index]
         labels = sample.labels if self._labelled else sample.labels[-1:]  # the others are inputs, one place on
         for ids in (sample.input_ids, np.where(labels == IGNORE_INDEX, 0, labels)):
-            check_ids(ids, self._limit, lambda: f"Sample {index} of {self._path}")
+            check_ids(ids, self._limit, f"Sample {index} of {self._path}")
         return sample
 
     def fingerprint(self) -> str:
@@ -317,17 +318,17 @@ class CheckedDataset(MapDataset):
 _PROBES = 16
 
 
-def check_ids(ids: NDArray[np.integer], limit: int | None, place: Callable[[], str]) -> None:
+def check_ids(ids: NDArray[np.integer], limit: int | None, place: str) -> None:
     """Check that all ``ids`` are from 0 to ``limit`` - 1.
 
     Raises:
-        TokenOutOfVocabulary: one is not; ``place`` returns its location.
+        TokenOutOfVocabulary: one is not; it is at ``place``.
     """
     if limit is None or not len(ids):
         return
     lowest, highest = int(ids.min()), int(ids.max())
     if highest >= limit or lowest < 0:
-        raise TokenOutOfVocabulary(place=place(), token=highest if highest >= limit else lowest, vocab_size=limit)
+        raise TokenOutOfVocabulary(place=place, token=highest if highest >= limit else lowest, vocab_size=limit)
 
 
 class RowDataset(MapDataset):

@@ -261,10 +261,7 @@ class FileStream(IterableDataset):
     def _checked(self, path: Path, first: int, table: pa.Table) -> TokenColumns:
         """Return the columns, whose tokens and labels that are learnt are of the vocabulary."""
         columns, limit = token_columns(table, str(path), first), self._cutting.vocab_size
-
-        def place() -> str:
-            return f"{path} (rows from {first})"
-
+        place = f"{path} (rows from {first})"
         check_ids(columns.input_ids.values[:], limit, place)
         if columns.labels is not None:
             check_ids(columns.labels.values[:][columns.learnt(0, len(columns.input_ids))], limit, place)
