@@ -436,11 +436,7 @@ class ChatData(DatasetSplits):
         """Yield the conversations of records in their order, without those that ``bad`` takes.
 
         Raises:
-            NxdtError: of a record that is refused, such as:
-            NothingTrained: it has no answer, and no mark of ``train: false`` or ``weight: 0`` leaves it out.
-            SpecialTokenInText: a text would become a special token.
-            TemplateNeedsToken: what ends a turn would become several tokens.
-            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
+            NxdtError: of the template, or of a record that is refused.
         """
         end_of_turn(self._renderer.runner, self._tokenizer)
         usable = bad.usable(records, self._rendered)

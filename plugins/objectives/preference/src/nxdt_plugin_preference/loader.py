@@ -307,13 +307,8 @@ class PreferenceData(DatasetSplits):
         """Return the pairs of a split; None where no files and no share are named for it.
 
         Raises:
-            NxdtError: of the files, as of :func:`~nxdt_core.data.files.records.read_records`.
-            NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
-            AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference,
-            BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn, TemplateRefuses, AnswersInseparable,
-            SpecialTokenInText, PairTooLong: of a record; each names the file and the line.
+            NxdtError: of the files and the chat template, or of a record, with its file and line.
             EmptySplit, PairsCutAlike: no pair is left.
-            FieldsUnused: a record has fields that nothing uses, and the configuration refuses them.
         """
         chosen = self._records.of(name)
         if chosen is None:
