@@ -85,18 +85,18 @@ def open_saved(path: Path, *, key: str, split: SplitName, digests: Path | None =
     if not is_saved(path):
         advice: dict[str, str] = {}
         if path.is_file():
-            found, name = "it is a file", path.name
+            description, name = "it is a file", path.name
         else:
             inside = sorted(child.name for child in path.iterdir())
             if saved := [child for child in inside if is_saved(path / child)]:
-                found = f"but {path / saved[0]} is"
-                raise NoDataset(key=key, path=str(path), found=found, advice="Name that directory.")
-            found = f"it holds {', '.join(inside[:3])}" if inside else "it is empty"
+                description = f"but {path / saved[0]} is"
+                raise NoDataset(key=key, path=str(path), found=description, advice="Name that directory.")
+            description = f"it holds {', '.join(inside[:3])}" if inside else "it is empty"
             name = next(iter(inside), "")
         if name.endswith((".parquet", ".arrow", *JSON_LINES, *COMPRESSED)):
             read = "Set data.streaming to true to read such files as they are"
             advice = {"advice": f"{read}, or save them with datasets' save_to_disk."}
-        raise NoDataset(key=key, path=str(path), found=found, **advice)
+        raise NoDataset(key=key, path=str(path), found=description, **advice)
     directory = _of_split(path, key, split)
     arrow = saved_files(directory, key=key, split=split)
     if not arrow:  # the library fails on a dataset without rows

@@ -134,13 +134,13 @@ class TokenColumns:
     def starts(self) -> NDArray[np.int64]:
         """Return the places of all tokens with which documents begin, ascending: in rows, and at their beginnings."""
         offsets = self.input_ids.offsets
-        found = [offsets[:-1][np.diff(offsets) > 0]]
+        places = [offsets[:-1][np.diff(offsets) > 0]]
         for begin in range(0, len(self.input_ids), _ROWS):
             numbers = self.documents(begin, min(begin + _ROWS, len(self.input_ids)))
             if numbers is None:
                 break
-            found.append(offsets[begin] + 1 + np.flatnonzero(np.diff(numbers)))
-        return np.unique(np.concatenate(found))
+            places.append(offsets[begin] + 1 + np.flatnonzero(np.diff(numbers)))
+        return np.unique(np.concatenate(places))
 
     def teach(self) -> bool:
         """Return whether any token of the rows is trained on.
@@ -167,12 +167,12 @@ def chosen(names: Sequence[str], text_key: str, path: str) -> list[str]:
         ColumnMissing: there is no text either.
         ColumnUnread: documents or what is learnt are in columns that are not read.
     """
-    found = [name for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS) if name in names]
-    if _INPUT_IDS in found:
+    columns = [name for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS) if name in names]
+    if _INPUT_IDS in columns:
         for column, instead in _UNREAD.items():
-            if column in names and instead not in found:
+            if column in names and instead not in columns:
                 raise ColumnUnread(path=path, column=column, instead=instead)
-        return found
+        return columns
     if text_key not in names:
         raise ColumnMissing(path=path, text_key=text_key, columns=tuple(names))
     return [text_key]
@@ -199,8 +199,8 @@ def token_columns(table: pa.Table, path: str, first: int = 0) -> TokenColumns:
     for name, other in columns.items():
         if not np.array_equal(other.offsets, ids.offsets):
             row = int(np.argmax(np.diff(other.offsets) != np.diff(ids.offsets)))
-            tokens, found = len(ids.row(row)), len(other.row(row))
-            raise ColumnsDisagree(path=path, row=first + row, column=name, tokens=tokens, found=found)
+            tokens, values = len(ids.row(row)), len(other.row(row))
+            raise ColumnsDisagree(path=path, row=first + row, column=name, tokens=tokens, found=values)
     return TokenColumns(**columns)
 
 

@@ -127,15 +127,15 @@ class IndexedTokens:
             raise BadIndexFile(path=str(index), reason=reason)
         # Unsigned, because a damaged pointer may be close to the maximum of int64.
         ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
-        found, needed = data.stat().st_size, int(ends.max(initial=0))
-        if found < needed:
-            raise DataShorterThanIndex(path=str(data), found=found, needed=needed)
-        if self.total_tokens() > found // self.dtype.itemsize:  # indices grow with the tokens: they could be endless
-            reason = f"its sequences have {self.total_tokens()} tokens, and {data} has {found // self.dtype.itemsize}"
+        size, needed = data.stat().st_size, int(ends.max(initial=0))
+        if size < needed:
+            raise DataShorterThanIndex(path=str(data), found=size, needed=needed)
+        if self.total_tokens() > size // self.dtype.itemsize:  # indices grow with the tokens: they could be endless
+            reason = f"its sequences have {self.total_tokens()} tokens, and {data} has {size // self.dtype.itemsize}"
             raise BadIndexFile(path=str(index), reason=reason)
         self._data = data
         self._file = data.open("rb", buffering=0)
-        self._data_bytes = found
+        self._data_bytes = size
         self._index = WatchedFiles([index], may_grow=False)
 
     def __len__(self) -> int:
@@ -224,7 +224,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
         borders: [documents + 1] first sequence of each document, and the number of sequences.
     """
     with replacing(path) as file:
-        code = next(code for code, known in DTYPES.items() if known == dtype)
+        code = next(code for code, candidate in DTYPES.items() if candidate == dtype)
         file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(borders)))
         file.write(lengths.astype("<i4").tobytes())
         ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize

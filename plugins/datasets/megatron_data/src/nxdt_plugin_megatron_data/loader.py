@@ -189,12 +189,12 @@ class IndexedDataset(MapDataset):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        window, borders, found = self._tokens(index)
+        window, borders, filled = self._tokens(index)
         places = np.arange(self._seq_length)
         inputs = window[: self._seq_length]
         labels = window[1:] if self._extra else np.append(window[1:], IGNORE_INDEX)
-        if found < self._window:
-            labels = np.where(places < found - 1, labels, IGNORE_INDEX)
+        if filled < self._window:
+            labels = np.where(places < filled - 1, labels, IGNORE_INDEX)
         sample = Sample(input_ids=inputs, labels=labels)
         if self._packing is not None:
             # Documents begin where sequences do, and behind each end-of-document token: places 1 … seq.
@@ -202,11 +202,11 @@ class IndexedDataset(MapDataset):
             if self._eod_id is not None:
                 starts = np.union1d(starts, np.flatnonzero(inputs == self._eod_id) + 1)
             sample = self._packing.sample(inputs, labels, starts)
-        if found >= self._seq_length:
+        if filled >= self._seq_length:
             return sample
         if sample.document_ids is not None:
-            sample.document_ids[found:] = -1
-        return replace(sample, padding=places >= found)
+            sample.document_ids[filled:] = -1
+        return replace(sample, padding=places >= filled)
 
     def fingerprint(self) -> str:
         """Digest of the file, the indices' settings and how samples are cut."""
@@ -225,13 +225,13 @@ class IndexedDataset(MapDataset):
         counts[0] -= offset
         begins[0] += offset
         borders = np.cumsum(counts)
-        found = min(int(borders[-1]), self._window)
+        filled = min(int(borders[-1]), self._window)
         window = np.empty(self._window, np.int64)
         at = 0
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
             window[at : at + count] = source.tokens(begin, count)
             at += count
-        window[found:] = 0
+        window[filled:] = 0
         if self._vocab_size is not None:
             unsigned = window.view(np.uint64)  # of which a negative token is the largest
             position = int(unsigned.argmax())
@@ -243,7 +243,7 @@ class IndexedDataset(MapDataset):
                     owner=self._vocab_owner,
                     last=self._vocab_size - 1,
                 )
-        return window, borders[:-1], found
+        return window, borders[:-1], filled
 
 
 _SLOTS = 1 << 20
@@ -380,19 +380,19 @@ class MegatronData(DatasetSplits):
     def _open(self, prefix: Path) -> IndexedTokens:
         note, tokenizer = read_provenance(prefix), self._tokenizer
         if note is not None and tokenizer is not None:
-            for aspect, found, expected in (
+            for aspect, value, expected in (
                 ("vocabulary", note.vocab_size, tokenizer.vocab_size),
                 ("fingerprint", note.fingerprint, tokenizer.fingerprint()),
             ):
-                if found != expected:
+                if value != expected:
                     beside = str(provenance_path(prefix))
-                    raise OtherTokenizer(path=str(prefix), note=beside, aspect=aspect, found=found, expected=expected)
+                    raise OtherTokenizer(path=str(prefix), note=beside, aspect=aspect, found=value, expected=expected)
         return IndexedTokens(prefix)
 
     def _dataset(self, source: IndexedTokens, name: SplitName) -> IndexedDataset:
         config, context = self._config, self._context
-        own = isinstance(config.data_prefix, Mapping)
-        sequences = range(len(source)) if own else split_bounds(self._shares, len(source))[SPLITS.index(name)]
+        by_split = isinstance(config.data_prefix, Mapping)
+        sequences = range(len(source)) if by_split else split_bounds(self._shares, len(source))[SPLITS.index(name)]
         length, extra = context.seq_length, not config.no_seqlen_plus_one_input_tokens
         drop_last = name != "validation" or config.validation_drop_last
         tokens = int(source.lengths[sequences.start : sequences.stop].sum(dtype="int64"))
@@ -413,7 +413,7 @@ class MegatronData(DatasetSplits):
             directory,
             f"{source.prefix.name}-{name}-{content}",
             lambda: build_indices(lengths, sequences, seq_length=length, seed=seed, extra=extra, drop_last=drop_last),
-            lambda found: are_indices(found, lengths, sequences, seq_length=length, extra=extra, drop_last=drop_last),
+            lambda cached: are_indices(cached, lengths, sequences, seq_length=length, extra=extra, drop_last=drop_last),
         )
         packing = None
         if config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss:

@@ -369,11 +369,12 @@ class ChatData(DatasetSplits):
         """
         if not self._sources:
             return self._of_files(name)
-        found = {label: each for label, data in self._sources.items() if (each := data._of_files(name)) is not None}
+        of_sources = ((label, data._of_files(name)) for label, data in self._sources.items())
+        datasets = {label: dataset for label, dataset in of_sources if dataset is not None}
         weights = {label: source.weight for label, source in self._config.sources.items()}
-        if name == "train" and found:
-            return mixed(found, weights, shuffle=self._context.shuffle)
-        return found if len(found) > 1 else next(iter(found.values()), None)
+        if name == "train" and datasets:
+            return mixed(datasets, weights, shuffle=self._context.shuffle)
+        return datasets if len(datasets) > 1 else next(iter(datasets.values()), None)
 
     def _of_files(self, name: SplitName) -> ChatDataset | None:
         config, context = self._config, self._context
@@ -385,7 +386,7 @@ class ChatData(DatasetSplits):
         decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
         if (config.bad_records, config.turn_order) != ("refuse", "refuse"):
             decided = (*decided, config.bad_records, config.turn_order)
-        found, first = len(records), context.first_records
+        total, first = len(records), context.first_records
         records, source = (records, source) if first is None else (records[:first], digest(source, first))
         source = digest(source, self._tokenizer.fingerprint(), self._settings, decided)
         chats = self._chats(records, source)
@@ -409,7 +410,7 @@ class ChatData(DatasetSplits):
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
             source=source,
-            of_records=found if len(records) < found else None,
+            of_records=total if len(records) < total else None,
         )
 
     def _chats(self, records: Records, source: str) -> Chats:
@@ -442,7 +443,7 @@ class ChatData(DatasetSplits):
         usable = bad.usable(records, self._rendered)
         while batch := list(islice(usable, _BATCH)):
             located = self._tokenizer.locate([rendered.text for _, rendered in batch])
-            yield from (_encoded(*each, ids) for each, ids in zip(batch, located, strict=True))
+            yield from (_encoded(*pair, ids) for pair, ids in zip(batch, located, strict=True))
 
     def _rendered(self, record: Record) -> tuple[Conversation, Rendered]:
         place, content = record

@@ -143,7 +143,7 @@ def gather(
         scores += pair.scores or [0.0]
     # Rotated by a record, so that the answers of the second rows are those of the first (TRL's estimate of the KL).
     around = zip(of_records, [*of_records[-1:], *of_records], strict=False) if unpaired else ()
-    others = [before[place % len(before)] for own, before in around for place in range(len(own))]
+    others = [before[place % len(before)] for record, before in around for place in range(len(record))]
     return PairArrays(
         tokens=np.frombuffer(tokens, dtype),
         starts=np.cumsum([0, *lengths]),
@@ -314,7 +314,7 @@ class PreferenceData(DatasetSplits):
         if chosen is None:
             return None
         records, source = chosen
-        found, records = len(records), records[: self._context.first_records]
+        total, records = len(records), records[: self._context.first_records]
         pairs = self._pairs(records, source)
         seq_length, report = self._fitting.seq_length, pairs.report
         for reason in report.bad:
@@ -325,7 +325,7 @@ class PreferenceData(DatasetSplits):
             _log.warning("%s data: left out %s: %s", name, count_records(left_out), ALIKE)
         if report.truncated:
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, report.truncated, len(pairs))
-        if self._unpaired and name == "train" and len(records) == found and len(set(pairs.scores.tolist())) == 1:
+        if self._unpaired and name == "train" and len(records) == total and len(set(pairs.scores.tolist())) == 1:
             raise LabelsAlike(split=name, records=len(pairs), label="true" if pairs.scores[0] > 0 else "false")
         if report.unused:
             _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
@@ -337,7 +337,7 @@ class PreferenceData(DatasetSplits):
             seq_length=seq_length,
             pad_id=padding_id(self._tokenizer),
             source=digest(*self._what, source, str(pairs.settings[0]), self._fitting, len(pairs)),
-            of_records=found if len(records) < found else None,
+            of_records=total if len(records) < total else None,
         )
 
     def _pairs(self, records: Records, source: str) -> PairArrays:
