@@ -25,7 +25,6 @@ from nxdt_core.data.packing import Packing
 from nxdt_core.data.sampler import Head
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, Split, SplitName
-from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.config import (
     SPLITS,
     MegatronDataConfig,
@@ -332,7 +331,6 @@ class MegatronData(DatasetSplits):
     def __init__(self, config: MegatronDataConfig, context: DataContext) -> None:
         self._config = config
         self._context = context
-        self._tokenizer: Tokenizer | None = context.tokenizer
         self._made: dict[tuple[Path, SplitName], IndexedDataset] = {}
         self._eod_id = None if context.tokenizer is None else context.tokenizer.eos_id
         if config.eod_mask_loss and self._eod_id is None:
@@ -378,7 +376,7 @@ class MegatronData(DatasetSplits):
         return (1.0, 0.0, 0.0) if text is None else read_shares(text)
 
     def _open(self, prefix: Path) -> IndexedTokens:
-        note, tokenizer = read_provenance(prefix), self._tokenizer
+        note, tokenizer = read_provenance(prefix), self._context.tokenizer
         if note is not None and tokenizer is not None:
             for aspect, value, expected in (
                 ("vocabulary", note.vocab_size, tokenizer.vocab_size),

@@ -127,15 +127,16 @@ def shared_like(teacher: torch.Tensor, rows: int) -> torch.Tensor:
     rank, width = group.rank(), rows // group.size()
     theirs, shard = local.shape[1], local.new_zeros((len(local), width))
     here, there = slice(rank * theirs, (rank + 1) * theirs), slice(rank * width, (rank + 1) * width)
-    going = [_common(here, slice(each * width, (each + 1) * width)) for each in range(group.size())]
-    coming = [_common(slice(each * theirs, (each + 1) * theirs), there) for each in range(group.size())]
+    going = [_common(here, slice(other * width, (other + 1) * width)) for other in range(group.size())]
+    coming = [_common(slice(other * theirs, (other + 1) * theirs), there) for other in range(group.size())]
     for part in row_chunks(local, _COPIES):
-        sent = [local[part, each.start - here.start : each.stop - here.start].flatten() for each in going]
+        sent = [local[part, columns.start - here.start : columns.stop - here.start].flatten() for columns in going]
         count = len(local[part])
-        sizes = [count * (each.stop - each.start) for each in coming]
-        arrived = all_to_all(torch.cat(sent), sizes, [len(each) for each in sent], group)
-        for each, values in zip(coming, torch.split(arrived, sizes), strict=True):
-            shard[part, each.start - there.start : each.stop - there.start] = values.view(count, each.stop - each.start)
+        sizes = [count * (columns.stop - columns.start) for columns in coming]
+        arrived = all_to_all(torch.cat(sent), sizes, list(map(len, sent)), group)
+        for columns, values in zip(coming, torch.split(arrived, sizes), strict=True):
+            place = slice(columns.start - there.start, columns.stop - there.start)
+            shard[part, place] = values.view(count, columns.stop - columns.start)
     return type(teacher).from_local(
         shard.view(*_local(teacher).shape[:-1], width), teacher.device_mesh, teacher.placements
     )
