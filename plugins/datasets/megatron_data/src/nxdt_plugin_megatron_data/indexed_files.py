@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter
 
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
@@ -236,6 +237,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
 class Provenance:
     """Facts that the files do not contain themselves."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     tokenizer: str
     """The tokenizer as it was named."""
     fingerprint: str
@@ -251,6 +253,9 @@ class Provenance:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
+_PROVENANCE = TypeAdapter(Provenance)
+
+
 def provenance_path(prefix: Path) -> Path:
     """``P.nxdt.json``, a name that no file of text or of a tokenizer has."""
     return prefix.with_name(f"{prefix.name}.nxdt.json")
@@ -259,11 +264,6 @@ def provenance_path(prefix: Path) -> Path:
 def read_provenance(prefix: Path) -> Provenance | None:
     """Return the note of a prefix; None where there is none, or where the file is of another program."""
     try:
-        content: Any = json.loads(read_text(provenance_path(prefix), follow=True))
-        note = Provenance(**{**content, "inputs": tuple(content["inputs"])})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return _PROVENANCE.validate_json(read_text(provenance_path(prefix), follow=True), strict=True)
+    except (OSError, ValueError):
         return None
-    texts = (note.tokenizer, note.fingerprint, *note.inputs)
-    ids = (note.vocab_size, 0 if note.eod_id is None else note.eod_id)
-    sound = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in ids)
-    return note if sound else None

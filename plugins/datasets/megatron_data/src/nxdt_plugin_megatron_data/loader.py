@@ -52,81 +52,62 @@ class Indices:
     """[samples] the sample at each place of the order."""
 
 
-def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool) -> int:
-    """Samples in a pass over ``tokens``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """The samples of documents end to end: every ``seq_length`` tokens one begins."""
 
-    Args:
-        tokens: number of tokens in all documents together.
-        seq_length: tokens of a sample.
-        extra: each sample has one token more than that, for the last label; it is the first of the next sample.
-        drop_last: leave out what is left behind the last whole sample.
-    """
-    available = max(0, tokens - int(extra))
-    return available // seq_length if drop_last else -(-available // seq_length)
+    seq_length: int
+    extra: bool = True
+    """Each sample has one token more than that, for the last label; it is the first of the next sample."""
+    drop_last: bool = True
+    """Leave out what is left behind the last whole sample."""
 
+    def count(self, tokens: int) -> int:
+        """Return the number of samples in a pass over all documents, which have so many ``tokens`` together."""
+        available = max(0, tokens - int(self.extra))
+        return available // self.seq_length if self.drop_last else -(-available // self.seq_length)
 
-def build_indices(
-    lengths: NDArray[np.int32],
-    documents: range,
-    *,
-    seq_length: int,
-    seed: int,
-    extra: bool = True,
-    drop_last: bool = True,
-) -> Indices:
-    """Lay out the sequences ``documents`` of a file with ``lengths`` [sequences]; see :func:`count_samples`."""
-    random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
-    order = np.arange(documents.start, documents.stop, dtype=np.int32)
-    random.shuffle(order)
-    samples = _starts(lengths, order, seq_length=seq_length, extra=extra, drop_last=drop_last)
-    count = len(samples) - 1
-    wide = count >= 2**32 - 2
-    shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
-    random.shuffle(shuffle)
-    return Indices(documents=order, samples=samples, shuffle=shuffle)
+    def build(self, lengths: NDArray[np.int32], documents: range, *, seed: int) -> Indices:
+        """Lay out the sequences ``documents`` of a file with ``lengths`` [sequences]."""
+        random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
+        order = np.arange(documents.start, documents.stop, dtype=np.int32)
+        random.shuffle(order)
+        samples = self._starts(lengths, order)
+        count = len(samples) - 1
+        wide = count >= 2**32 - 2
+        shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
+        random.shuffle(shuffle)
+        return Indices(documents=order, samples=samples, shuffle=shuffle)
 
+    def fit(self, indices: Indices, lengths: NDArray[np.int32], documents: range) -> bool:
+        """Return whether ``indices`` have the sequences ``documents`` of a file with ``lengths``, in any order."""
+        if not _is_permutation(indices.documents, documents):
+            return False
+        samples = self._starts(lengths, indices.documents)
+        same = is_array(indices.samples, "i", *samples.shape) and np.array_equal(indices.samples, samples)
+        return same and _is_permutation(indices.shuffle, range(len(samples) - 1))
 
-def are_indices(
-    indices: Indices,
-    lengths: NDArray[np.int32],
-    documents: range,
-    *,
-    seq_length: int,
-    extra: bool = True,
-    drop_last: bool = True,
-) -> bool:
-    """Return whether ``indices`` have the sequences ``documents`` of a file with ``lengths``, in any order."""
-    if not _is_permutation(indices.documents, documents):
-        return False
-    samples = _starts(lengths, indices.documents, seq_length=seq_length, extra=extra, drop_last=drop_last)
-    same = is_array(indices.samples, "i", *samples.shape) and np.array_equal(indices.samples, samples)
-    return same and _is_permutation(indices.shuffle, range(len(samples) - 1))
+    def _starts(self, lengths: NDArray[np.int32], order: NDArray[np.int32]) -> NDArray[np.int32 | np.int64]:
+        """Return the places at which the samples begin, and at which the last ends.
+
+        A sample that begins with the first token of a document, and shares no token with the one before, is said to
+        begin behind the last token of the document before it.
+        """
+        ends = np.cumsum(lengths[order], dtype=np.int64)
+        count = self.count(int(ends[-1]) if len(ends) else 0)
+        if not count:
+            return np.zeros((1, 2), np.int32)
+        at = np.arange(count + 1, dtype=np.int64) * self.seq_length
+        at[-1] = min(at[-1], ends[-1] - int(self.extra))
+        places = np.searchsorted(ends, at, side="right" if self.extra else "left")
+        places[0] = 0  # also where the first documents are empty
+        begins = np.where(places > 0, ends[places - 1], 0)
+        wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
+        return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)
 
 
 def _is_permutation(order: NDArray[np.integer], of: range) -> bool:
     return is_array(order, "iu", len(of)) and np.array_equal(np.sort(order), np.arange(of.start, of.stop))
-
-
-def _starts(
-    lengths: NDArray[np.int32], order: NDArray[np.int32], *, seq_length: int, extra: bool, drop_last: bool
-) -> NDArray[np.int32 | np.int64]:
-    """Return the places at which the samples begin, and at which the last ends.
-
-    A sample that begins with the first token of a document, and shares no token with the one before, is said to begin
-    behind the last token of the document before it.
-    """
-    ends = np.cumsum(lengths[order], dtype=np.int64)
-    tokens = int(ends[-1]) if len(ends) else 0
-    count = count_samples(tokens, seq_length=seq_length, extra=extra, drop_last=drop_last)
-    if not count:
-        return np.zeros((1, 2), np.int32)
-    at = np.arange(count + 1, dtype=np.int64) * seq_length
-    at[-1] = min(at[-1], ends[-1] - int(extra))
-    places = np.searchsorted(ends, at, side="right" if extra else "left")
-    places[0] = 0  # also where the first documents are empty
-    begins = np.where(places > 0, ends[places - 1], 0)
-    wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
-    return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)
 
 
 def cached_indices(
@@ -391,27 +372,31 @@ class MegatronData(DatasetSplits):
         config, context = self._config, self._context
         by_split = isinstance(config.data_prefix, Mapping)
         sequences = range(len(source)) if by_split else split_bounds(self._shares, len(source))[SPLITS.index(name)]
-        length, extra = context.seq_length, not config.no_seqlen_plus_one_input_tokens
-        drop_last = name != "validation" or config.validation_drop_last
+        windows = Windows(
+            seq_length=context.seq_length,
+            extra=not config.no_seqlen_plus_one_input_tokens,
+            drop_last=name != "validation" or config.validation_drop_last,
+        )
+        length, extra = windows.seq_length, windows.extra
         tokens = int(source.lengths[sequences.start : sequences.stop].sum(dtype="int64"))
-        if not count_samples(tokens, seq_length=length, extra=extra, drop_last=drop_last):
+        if not windows.count(tokens):
             raise EmptySplit(
                 split=name,
                 path=str(source.prefix),
                 documents=len(sequences),
                 tokens=tokens,
                 seq_length=length,
-                needed=length + int(extra) if drop_last else 1 + int(extra),
+                needed=(length if windows.drop_last else 1) + int(extra),
             )
         seed, lengths = context.seed, source.lengths
-        settings = (sequences, length, seed, extra, drop_last)
+        settings = (sequences, length, seed, extra, windows.drop_last)
         content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, lengths, settings)
         directory = config.index_mapping_dir or source.prefix.parent / "index_mapping"
         indices = cached_indices(
             directory,
             f"{source.prefix.name}-{name}-{content}",
-            lambda: build_indices(lengths, sequences, seq_length=length, seed=seed, extra=extra, drop_last=drop_last),
-            lambda cached: are_indices(cached, lengths, sequences, seq_length=length, extra=extra, drop_last=drop_last),
+            lambda: windows.build(lengths, sequences, seed=seed),
+            lambda cached: windows.fit(cached, lengths, sequences),
         )
         packing = None
         if config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss:
