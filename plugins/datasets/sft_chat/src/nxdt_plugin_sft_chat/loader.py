@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array, warn_not_kept
+from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
 from nxdt_core.data.chat.conversation import ROLES, Conversation
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn, runner_of
@@ -431,7 +431,7 @@ class ChatData(DatasetSplits):
 
         name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
         fits = partial(Chats.fits, most=length + 1, vocab_size=self._tokenizer.vocab_size)
-        return cached_arrays(directory, name, Chats, chats, warn_not_kept, fits, most_bytes=self._config.cache_bytes)
+        return cached_arrays(directory, name, Chats, chats, None, fits, most_bytes=self._config.cache_bytes)
 
     def _encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
         """Yield the conversations of records in their order, without those that ``bad`` takes.

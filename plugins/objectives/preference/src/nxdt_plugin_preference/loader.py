@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array, warn_not_kept
+from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.files.records import (
     BadRecords,
@@ -369,9 +369,7 @@ class PreferenceData(DatasetSplits):
         policy = (config.bad_records, config.max_bad_share, config.turn_order, runner and runner.settings)
         name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
         fits = partial(PairArrays.fits, unpaired=self._unpaired, vocab_size=self._tokenizer.vocab_size)
-        return cached_arrays(
-            directory, f"pairs-{name}", PairArrays, pairs, warn_not_kept, fits, most_bytes=config.cache_bytes
-        )
+        return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, None, fits, most_bytes=config.cache_bytes)
 
     @property
     def _what(self) -> tuple[str, ...]:
