@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from nxdt_plugin_megatron_data.config import MegatronDataConfig
 from nxdt_plugin_megatron_data.indexed_files import bin_path, dtype_for, idx_path, write_documents, write_index
-from nxdt_plugin_megatron_data.loader import MegatronData, build_indices
+from nxdt_plugin_megatron_data.loader import MegatronData, Windows
 
 from nxdt_core.data.loader import GlobalBatchLoader
 from nxdt_core.protocols.dataset import DataContext
@@ -134,7 +134,7 @@ def _many_documents(where: Path) -> tuple[float, float]:
     bin_path(prefix).touch()
     os.truncate(bin_path(prefix), int(lengths.sum(dtype=np.int64)) * 2)  # a hole: zeros that take no room
     begin = time.process_time()
-    build_indices(lengths, range(DOCUMENTS), seq_length=LENGTH, seed=1)
+    Windows(seq_length=LENGTH).build(lengths, range(DOCUMENTS), seed=1)
     index_s = time.process_time() - begin
     loader = _loader(prefix, seq_length=64)
     state = {**loader.state_dict(), "consumed_samples": 10**7}

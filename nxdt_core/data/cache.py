@@ -142,7 +142,7 @@ def cached_arrays(
     name: str,
     kind: type[T],
     make: Callable[[], T],
-    on_error: Callable[[OSError], None],
+    on_error: Callable[[OSError], None] | None,
     fits: Callable[[T], bool],
     *,
     most_bytes: int | None = None,
@@ -155,13 +155,14 @@ def cached_arrays(
         kind: a dataclass of arrays.
         make: is called by one process of a node.
         on_error: receives the reason why nothing can be kept. Where it returns, the arrays stay in the memory of this
-            process.
+            process. None warns.
         fits: whether mapped arrays have the types and lengths of each other, as in :func:`is_array` and
             :func:`are_offsets`; what does not is damaged.
         most_bytes: that the directory may hold; what has not been asked for longest is removed. None sets no limit.
     """
     if directory is None:
         return make()
+    on_error = on_error or _warn
     place = directory / name
     with suppress(*_DAMAGED):
         return _mapped(place, kind, fits)
@@ -191,8 +192,7 @@ def cached_arrays(
         return made
 
 
-def warn_not_kept(error: OSError) -> None:
-    """Warn that tokens stay in the memory of this process; an ``on_error`` of :func:`cached_arrays`."""
+def _warn(error: OSError) -> None:
     _log.warning("%s: cannot keep tokens there; each process makes its own", error)
 
 

@@ -68,9 +68,6 @@ def megatron(tmp_path):
 
 
 OTHERS = {
-    (chats, "bad"): ("shorter", "longer"),
-    (pairs, "bad"): ("longer",),
-    (unpaired, "bad"): ("longer",),
     (unpaired, "others"): ("falls", "end"),
     (texts, "tokens"): ("shorter", "longer", "beyond"),
     (texts, "starts"): ("shorter", "longer", "end"),

@@ -196,7 +196,9 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
     named = (name for message in messages for name, value in message.fields.items() if has_value(value))
     for name in dict.fromkeys(named):
         if name not in _LINKS:
-            yield f"messages.{name}", replace(conversation, messages=[_without(item, name) for item in messages])
+            fields = [{key: value for key, value in item.fields.items() if key != name} for item in messages]
+            others = [replace(item, fields=rest) for item, rest in zip(messages, fields, strict=True)]
+            yield f"messages.{name}", replace(conversation, messages=others)
     if any(message.thought for message in messages):
         answers = [item.content.rpartition("</think>")[2] if item.thought else item.content for item in messages]
         silent = [replace(item, content=answer) for item, answer in zip(messages, answers, strict=True)]
@@ -210,10 +212,6 @@ def _others(conversation: Conversation, text: str) -> Iterator[tuple[str, Conver
             calls = [{**call, "function": {**call["function"], "arguments": {}}} for call in message.calls]
             other = replace(message, fields={**message.fields, "tool_calls": calls})
             yield "messages.tool_calls.arguments", _with(conversation, number, other)
-
-
-def _without(message: Message, name: str) -> Message:
-    return replace(message, fields={key: value for key, value in message.fields.items() if key != name})
 
 
 def _with(conversation: Conversation, number: int, message: Message) -> Conversation:

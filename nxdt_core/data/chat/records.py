@@ -140,9 +140,8 @@ def read_record(record: Mapping[str, Any], place: Place, *, merge: bool = False)
 
 def _messages(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, ...], list[Message]]:
     """Return the keys that were read, and their messages."""
-    for key in _LISTS:
-        if record.get(key) is not None:  # Arrow tables have every column in every record
-            return (key,), _read_messages(record[key], key, place)
+    if any(record.get(key) is not None for key in _LISTS):
+        return read_question(record, place)
     for asked, answer in _PAIRS:
         if record.get(answer) is not None and any(record.get(key) is not None for key in asked):
             messages, reply = _asked(record, asked, place), record[answer]
@@ -161,7 +160,7 @@ def read_question(record: Mapping[str, Any], place: Place) -> tuple[tuple[str, .
         BadMessage, UnknownRole: each names the place and the message.
     """
     for key in _LISTS:
-        if record.get(key) is not None:
+        if record.get(key) is not None:  # Arrow tables have every column in every record
             return (key,), _read_messages(record[key], key, place)
     asked = next((asked for asked, _ in _PAIRS if any(has_value(record.get(key)) for key in asked)), ())
     return (*asked, "history"), _asked(record, asked, place) if asked else []

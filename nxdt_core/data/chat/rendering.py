@@ -232,14 +232,11 @@ def prompt_ids(
 def stop_ids(keys: ChatKeys, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end what a model writes: the tokenizer's end of text and, where it is another one, what
     ends the assistant's turn by the chat template. A template that cannot be read or run here adds none."""
-    ids = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
-    try:
+    end = None
+    with suppress(NxdtError):
         runner = runner_of(keys, tokenizer)
         end = None if runner is None else end_of_turn(runner, tokenizer)
-    except NxdtError:
-        end = None
-    ids += [] if end is None else [end]
-    return tuple(dict.fromkeys(ids))
+    return tuple(dict.fromkeys(id_ for id_ in (tokenizer.eos_id, end) if id_ is not None))
 
 
 def end_of_turn(runner: TemplateRunner, tokenizer: Tokenizer) -> int | None:

@@ -76,11 +76,6 @@ def printed(text: str | bytes, values: Any) -> int:
     return numbers_in(form) + widths + form.count("%") * largest
 
 
-def nothing(*args: Any, **kwargs: Any) -> int:
-    """Return 0: a filter whose result is not much longer than its value."""
-    return 0
-
-
 def _replaced(text: Any, old: Any = "", new: Any = "", count: Any = None) -> int:
     times = len(text) + 1 if isinstance(text, bytes) else str(text).count(str(old))
     return len(text) + times * size_of(new)
@@ -190,22 +185,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         self.globals = {name: value for name, value in theirs.globals.items() if name != "lipsum"}
         self.filters = {name: value for name, value in theirs.filters.items() if name not in _DROPPED_FILTERS}
         for name, function in self.filters.items():
-            self.filters[name] = self._bounded(function, FILTERS.get(name, nothing))
-        self.begin()
+            self.filters[name] = self._bounded(function, FILTERS.get(name))
 
     def begin(self, seconds: float = math.inf) -> None:
         """Grant this thread what one compilation or rendering may make, and the time that it may take."""
         self._budget.single, self._budget.total = self._single, 10 * self._single
         self._budget.seconds, self._budget.ends_at = seconds, time.monotonic() + seconds
-
-    def compile_template(self, source: str) -> Template:
-        """Return the compiled template."""
-        self.begin()
-        template = self.from_string(source)
-        names = template.root_render_func.__globals__
-        for name in ("str_join", "markup_join"):  # what the operator ~ calls
-            names[name] = self._joined(names[name])
-        return template
 
     def render(
         self, template: Template, variables: Mapping[str, Any], *, marks: bool, seconds: float
@@ -284,18 +269,21 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
             return lambda values: formatter.vformat(text, (), values)
         return lambda *args, **kwargs: formatter.vformat(text, args, kwargs)
 
-    def _bounded(self, function: Callable[..., Any], estimate: Callable[..., int]) -> Callable[..., Any]:
+    def _bounded(self, function: Callable[..., Any], estimate: Callable[..., int] | None) -> Callable[..., Any]:
         skipped = 1 if hasattr(function, "jinja_pass_arg") else 0
 
         @wraps(function)
         def bounded(*args: Any, **kwargs: Any) -> Any:
             args = tuple(list(argument) if isinstance(argument, Iterator) else argument for argument in args)
-            self.spend(estimate(*args[skipped:], **kwargs))
+            if estimate is not None:
+                self.spend(estimate(*args[skipped:], **kwargs))
             return self.counted(function(*args, **kwargs))
 
         return bounded
 
-    def _joined(self, function: Callable[[Iterable[Any]], str]) -> Callable[[Iterable[Any]], str]:
+    def joined(self, function: Callable[[Iterable[Any]], str]) -> Callable[[Iterable[Any]], str]:
+        """Return ``function``, which joins texts, unless its result is too large."""
+
         def joined(values: Iterable[Any]) -> str:
             parts = tuple(values)
             self.spend(size_of(parts))
@@ -323,7 +311,12 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
 def compiled(source: str, single: int) -> tuple[BoundedEnvironment, Template]:
     """Return a template and its environment, compiled once; arguments are those of :class:`BoundedEnvironment`."""
     environment = BoundedEnvironment(single)
-    return environment, environment.compile_template(source)
+    environment.begin()
+    template = environment.from_string(source)
+    names = template.root_render_func.__globals__
+    for name in ("str_join", "markup_join"):  # what the operator ~ calls
+        names[name] = environment.joined(names[name])
+    return environment, template
 
 
 class _BoundedFormatter(SandboxedFormatter):

@@ -8,10 +8,14 @@ from bisect import bisect_right
 from codecs import BOM_UTF8
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import TypeAdapter
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.files.compressed import bare_name
@@ -32,7 +36,7 @@ from nxdt_core.data.files.tables import ARROW, PARQUET, TEXT_TABLES, ArrowRows, 
 from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.chats import FieldsUnused, TemplateMissing, TooManyBadRecords
 from nxdt_core.errors.data import BadJsonFile, BadJsonLine, DataFileNotFound, NoRecords
-from nxdt_core.protocols.dataset import SplitName
+from nxdt_core.protocols.dataset import DataReport, SplitName, TokenCount
 
 _KINDS = ((ARROW,), (PARQUET,), JSON_LINES, (".json",), TEXT_TABLES)
 """Endings of the files of a directory; those of the first kind that it has are read."""
@@ -265,6 +269,38 @@ class BadRecords:
                 raise TooManyBadRecords(
                     bad=self.count, records=seen, share=self._share, first=tuple(self.reasons[:3])
                 ) from self._first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordCounts:
+    """What became of records: fields of :class:`DataReport`, which a cache keeps as an array of one JSON text."""
+
+    truncated: int
+    left_out: dict[str, int]
+    bad: list[str]
+    unused: dict[str, int]
+    by_role: dict[str, TokenCount] = field(default_factory=dict)
+    by_turn: list[TokenCount] = field(default_factory=list)
+
+    def array(self) -> NDArray[np.str_]:
+        """Return the array."""
+        return np.array([_COUNTS.dump_json(self).decode()])
+
+    @staticmethod
+    def of(array: NDArray[np.str_]) -> RecordCounts:
+        """Return the counts of an array.
+
+        Raises:
+            ValueError: it has something else.
+        """
+        return _COUNTS.validate_json(str(array[0]))
+
+    def report(self, **further: Any) -> DataReport:
+        """Return a report of these counts, with its other fields."""
+        return DataReport(**{item.name: getattr(self, item.name) for item in fields(self)}, **further)
+
+
+_COUNTS = TypeAdapter(RecordCounts)
 
 
 def describe_unused(counts: Mapping[str, int]) -> str:

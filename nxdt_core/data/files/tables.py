@@ -89,8 +89,12 @@ class ArrowRows(Sequence[tuple[int, dict[str, Any]]]):
         try:
             return read()
         except (pyarrow.ArrowException, OSError, ValueError, OverflowError, MemoryError, struct.error) as error:
-            reason = str(error).partition("\n")[0].rstrip(".") or type(error).__name__
-            raise ArrowUnreadable(path=str(self._path), reason=reason) from error
+            raise ArrowUnreadable(path=str(self._path), reason=first_line(error)) from error
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what another library says, without its full stop, or the error's class."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _most(size_bytes: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import re
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
+from nxdt_core.data.files.paths import similar_files
 from nxdt_core.errors.data import BadTokenizerFile, TokenizerFileNotFound, TokenizerLibraryMissing
 from nxdt_core.protocols.tokenizer import LocatedIds
 from nxdt_core.system.regular_files import require_fetched, require_inside
@@ -51,10 +51,7 @@ def read_file(path: Path, *, key: str, wanted: str, directory: Path | None = Non
         BadTokenizerFile: it cannot be read, is a Git LFS pointer, or has more than 256 MiB.
     """
     if not path.is_file():
-        names = sorted(p.name for p in path.parent.iterdir()) if path.parent.is_dir() else []
-        near = difflib.get_close_matches(path.name, names, n=3)
-        candidates = tuple(str(path.parent / name) for name in near)
-        raise TokenizerFileNotFound(key=key, path=str(path), wanted=wanted, candidates=candidates)
+        raise TokenizerFileNotFound(key=key, path=str(path), wanted=wanted, candidates=similar_files(path))
     try:
         if directory is not None:
             require_inside(path, directory)

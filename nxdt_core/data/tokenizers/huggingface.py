@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from nxdt_core.data.cache import digest
+from nxdt_core.data.files.tables import first_line
 from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig, MegatronTokenizerConfig
 from nxdt_core.data.tokenizers.files import FAST_TOKENIZER, encoded, import_library, read_file
 from nxdt_core.errors.data import BadTokenizerConfig, BadTokenizerFile, TokenizerFileNotFound
@@ -83,7 +84,7 @@ def _loaded(path: Path, content: bytes, library: Any) -> Loaded:
     try:
         tokenizer = library.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
-        raise BadTokenizerFile(path=str(path), wanted=FILE, reason=_first_line(error)) from error
+        raise BadTokenizerFile(path=str(path), wanted=FILE, reason=first_line(error)) from error
     for name in ("normalizer", "decoder"):
         part = getattr(tokenizer, name)
         growth = 1.0 if part is None else _growth(json.loads(part.__getstate__()))
@@ -111,7 +112,7 @@ def load_pair(vocab_file: Path, merge_file: Path, library: Any) -> Loaded:
         tokenizer = library.Tokenizer(library.models.BPE.from_file(str(vocab_file), str(merge_file)))
     except Exception as error:  # the library raises bare Exception
         raise BadTokenizerFile(
-            path=f"{vocab_file} with {merge_file}", wanted="byte-level BPE tokenizer", reason=_first_line(error)
+            path=f"{vocab_file} with {merge_file}", wanted="byte-level BPE tokenizer", reason=first_line(error)
         ) from error
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -133,7 +134,7 @@ def load_named(name: str, library: Any) -> Loaded:
     try:
         directory = hub.snapshot_download(name, allow_patterns=list(_PATTERNS))
     except (OSError, ValueError) as error:
-        wanted = f"file or directory, nor a pretrained tokenizer on the hub ({_first_line(error)})"
+        wanted = f"file or directory, nor a pretrained tokenizer on the hub ({first_line(error)})"
         raise TokenizerFileNotFound(key="data.tokenizer.type", path=name, wanted=wanted) from error
     return load_path(Path(directory), library, key="data.tokenizer.type")
 
@@ -149,7 +150,7 @@ def _convert(directory: Path) -> Loaded:
         )
     except Exception as error:  # converters raise what their formats' libraries raise
         wanted = f"directory with a {FILE} or with files that transformers converts"
-        raise BadTokenizerFile(path=str(directory), wanted=wanted, reason=_first_line(error)) from error
+        raise BadTokenizerFile(path=str(directory), wanted=wanted, reason=first_line(error)) from error
     backend = getattr(pretrained, "backend_tokenizer", None)
     if backend is None:
         reason = f"{type(pretrained).__name__} is a slow tokenizer"
@@ -216,11 +217,6 @@ def _content(directory: Path, name: str) -> bytes | None:
     if not path.is_file():
         return None
     return read_file(path, key="data.tokenizer.model", wanted="file of a tokenizer", directory=directory)
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0].rstrip(".")
 
 
 def _named_templates(directory: Path) -> Mapping[str, Any]:
@@ -389,7 +385,7 @@ class HuggingFaceTokenizer(Tokenizer):
             if type(error).__module__ != "pyo3_runtime" and type(error) is not Exception:
                 raise
             wanted = "tokenizer of this text"
-            raise BadTokenizerFile(path=self._loaded.origin, wanted=wanted, reason=_first_line(error)) from error
+            raise BadTokenizerFile(path=self._loaded.origin, wanted=wanted, reason=first_line(error)) from error
 
     def _named(self) -> dict[str, str | None]:
         ids = {"bos_token": self.bos_id, "eos_token": self.eos_id, "pad_token": self.pad_id}

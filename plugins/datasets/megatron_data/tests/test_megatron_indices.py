@@ -18,10 +18,8 @@ from nxdt_plugin_megatron_data.indexed_files import IndexedTokens
 from nxdt_plugin_megatron_data.loader import (
     IndexedDataset,
     Indices,
-    are_indices,
-    build_indices,
+    Windows,
     cached_indices,
-    count_samples,
 )
 
 from tests import processes
@@ -30,7 +28,7 @@ from tests import processes
 def walked(lengths, order, seq_length, extra, drop_last):
     """Samples by laying every token out: what the indices must come to."""
     tokens = [(int(which), place) for which in order for place in range(lengths[which])]
-    count = count_samples(len(tokens), seq_length=seq_length, extra=extra, drop_last=drop_last)
+    count = Windows(seq_length=seq_length, extra=extra, drop_last=drop_last).count(len(tokens))
     return [tokens[k * seq_length : (k + 1) * seq_length + int(extra)] for k in range(count)]
 
 
@@ -39,7 +37,8 @@ def walked(lengths, order, seq_length, extra, drop_last):
 @pytest.mark.parametrize("seq_length", [1, 2, 7, 64, 5000])
 def test_samples_are_consecutive_tokens_of_the_shuffled_documents(seq_length, drop_last, extra):
     lengths = np.random.default_rng(seq_length).integers(0, 30, 200).astype(np.int32)
-    indices = build_indices(lengths, range(20, 200), seq_length=seq_length, seed=3, extra=extra, drop_last=drop_last)
+    windows = Windows(seq_length=seq_length, extra=extra, drop_last=drop_last)
+    indices = windows.build(lengths, range(20, 200), seed=3)
     wanted = walked(lengths, indices.documents, seq_length, extra, drop_last)
     assert sorted(indices.documents) == list(range(20, 200))
     assert sorted(indices.shuffle) == list(range(len(wanted)))
@@ -62,9 +61,8 @@ def test_the_sample_index_is_that_of_megatron_core(megatron, drop_last, extra):
         random = np.random.default_rng(seed)
         lengths = random.integers(1, 30, random.integers(2, 60)).astype(np.int32)
         seq_length = int(random.integers(2, 20))
-        ours = build_indices(
-            lengths, range(len(lengths)), seq_length=seq_length, seed=seed, extra=extra, drop_last=drop_last
-        )
+        windows = Windows(seq_length=seq_length, extra=extra, drop_last=drop_last)
+        ours = windows.build(lengths, range(len(lengths)), seed=seed)
         if len(ours.shuffle):
             total = int(lengths.sum())
             theirs = build_sample_idx(lengths, ours.documents, seq_length, 1, total, drop_last, int(extra))
@@ -80,7 +78,7 @@ def test_every_sample_of_every_split_is_that_of_megatron_core(built_by_megatron,
     source = IndexedTokens(prefix)
     for which, part in enumerate(split_bounds(read_shares(split), len(source))):
         drop = drop_last or which != 1
-        indices = build_indices(source.lengths, part, seq_length=16, seed=11, extra=extra, drop_last=drop)
+        indices = Windows(seq_length=16, extra=extra, drop_last=drop).build(source.lengths, part, seed=11)
         settings = {"seq_length": 16, "extra": extra, "packing": None, "eod_id": 7, "vocab_size": 259}
         ours = IndexedDataset(source, indices, **settings, content="")
         assert len(ours) == len(wanted[which]) > 0
@@ -110,12 +108,12 @@ import sys, time
 from pathlib import Path
 import numpy as np
 from nxdt_plugin_megatron_data.loader import cached_indices
-from nxdt_plugin_megatron_data.loader import build_indices
+from nxdt_plugin_megatron_data.loader import Windows
 def build():
     with open(sys.argv[2], "a") as log:
         log.write("built\\n")
     time.sleep(float(sys.argv[3]))
-    return build_indices(np.full(50, 9, np.int32), range(50), seq_length=8, seed=1)
+    return Windows(seq_length=8).build(np.full(50, 9, np.int32), range(50), seed=1)
 indices = cached_indices(Path(sys.argv[1]), "x", build, bool)
 print(indices.shuffle.sum(), indices.samples.shape)
 """
@@ -153,8 +151,8 @@ def test_another_process_builds_where_the_first_is_killed(tmp_path):
     assert log.read_text() == "built\nbuilt\n"
 
 
-small = partial(build_indices, np.full(50, 9, np.int32), range(50), seq_length=8, seed=1)
-of_small = partial(are_indices, lengths=np.full(50, 9, np.int32), documents=range(50), seq_length=8)
+small = partial(Windows(seq_length=8).build, np.full(50, 9, np.int32), range(50), seed=1)
+of_small = partial(Windows(seq_length=8).fit, lengths=np.full(50, 9, np.int32), documents=range(50))
 
 
 @pytest.mark.parametrize("damage", ["cut", "gone", "text", "order"])

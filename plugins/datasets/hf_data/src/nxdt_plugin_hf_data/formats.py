@@ -26,7 +26,7 @@ from nxdt_plugin_hf_data.errors import (
     SplitUnclear,
     UnknownDataFormat,
 )
-from nxdt_plugin_hf_data.rows import chosen, is_tokenised
+from nxdt_plugin_hf_data.rows import chosen, first_line, is_tokenised
 
 _KEYWORDS: Mapping[str, SplitName] = {
     "train": "train",
@@ -85,18 +85,18 @@ def open_saved(path: Path, *, key: str, split: SplitName, digests: Path | None =
     if not is_saved(path):
         advice: dict[str, str] = {}
         if path.is_file():
-            found, name = "it is a file", path.name
+            description, name = "it is a file", path.name
         else:
             inside = sorted(child.name for child in path.iterdir())
             if saved := [child for child in inside if is_saved(path / child)]:
-                found = f"but {path / saved[0]} is"
-                raise NoDataset(key=key, path=str(path), found=found, advice="Name that directory.")
-            found = f"it holds {', '.join(inside[:3])}" if inside else "it is empty"
+                description = f"but {path / saved[0]} is"
+                raise NoDataset(key=key, path=str(path), found=description, advice="Name that directory.")
+            description = f"it holds {', '.join(inside[:3])}" if inside else "it is empty"
             name = next(iter(inside), "")
         if name.endswith((".parquet", ".arrow", *JSON_LINES, *COMPRESSED)):
             read = "Set data.streaming to true to read such files as they are"
             advice = {"advice": f"{read}, or save them with datasets' save_to_disk."}
-        raise NoDataset(key=key, path=str(path), found=found, **advice)
+        raise NoDataset(key=key, path=str(path), found=description, **advice)
     directory = _of_split(path, key, split)
     arrow = saved_files(directory, key=key, split=split)
     if not arrow:  # the library fails on a dataset without rows
@@ -117,7 +117,7 @@ def open_saved(path: Path, *, key: str, split: SplitName, digests: Path | None =
     except PermissionError as error:
         raise DataFileUnreadable(path=error.filename or str(path), reason=error.strerror or str(error)) from error
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, pa.ArrowException) as error:
-        raise DamagedDataset(path=str(path), reason=_first_line(error)) from error
+        raise DamagedDataset(path=str(path), reason=first_line(error)) from error
 
 
 def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
@@ -132,7 +132,7 @@ def saved_files(path: Path, *, key: str, split: SplitName) -> list[Path]:
         state = json.loads(read_text(directory / _STATE, follow=True))
         return [directory / file["filename"] for file in state["_data_files"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise DamagedDataset(path=str(directory / _STATE), reason=_first_line(error)) from error
+        raise DamagedDataset(path=str(directory / _STATE), reason=first_line(error)) from error
 
 
 def _of_split(path: Path, key: str, split: SplitName) -> Path:
@@ -143,10 +143,6 @@ def _of_split(path: Path, key: str, split: SplitName) -> Path:
         advice = f"Name the directory of one split, such as {path / (names or ('train',))[0]}."
         raise SplitMissing(key=key, path=str(path), wanted=split, splits=names, advice=advice)
     return path / split
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def files_of(path: Path, key: str, split: SplitName) -> list[Path]:
@@ -228,7 +224,7 @@ def read_rows(path: Path, text_key: str, start: int = 0) -> Iterator[Rows]:
     except PermissionError as error:
         raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
     except (pa.ArrowException, UnicodeDecodeError, MemoryError, *UNREADABLE) as error:
-        raise DamagedDataset(path=str(path), reason=_first_line(error)) from error
+        raise DamagedDataset(path=str(path), reason=first_line(error)) from error
 
 
 def _parquet(path: Path, text_key: str, start: int) -> Iterator[Rows]:

@@ -6,7 +6,7 @@ Memory-mapped tables stay on the disk: what is kept here of a row is where its t
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
@@ -133,13 +133,13 @@ class TokenColumns:
     def starts(self) -> NDArray[np.int64]:
         """Return the places of all tokens with which documents begin, ascending: in rows, and at their beginnings."""
         offsets = self.input_ids.offsets
-        found = [offsets[:-1][np.diff(offsets) > 0]]
+        places = [offsets[:-1][np.diff(offsets) > 0]]
         for begin in range(0, len(self.input_ids), _ROWS):
             numbers = self.documents(begin, min(begin + _ROWS, len(self.input_ids)))
             if numbers is None:
                 break
-            found.append(offsets[begin] + 1 + np.flatnonzero(np.diff(numbers)))
-        return np.unique(np.concatenate(found))
+            places.append(offsets[begin] + 1 + np.flatnonzero(np.diff(numbers)))
+        return np.unique(np.concatenate(places))
 
     def teach(self) -> bool:
         """Return whether any token of the rows is trained on.
@@ -166,12 +166,12 @@ def chosen(names: Sequence[str], text_key: str, path: str) -> list[str]:
         ColumnMissing: there is no text either.
         ColumnUnread: documents or what is learnt are in columns that are not read.
     """
-    found = [name for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS) if name in names]
-    if _INPUT_IDS in found:
+    columns = [name for name in (_INPUT_IDS, _LABELS, _ATTENTION_MASK, _POSITION_IDS) if name in names]
+    if _INPUT_IDS in columns:
         for column, instead in _UNREAD.items():
-            if column in names and instead not in found:
+            if column in names and instead not in columns:
                 raise ColumnUnread(path=path, column=column, instead=instead)
-        return found
+        return columns
     if text_key not in names:
         raise ColumnMissing(path=path, text_key=text_key, columns=tuple(names))
     return [text_key]
@@ -198,8 +198,8 @@ def token_columns(table: pa.Table, path: str, first: int = 0) -> TokenColumns:
     for name, other in columns.items():
         if not np.array_equal(other.offsets, ids.offsets):
             row = int(np.argmax(np.diff(other.offsets) != np.diff(ids.offsets)))
-            tokens, found = len(ids.row(row)), len(other.row(row))
-            raise ColumnsDisagree(path=path, row=first + row, column=name, tokens=tokens, found=found)
+            tokens, values = len(ids.row(row)), len(other.row(row))
+            raise ColumnsDisagree(path=path, row=first + row, column=name, tokens=tokens, found=values)
     return TokenColumns(**columns)
 
 
@@ -262,7 +262,12 @@ def _validate(chunk: pa.Array, path: str, *, full: bool = False) -> None:
     try:
         chunk.validate(full=full)
     except pa.ArrowException as error:
-        raise DamagedDataset(path=path, reason=str(error).partition("\n")[0].rstrip(".")) from error
+        raise DamagedDataset(path=path, reason=first_line(error)) from error
+
+
+def first_line(error: Exception) -> str:
+    """Return the first line of what Arrow or the datasets library says; the error's class where it says nothing."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _refuse_nulls(column: pa.ChunkedArray, name: str, path: str, first: int) -> None:
@@ -306,7 +311,7 @@ class CheckedDataset(MapDataset):
         sample = self._dataset[index]
         labels = sample.labels if self._labelled else sample.labels[-1:]  # the others are inputs, one place on
         for ids in (sample.input_ids, np.where(labels == IGNORE_INDEX, 0, labels)):
-            check_ids(ids, self._limit, lambda: f"Sample {index} of {self._path}")
+            check_ids(ids, self._limit, f"Sample {index} of {self._path}")
         return sample
 
     def fingerprint(self) -> str:
@@ -317,17 +322,17 @@ class CheckedDataset(MapDataset):
 _PROBES = 16
 
 
-def check_ids(ids: NDArray[np.integer], limit: int | None, place: Callable[[], str]) -> None:
+def check_ids(ids: NDArray[np.integer], limit: int | None, place: str) -> None:
     """Check that all ``ids`` are from 0 to ``limit`` - 1.
 
     Raises:
-        TokenOutOfVocabulary: one is not; ``place`` returns its location.
+        TokenOutOfVocabulary: one is not; it is at ``place``.
     """
     if limit is None or not len(ids):
         return
     lowest, highest = int(ids.min()), int(ids.max())
     if highest >= limit or lowest < 0:
-        raise TokenOutOfVocabulary(place=place(), token=highest if highest >= limit else lowest, vocab_size=limit)
+        raise TokenOutOfVocabulary(place=place, token=highest if highest >= limit else lowest, vocab_size=limit)
 
 
 class RowDataset(MapDataset):

@@ -217,11 +217,11 @@ class FileStream(IterableDataset):
     def _whole(self) -> Generator[Sample, None, int]:
         """One sample per row."""
         for row in self._rows():
-            found, length = len(row.ids), self._cutting.seq_length
-            if found > length + 1:
-                raise RowTooLong(path=str(row.path), row=row.place.row, found=found, seq_length=length)
-            if found < length and self._cutting.packs is None:
-                raise RowsDiffer(path=str(row.path), row=row.place.row, found=found, seq_length=length)
+            tokens, length = len(row.ids), self._cutting.seq_length
+            if tokens > length + 1:
+                raise RowTooLong(path=str(row.path), row=row.place.row, found=tokens, seq_length=length)
+            if tokens < length and self._cutting.packs is None:
+                raise RowsDiffer(path=str(row.path), row=row.place.row, found=tokens, seq_length=length)
             self._place = replace(row.place, row=row.place.row + 1)
             yield row_sample(row.ids, row.labels, row.documents, seq_length=length, packing=self._cutting.packing)
         return 0
@@ -261,10 +261,7 @@ class FileStream(IterableDataset):
     def _checked(self, path: Path, first: int, table: pa.Table) -> TokenColumns:
         """Return the columns, whose tokens and labels that are learnt are of the vocabulary."""
         columns, limit = token_columns(table, str(path), first), self._cutting.vocab_size
-
-        def place() -> str:
-            return f"{path} (rows from {first})"
-
+        place = f"{path} (rows from {first})"
         check_ids(columns.input_ids.values[:], limit, place)
         if columns.labels is not None:
             check_ids(columns.labels.values[:][columns.learnt(0, len(columns.input_ids))], limit, place)
@@ -272,10 +269,10 @@ class FileStream(IterableDataset):
 
     def _compare(self, path: Path, first: int, table: pa.Table) -> None:
         """Hold the columns to those of the first rows."""
-        found, wanted = sorted(table.column_names), sorted(self._columns)
-        if found != wanted:
+        columns, wanted = sorted(table.column_names), sorted(self._columns)
+        if columns != wanted:
             raise ColumnsDiffer(
-                path=str(path), row=first, columns=tuple(found), first=str(self._first), wanted=tuple(wanted)
+                path=str(path), row=first, columns=tuple(columns), first=str(self._first), wanted=tuple(wanted)
             )
 
     def _names(self) -> str:
@@ -284,9 +281,9 @@ class FileStream(IterableDataset):
     def _nothing(self, where: str) -> NxdtError:
         return NothingToLearn(key=self._key, path=self._names(), where=where)
 
-    def _too_few(self, found: int) -> NxdtError:
+    def _too_few(self, tokens: int) -> NxdtError:
         length = self._cutting.seq_length
-        return TooFewTokens(split=self._split, found=found, needed=length + 1, seq_length=length)
+        return TooFewTokens(split=self._split, found=tokens, needed=length + 1, seq_length=length)
 
 
 class Interleave(IterableDataset):

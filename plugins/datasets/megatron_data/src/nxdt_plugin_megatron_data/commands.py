@@ -224,9 +224,9 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool, json_output: bo
         made_by = {} if note is None else {"tokenizer": note.fingerprint, "end-of-text token": note.eod_id}
         made_by = {"type of tokens": part.dtype.name, **made_by}
         first = first if number else made_by
-        for aspect, found in made_by.items():
-            if found != first.get(aspect, found):
-                raise PartsDiffer(path=str(part.prefix), aspect=aspect, found=found, first=first[aspect])
+        for aspect, value in made_by.items():
+            if value != first.get(aspect, value):
+                raise PartsDiffer(path=str(part.prefix), aspect=aspect, found=value, first=first[aspect])
         ends = np.cumsum(part.lengths, dtype=np.int64) * part.dtype.itemsize
         if part.modes is not None or (part.pointers[1:] != ends[:-1]).any() or (part.pointers[:1] != 0).any():
             reason = "its sequences do not follow each other without gaps, or it has modes"
@@ -243,10 +243,10 @@ def merge(prefixes: Sequence[str], output: str, overwrite: bool, json_output: bo
         borders = [part.borders[:-1] + start for part, start in zip(parts, before, strict=False)]
         lengths = np.concatenate([part.lengths for part in parts])
         files.write_index(files.idx_path(prefix), parts[0].dtype, lengths, np.concatenate([*borders, before[-1:]]))
-        known = [note for note in notes if note is not None]
-        if len(known) == len(notes):
-            inputs = tuple(dict.fromkeys(path for note in known for path in note.inputs))
-            replace_text(files.provenance_path(prefix), replace(known[0], inputs=inputs).text())
+        present = [note for note in notes if note is not None]
+        if len(present) == len(notes):
+            inputs = tuple(dict.fromkeys(path for note in present for path in note.inputs))
+            replace_text(files.provenance_path(prefix), replace(present[0], inputs=inputs).text())
         else:
             files.provenance_path(prefix).unlink(missing_ok=True)
     documents, count = sum(part.documents for part in parts), sum(part.total_tokens() for part in parts)

@@ -27,6 +27,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import ConfigDict, TypeAdapter
 
 from nxdt_core.data.files.paths import WatchedFiles
 from nxdt_core.errors.data import DataFileChanged, DataFileUnreadable
@@ -127,15 +128,15 @@ class IndexedTokens:
             raise BadIndexFile(path=str(index), reason=reason)
         # Unsigned, because a damaged pointer may be close to the maximum of int64.
         ends = self.pointers.view("<u8") + self.lengths.astype("<u8") * np.uint64(self.dtype.itemsize)
-        found, needed = data.stat().st_size, int(ends.max(initial=0))
-        if found < needed:
-            raise DataShorterThanIndex(path=str(data), found=found, needed=needed)
-        if self.total_tokens() > found // self.dtype.itemsize:  # indices grow with the tokens: they could be endless
-            reason = f"its sequences have {self.total_tokens()} tokens, and {data} has {found // self.dtype.itemsize}"
+        size, needed = data.stat().st_size, int(ends.max(initial=0))
+        if size < needed:
+            raise DataShorterThanIndex(path=str(data), found=size, needed=needed)
+        if self.total_tokens() > size // self.dtype.itemsize:  # indices grow with the tokens: they could be endless
+            reason = f"its sequences have {self.total_tokens()} tokens, and {data} has {size // self.dtype.itemsize}"
             raise BadIndexFile(path=str(index), reason=reason)
         self._data = data
         self._file = data.open("rb", buffering=0)
-        self._data_bytes = found
+        self._data_bytes = size
         self._index = WatchedFiles([index], may_grow=False)
 
     def __len__(self) -> int:
@@ -224,7 +225,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
         borders: [documents + 1] first sequence of each document, and the number of sequences.
     """
     with replacing(path) as file:
-        code = next(code for code, known in DTYPES.items() if known == dtype)
+        code = next(code for code, candidate in DTYPES.items() if candidate == dtype)
         file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(borders)))
         file.write(lengths.astype("<i4").tobytes())
         ends = np.cumsum(lengths, dtype=np.int64) * dtype.itemsize
@@ -236,6 +237,7 @@ def write_index(path: Path, dtype: np.dtype[Any], lengths: NDArray[np.int32], bo
 class Provenance:
     """Facts that the files do not contain themselves."""
 
+    __pydantic_config__ = ConfigDict(extra="forbid")
     tokenizer: str
     """The tokenizer as it was named."""
     fingerprint: str
@@ -251,6 +253,9 @@ class Provenance:
         return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
 
 
+_PROVENANCE = TypeAdapter(Provenance)
+
+
 def provenance_path(prefix: Path) -> Path:
     """``P.nxdt.json``, a name that no file of text or of a tokenizer has."""
     return prefix.with_name(f"{prefix.name}.nxdt.json")
@@ -259,11 +264,6 @@ def provenance_path(prefix: Path) -> Path:
 def read_provenance(prefix: Path) -> Provenance | None:
     """Return the note of a prefix; None where there is none, or where the file is of another program."""
     try:
-        content: Any = json.loads(read_text(provenance_path(prefix), follow=True))
-        note = Provenance(**{**content, "inputs": tuple(content["inputs"])})
-    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return _PROVENANCE.validate_json(read_text(provenance_path(prefix), follow=True), strict=True)
+    except (OSError, ValueError):
         return None
-    texts = (note.tokenizer, note.fingerprint, *note.inputs)
-    ids = (note.vocab_size, 0 if note.eod_id is None else note.eod_id)
-    sound = all(isinstance(text, str) for text in texts) and all(type(number) is int for number in ids)
-    return note if sound else None

@@ -25,7 +25,6 @@ from nxdt_core.data.packing import Packing
 from nxdt_core.data.sampler import Head
 from nxdt_core.protocols.batch import IGNORE_INDEX, Sample
 from nxdt_core.protocols.dataset import DataContext, DatasetSplits, MapDataset, Split, SplitName
-from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_plugin_megatron_data.config import (
     SPLITS,
     MegatronDataConfig,
@@ -53,81 +52,62 @@ class Indices:
     """[samples] the sample at each place of the order."""
 
 
-def count_samples(tokens: int, *, seq_length: int, extra: bool, drop_last: bool) -> int:
-    """Samples in a pass over ``tokens``.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Windows:
+    """The samples of documents end to end: every ``seq_length`` tokens one begins."""
 
-    Args:
-        tokens: number of tokens in all documents together.
-        seq_length: tokens of a sample.
-        extra: each sample has one token more than that, for the last label; it is the first of the next sample.
-        drop_last: leave out what is left behind the last whole sample.
-    """
-    available = max(0, tokens - int(extra))
-    return available // seq_length if drop_last else -(-available // seq_length)
+    seq_length: int
+    extra: bool = True
+    """Each sample has one token more than that, for the last label; it is the first of the next sample."""
+    drop_last: bool = True
+    """Leave out what is left behind the last whole sample."""
 
+    def count(self, tokens: int) -> int:
+        """Return the number of samples in a pass over all documents, which have so many ``tokens`` together."""
+        available = max(0, tokens - int(self.extra))
+        return available // self.seq_length if self.drop_last else -(-available // self.seq_length)
 
-def build_indices(
-    lengths: NDArray[np.int32],
-    documents: range,
-    *,
-    seq_length: int,
-    seed: int,
-    extra: bool = True,
-    drop_last: bool = True,
-) -> Indices:
-    """Lay out the sequences ``documents`` of a file with ``lengths`` [sequences]; see :func:`count_samples`."""
-    random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
-    order = np.arange(documents.start, documents.stop, dtype=np.int32)
-    random.shuffle(order)
-    samples = _starts(lengths, order, seq_length=seq_length, extra=extra, drop_last=drop_last)
-    count = len(samples) - 1
-    wide = count >= 2**32 - 2
-    shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
-    random.shuffle(shuffle)
-    return Indices(documents=order, samples=samples, shuffle=shuffle)
+    def build(self, lengths: NDArray[np.int32], documents: range, *, seed: int) -> Indices:
+        """Lay out the sequences ``documents`` of a file with ``lengths`` [sequences]."""
+        random = np.random.RandomState(seed % 2**32)  # whose stream numpy has frozen, and which Megatron-Core takes
+        order = np.arange(documents.start, documents.stop, dtype=np.int32)
+        random.shuffle(order)
+        samples = self._starts(lengths, order)
+        count = len(samples) - 1
+        wide = count >= 2**32 - 2
+        shuffle = np.arange(count, dtype=np.int64) if wide else np.arange(count, dtype=np.uint32)
+        random.shuffle(shuffle)
+        return Indices(documents=order, samples=samples, shuffle=shuffle)
 
+    def fit(self, indices: Indices, lengths: NDArray[np.int32], documents: range) -> bool:
+        """Return whether ``indices`` have the sequences ``documents`` of a file with ``lengths``, in any order."""
+        if not _is_permutation(indices.documents, documents):
+            return False
+        samples = self._starts(lengths, indices.documents)
+        same = is_array(indices.samples, "i", *samples.shape) and np.array_equal(indices.samples, samples)
+        return same and _is_permutation(indices.shuffle, range(len(samples) - 1))
 
-def are_indices(
-    indices: Indices,
-    lengths: NDArray[np.int32],
-    documents: range,
-    *,
-    seq_length: int,
-    extra: bool = True,
-    drop_last: bool = True,
-) -> bool:
-    """Return whether ``indices`` have the sequences ``documents`` of a file with ``lengths``, in any order."""
-    if not _is_permutation(indices.documents, documents):
-        return False
-    samples = _starts(lengths, indices.documents, seq_length=seq_length, extra=extra, drop_last=drop_last)
-    same = is_array(indices.samples, "i", *samples.shape) and np.array_equal(indices.samples, samples)
-    return same and _is_permutation(indices.shuffle, range(len(samples) - 1))
+    def _starts(self, lengths: NDArray[np.int32], order: NDArray[np.int32]) -> NDArray[np.int32 | np.int64]:
+        """Return the places at which the samples begin, and at which the last ends.
+
+        A sample that begins with the first token of a document, and shares no token with the one before, is said to
+        begin behind the last token of the document before it.
+        """
+        ends = np.cumsum(lengths[order], dtype=np.int64)
+        count = self.count(int(ends[-1]) if len(ends) else 0)
+        if not count:
+            return np.zeros((1, 2), np.int32)
+        at = np.arange(count + 1, dtype=np.int64) * self.seq_length
+        at[-1] = min(at[-1], ends[-1] - int(self.extra))
+        places = np.searchsorted(ends, at, side="right" if self.extra else "left")
+        places[0] = 0  # also where the first documents are empty
+        begins = np.where(places > 0, ends[places - 1], 0)
+        wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
+        return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)
 
 
 def _is_permutation(order: NDArray[np.integer], of: range) -> bool:
     return is_array(order, "iu", len(of)) and np.array_equal(np.sort(order), np.arange(of.start, of.stop))
-
-
-def _starts(
-    lengths: NDArray[np.int32], order: NDArray[np.int32], *, seq_length: int, extra: bool, drop_last: bool
-) -> NDArray[np.int32 | np.int64]:
-    """Return the places at which the samples begin, and at which the last ends.
-
-    A sample that begins with the first token of a document, and shares no token with the one before, is said to begin
-    behind the last token of the document before it.
-    """
-    ends = np.cumsum(lengths[order], dtype=np.int64)
-    tokens = int(ends[-1]) if len(ends) else 0
-    count = count_samples(tokens, seq_length=seq_length, extra=extra, drop_last=drop_last)
-    if not count:
-        return np.zeros((1, 2), np.int32)
-    at = np.arange(count + 1, dtype=np.int64) * seq_length
-    at[-1] = min(at[-1], ends[-1] - int(extra))
-    places = np.searchsorted(ends, at, side="right" if extra else "left")
-    places[0] = 0  # also where the first documents are empty
-    begins = np.where(places > 0, ends[places - 1], 0)
-    wide = max(len(ends), int((at - begins).max())) > np.iinfo(np.int32).max
-    return np.stack([places, at - begins], axis=1).astype(np.int64 if wide else np.int32)
 
 
 def cached_indices(
@@ -189,12 +169,12 @@ class IndexedDataset(MapDataset):
         """
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        window, borders, found = self._tokens(index)
+        window, borders, filled = self._tokens(index)
         places = np.arange(self._seq_length)
         inputs = window[: self._seq_length]
         labels = window[1:] if self._extra else np.append(window[1:], IGNORE_INDEX)
-        if found < self._window:
-            labels = np.where(places < found - 1, labels, IGNORE_INDEX)
+        if filled < self._window:
+            labels = np.where(places < filled - 1, labels, IGNORE_INDEX)
         sample = Sample(input_ids=inputs, labels=labels)
         if self._packing is not None:
             # Documents begin where sequences do, and behind each end-of-document token: places 1 … seq.
@@ -202,11 +182,11 @@ class IndexedDataset(MapDataset):
             if self._eod_id is not None:
                 starts = np.union1d(starts, np.flatnonzero(inputs == self._eod_id) + 1)
             sample = self._packing.sample(inputs, labels, starts)
-        if found >= self._seq_length:
+        if filled >= self._seq_length:
             return sample
         if sample.document_ids is not None:
-            sample.document_ids[found:] = -1
-        return replace(sample, padding=places >= found)
+            sample.document_ids[filled:] = -1
+        return replace(sample, padding=places >= filled)
 
     def fingerprint(self) -> str:
         """Digest of the file, the indices' settings and how samples are cut."""
@@ -225,13 +205,13 @@ class IndexedDataset(MapDataset):
         counts[0] -= offset
         begins[0] += offset
         borders = np.cumsum(counts)
-        found = min(int(borders[-1]), self._window)
+        filled = min(int(borders[-1]), self._window)
         window = np.empty(self._window, np.int64)
         at = 0
         for begin, count in zip(begins.tolist(), counts.tolist(), strict=True):
             window[at : at + count] = source.tokens(begin, count)
             at += count
-        window[found:] = 0
+        window[filled:] = 0
         if self._vocab_size is not None:
             unsigned = window.view(np.uint64)  # of which a negative token is the largest
             position = int(unsigned.argmax())
@@ -243,7 +223,7 @@ class IndexedDataset(MapDataset):
                     owner=self._vocab_owner,
                     last=self._vocab_size - 1,
                 )
-        return window, borders[:-1], found
+        return window, borders[:-1], filled
 
 
 _SLOTS = 1 << 20
@@ -332,7 +312,6 @@ class MegatronData(DatasetSplits):
     def __init__(self, config: MegatronDataConfig, context: DataContext) -> None:
         self._config = config
         self._context = context
-        self._tokenizer: Tokenizer | None = context.tokenizer
         self._made: dict[tuple[Path, SplitName], IndexedDataset] = {}
         self._eod_id = None if context.tokenizer is None else context.tokenizer.eos_id
         if config.eod_mask_loss and self._eod_id is None:
@@ -378,42 +357,46 @@ class MegatronData(DatasetSplits):
         return (1.0, 0.0, 0.0) if text is None else read_shares(text)
 
     def _open(self, prefix: Path) -> IndexedTokens:
-        note, tokenizer = read_provenance(prefix), self._tokenizer
+        note, tokenizer = read_provenance(prefix), self._context.tokenizer
         if note is not None and tokenizer is not None:
-            for aspect, found, expected in (
+            for aspect, value, expected in (
                 ("vocabulary", note.vocab_size, tokenizer.vocab_size),
                 ("fingerprint", note.fingerprint, tokenizer.fingerprint()),
             ):
-                if found != expected:
+                if value != expected:
                     beside = str(provenance_path(prefix))
-                    raise OtherTokenizer(path=str(prefix), note=beside, aspect=aspect, found=found, expected=expected)
+                    raise OtherTokenizer(path=str(prefix), note=beside, aspect=aspect, found=value, expected=expected)
         return IndexedTokens(prefix)
 
     def _dataset(self, source: IndexedTokens, name: SplitName) -> IndexedDataset:
         config, context = self._config, self._context
-        own = isinstance(config.data_prefix, Mapping)
-        sequences = range(len(source)) if own else split_bounds(self._shares, len(source))[SPLITS.index(name)]
-        length, extra = context.seq_length, not config.no_seqlen_plus_one_input_tokens
-        drop_last = name != "validation" or config.validation_drop_last
+        by_split = isinstance(config.data_prefix, Mapping)
+        sequences = range(len(source)) if by_split else split_bounds(self._shares, len(source))[SPLITS.index(name)]
+        windows = Windows(
+            seq_length=context.seq_length,
+            extra=not config.no_seqlen_plus_one_input_tokens,
+            drop_last=name != "validation" or config.validation_drop_last,
+        )
+        length, extra = windows.seq_length, windows.extra
         tokens = int(source.lengths[sequences.start : sequences.stop].sum(dtype="int64"))
-        if not count_samples(tokens, seq_length=length, extra=extra, drop_last=drop_last):
+        if not windows.count(tokens):
             raise EmptySplit(
                 split=name,
                 path=str(source.prefix),
                 documents=len(sequences),
                 tokens=tokens,
                 seq_length=length,
-                needed=length + int(extra) if drop_last else 1 + int(extra),
+                needed=(length if windows.drop_last else 1) + int(extra),
             )
         seed, lengths = context.seed, source.lengths
-        settings = (sequences, length, seed, extra, drop_last)
+        settings = (sequences, length, seed, extra, windows.drop_last)
         content = digest(file_digest(bin_path(source.prefix)), source.dtype.str, lengths, settings)
         directory = config.index_mapping_dir or source.prefix.parent / "index_mapping"
         indices = cached_indices(
             directory,
             f"{source.prefix.name}-{name}-{content}",
-            lambda: build_indices(lengths, sequences, seq_length=length, seed=seed, extra=extra, drop_last=drop_last),
-            lambda found: are_indices(found, lengths, sequences, seq_length=length, extra=extra, drop_last=drop_last),
+            lambda: windows.build(lengths, sequences, seed=seed),
+            lambda cached: windows.fit(cached, lengths, sequences),
         )
         packing = None
         if config.reset_attention_mask or config.reset_position_ids or config.eod_mask_loss:

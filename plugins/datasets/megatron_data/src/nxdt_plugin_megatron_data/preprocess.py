@@ -335,9 +335,9 @@ def preprocess(job: Job, watch: Callable[[int, Counts], None]) -> tuple[Counts, 
 def _content(path: Path) -> str:
     """Return a digest of a file's content; a change outside the blocks of a large file shows by its time."""
     try:
-        found = path.stat()
+        status = path.stat()
         blocks = file_digest(path)
-        return blocks if found.st_size <= SAMPLED_FROM_BYTES else digest(blocks, found.st_mtime_ns)
+        return blocks if status.st_size <= SAMPLED_FROM_BYTES else digest(blocks, status.st_mtime_ns)
     except OSError as error:
         raise DataFileUnreadable(path=str(path), reason=error.strerror or str(error)) from error
 

@@ -29,6 +29,6 @@ def nxdt_config_defaults(context: ConfigDefaultsContext) -> Mapping[str, Any]:
     """Give the weights of a model that is named the learning rate of TRL's SFT."""
     if context.find("model.optim.name") not in (None, "adam", "adamw"):
         return {}
-    own = context.find("data.name") == "sft-chat" and context.find("adapter.name") is None
-    tuned = own and context.find("checkpoint.weight_init_only")
+    whole_model = context.find("data.name") == "sft-chat" and context.find("adapter.name") is None
+    tuned = whole_model and context.find("checkpoint.weight_init_only")
     return {"model": {"optim": {"lr": 2e-5}}} if tuned else {}

@@ -13,7 +13,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array, warn_not_kept
+from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
 from nxdt_core.data.chat.conversation import ROLES, Conversation
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import ReservedTokens, Span, end_of_turn, runner_of
@@ -22,6 +22,7 @@ from nxdt_core.data.files.records import (
     BadRecords,
     Place,
     Record,
+    RecordCounts,
     Records,
     UnusedFields,
     count_records,
@@ -136,27 +137,15 @@ class Chats:
     """[tokens] weight of the token in the loss; [0] where all are 1."""
     starts: NDArray[np.int64]
     """[conversations + 1] place of the first token of each, and the number of all tokens."""
-    roles: NDArray[np.int64]
-    """[2, roles + 1] tokens of each role and of the template, and how many of them are trained."""
-    turns: NDArray[np.int64]
-    """[2, turns + 1] tokens of the assistant's first, second, … turns behind a 0, and how many of them are trained."""
-    truncated: NDArray[np.int64]
-    """[1] conversations that were cut."""
-    left_out: NDArray[np.int64]
-    """[reasons] conversations that are not among these."""
-    bad: NDArray[np.str_]
-    """[records] place and reason of the first records that cannot be used."""
-    unused_fields: NDArray[np.str_]
-    """[fields] fields of records that nothing uses."""
-    unused_counts: NDArray[np.int64]
-    """[fields] records that have them."""
+    counts: NDArray[np.str_]
+    """[1] :class:`RecordCounts`."""
 
     def __len__(self) -> int:
         return len(self.starts) - 1
 
     def fits(self, most: int, vocab_size: int) -> bool:
         """Return whether the arrays agree, and each conversation has from 2 to ``most`` tokens of the vocabulary."""
-        tokens, unused = len(self.tokens), len(self.unused_fields)
+        tokens = len(self.tokens)
         return (
             are_offsets(self.starts, tokens)
             and 2 <= self.lengths.min(initial=2) <= self.lengths.max(initial=2) <= most
@@ -164,13 +153,8 @@ class Chats:
             and self.tokens.max(initial=0) < vocab_size
             and is_array(self.trained, "b", tokens)
             and is_array(self.weights, "f", tokens if len(self.weights) else 0)
-            and is_array(self.roles, "i", 2, len(_NAMES))
-            and is_array(self.turns, "i", 2, self.turns.shape[-1])
-            and is_array(self.truncated, "i", 1)
-            and is_array(self.left_out, "i", len(_REASONS))
-            and is_array(self.bad, "U", len(self.bad))
-            and is_array(self.unused_fields, "U", unused)
-            and is_array(self.unused_counts, "i", unused)
+            and is_array(self.counts, "U", 1)
+            and self.report is not None  # counts of another form raise a ValueError
         )
 
     @property
@@ -181,18 +165,8 @@ class Chats:
     @property
     def report(self) -> DataReport:
         """Return statistics of them."""
-        roles = zip(_NAMES, *self.roles.tolist(), strict=True)
-        return DataReport(
-            records=len(self),
-            tokens=TokenCount(tokens=len(self.tokens), trained=int(self.roles[1].sum())),
-            lengths=self.lengths,
-            by_role={name: TokenCount(tokens=count, trained=trained) for name, count, trained in roles if count},
-            by_turn=[TokenCount(tokens=count, trained=trained) for count, trained in self.turns.T[1:].tolist()],
-            truncated=int(self.truncated[0]),
-            left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
-            bad=self.bad.tolist(),
-            unused=dict(zip(self.unused_fields.tolist(), self.unused_counts.tolist(), strict=True)),
-        )
+        tokens = TokenCount(tokens=len(self.tokens), trained=int(self.trained.sum()))
+        return RecordCounts.of(self.counts).report(records=len(self), tokens=tokens, lengths=self.lengths)
 
 
 def gather(
@@ -242,8 +216,8 @@ def gather(
         trained = chat.cut(chat.trained)
         for row, part in enumerate((chat, trained)):
             roles[row] += np.bincount(part.roles, minlength=len(_NAMES))
-            counts = enumerate(np.bincount(part.turns).tolist())
-            turns[row].update({turn: count for turn, count in counts if turn and count})
+            by_turn = enumerate(np.bincount(part.turns).tolist())
+            turns[row].update({turn: count for turn, count in by_turn if turn and count})
     if first is not None and truncation == "refuse":
         place = str(first.place)
         raise ChatTooLong(place=place, tokens=len(first), seq_length=seq_length, count=too_long, longest=longest)
@@ -252,19 +226,22 @@ def gather(
     weights = np.ones(starts[-1] if other_weights else 0, np.float32)
     for number, values in other_weights.items():
         weights[starts[number] : starts[number + 1]] = values
-    numbers = range(max(turns[0], default=0) + 1)
+    of_roles = zip(_NAMES, *roles.tolist(), strict=True)
+    of_turns = ((turns[0][turn], turns[1][turn]) for turn in range(1, max(turns[0], default=0) + 1))
+    counts = RecordCounts(
+        truncated=truncated,
+        left_out={reason: left_out[reason] for reason in _REASONS if left_out[reason]},
+        bad=bad.reasons,
+        unused=unused.counts,
+        by_role={name: TokenCount(tokens=count, trained=trained) for name, count, trained in of_roles if count},
+        by_turn=[TokenCount(tokens=count, trained=trained) for count, trained in of_turns],
+    )
     return Chats(
         tokens=np.frombuffer(tokens, dtype),
         trained=np.frombuffer(masks, np.bool_),
         weights=weights,
         starts=starts,
-        roles=roles,
-        turns=np.array([[counter[turn] for turn in numbers] for counter in turns]),
-        truncated=np.array([truncated]),
-        left_out=np.array([left_out[reason] for reason in _REASONS]),
-        bad=np.array(bad.reasons, np.str_),
-        unused_fields=np.array(list(unused.counts), np.str_),
-        unused_counts=np.array(list(unused.counts.values()), np.int64),
+        counts=counts.array(),
     )
 
 
@@ -392,11 +369,12 @@ class ChatData(DatasetSplits):
         """
         if not self._sources:
             return self._of_files(name)
-        found = {label: each for label, data in self._sources.items() if (each := data._of_files(name)) is not None}
+        of_sources = ((label, data._of_files(name)) for label, data in self._sources.items())
+        datasets = {label: dataset for label, dataset in of_sources if dataset is not None}
         weights = {label: source.weight for label, source in self._config.sources.items()}
-        if name == "train" and found:
-            return mixed(found, weights, shuffle=self._context.shuffle)
-        return found if len(found) > 1 else next(iter(found.values()), None)
+        if name == "train" and datasets:
+            return mixed(datasets, weights, shuffle=self._context.shuffle)
+        return datasets if len(datasets) > 1 else next(iter(datasets.values()), None)
 
     def _of_files(self, name: SplitName) -> ChatDataset | None:
         config, context = self._config, self._context
@@ -408,7 +386,7 @@ class ChatData(DatasetSplits):
         decided = (config.train_roles, config.train_turns, config.truncation, config.special_tokens_in_text)
         if (config.bad_records, config.turn_order) != ("refuse", "refuse"):
             decided = (*decided, config.bad_records, config.turn_order)
-        found, first = len(records), context.first_records
+        total, first = len(records), context.first_records
         records, source = (records, source) if first is None else (records[:first], digest(source, first))
         source = digest(source, self._tokenizer.fingerprint(), self._settings, decided)
         chats = self._chats(records, source)
@@ -432,7 +410,7 @@ class ChatData(DatasetSplits):
             seq_length=context.seq_length,
             pad_id=padding_id(self._tokenizer),
             source=source,
-            of_records=found if len(records) < found else None,
+            of_records=total if len(records) < total else None,
         )
 
     def _chats(self, records: Records, source: str) -> Chats:
@@ -453,23 +431,19 @@ class ChatData(DatasetSplits):
 
         name = f"chats-{digest(source, length, mode, self._config.max_bad_share)}"
         fits = partial(Chats.fits, most=length + 1, vocab_size=self._tokenizer.vocab_size)
-        return cached_arrays(directory, name, Chats, chats, warn_not_kept, fits, most_bytes=self._config.cache_bytes)
+        return cached_arrays(directory, name, Chats, chats, None, fits, most_bytes=self._config.cache_bytes)
 
     def _encode(self, records: Sequence[Record], bad: BadRecords) -> Iterator[Encoded]:
         """Yield the conversations of records in their order, without those that ``bad`` takes.
 
         Raises:
-            NxdtError: of a record that is refused, such as:
-            NothingTrained: it has no answer, and no mark of ``train: false`` or ``weight: 0`` leaves it out.
-            SpecialTokenInText: a text would become a special token.
-            TemplateNeedsToken: what ends a turn would become several tokens.
-            TemplateUnreadable, TemplateRefuses, TurnsInseparable, EndOfTurnUntrained: as they say.
+            NxdtError: of the template, or of a record that is refused.
         """
         end_of_turn(self._renderer.runner, self._tokenizer)
         usable = bad.usable(records, self._rendered)
         while batch := list(islice(usable, _BATCH)):
             located = self._tokenizer.locate([rendered.text for _, rendered in batch])
-            yield from (_encoded(*each, ids) for each, ids in zip(batch, located, strict=True))
+            yield from (_encoded(*pair, ids) for pair, ids in zip(batch, located, strict=True))
 
     def _rendered(self, record: Record) -> tuple[Conversation, Rendered]:
         place, content = record

@@ -74,11 +74,11 @@ class Renderer:
 
     def _render(self, conversation: Conversation, trained: Sequence[int]) -> Rendered:
         if self._template.marks_generation:
-            text, found = self._marked(conversation, trained)
+            text, spans_of = self._marked(conversation, trained)
         else:
             text, _ = self._run(conversation, len(conversation.messages))
             try:
-                found = {number: [self._between_prefixes(conversation, number, text)] for number in trained}
+                spans_of = {number: [self._between_prefixes(conversation, number, text)] for number in trained}
             except TurnsInseparable:  # prefixes may have reasoning that the whole conversation no longer has
                 messages = list(conversation.messages)
                 for number, message in enumerate(messages):
@@ -87,9 +87,9 @@ class Renderer:
                         if self._run(tried, len(messages))[0] == text:
                             messages[number] = other
                             break
-                kept = replace(conversation, messages=messages)
-                found = {number: [self._between_prefixes(kept, number, text)] for number in trained}
-        turns = {number: (spans[0][0], spans[-1][1]) for number, spans in found.items()}
+                shortened = replace(conversation, messages=messages)
+                spans_of = {number: [self._between_prefixes(shortened, number, text)] for number in trained}
+        turns = {number: (spans[0][0], spans[-1][1]) for number, spans in spans_of.items()}
         for number, (start, end) in turns.items():
             message, said = conversation.messages[number], text[start:end]
             if message.role == "assistant":
@@ -98,7 +98,7 @@ class Renderer:
                     raise TemplateRefuses(place=str(conversation.place), origin=self._template.origin, reason=reason)
                 self.runner.check_end(message, said, "no text follows an answer")
         ignored = ignored_fields(conversation, text, lambda other: self._run(other, len(other.messages))[0])
-        learnt = tuple(span for spans in found.values() for span in spans)
+        learnt = tuple(span for spans in spans_of.values() for span in spans)
         return Rendered(text=text, trained=turns, learnt=learnt, ignored=ignored)
 
     def _marked(self, conversation: Conversation, trained: Sequence[int]) -> tuple[str, dict[int, list[Span]]]:

@@ -58,10 +58,10 @@ def documents(
             document = record.get(text_key)
             if not isinstance(document, str):
                 keys = ", ".join(repr(key) for key in record) or "none"
-                found = (
+                reason = (
                     f"its keys are {keys}" if text_key not in record else f"its value is a {type(document).__name__}"
                 )
-                raise JsonTextMissing(path=str(path), line=line, key=text_key, found=found)
+                raise JsonTextMissing(path=str(path), line=line, key=text_key, found=reason)
             weight = None if weight_key is None else record.get(weight_key)
             weight = 1.0 if weight is None else weight
             if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 <= weight <= LARGEST:

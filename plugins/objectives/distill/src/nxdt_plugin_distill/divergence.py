@@ -69,12 +69,12 @@ class TopTokens:
     def of(cls, logits: torch.Tensor, k: int, measure: Measure) -> TopTokens:
         """Return those of ``logits`` [..., vocab]. Collective where ranks share the vocabulary."""
         local, group = _rows(logits), _group(logits)
-        own = local[:, : measure.columns(logits)]
+        columns = local[:, : measure.columns(logits)]
         dtype = torch.promote_types(local.dtype, torch.float32)
-        values = own.new_full((len(local), k), _nothing(dtype), dtype=dtype)
+        values = columns.new_full((len(local), k), _nothing(dtype), dtype=dtype)
         ids = torch.zeros_like(values, dtype=torch.int64)
-        found = torch.topk(own, min(k, own.shape[1]), dim=1)
-        values[:, : found.values.shape[1]], ids[:, : found.indices.shape[1]] = found.values.to(dtype), found.indices
+        top = torch.topk(columns, min(k, columns.shape[1]), dim=1)
+        values[:, : top.values.shape[1]], ids[:, : top.indices.shape[1]] = top.values.to(dtype), top.indices
         if group is not None:
             values = gather_along(values, 1, group)
             ids = gather_along(ids + group.rank() * local.shape[1], 1, group)
@@ -109,10 +109,10 @@ def divergences(student: torch.Tensor, teacher: Teacher, measure: Measure) -> tu
             width = rows.shape[1]
             teacher = teacher[..., group.rank() * width : (group.rank() + 1) * width]
         parts = [_rows(teacher)]
-    found: tuple[torch.Tensor, torch.Tensor] = _Divergences.apply(  # type: ignore[no-untyped-call]
+    results: tuple[torch.Tensor, torch.Tensor] = _Divergences.apply(  # type: ignore[no-untyped-call]
         rows, measure, columns, group, *parts
     )
-    return found[0].view(student.shape[:-1]), found[1].view(student.shape[:-1])
+    return results[0].view(student.shape[:-1]), results[1].view(student.shape[:-1])
 
 
 def shared_like(teacher: torch.Tensor, rows: int) -> torch.Tensor:
@@ -125,25 +125,26 @@ def shared_like(teacher: torch.Tensor, rows: int) -> torch.Tensor:
         return teacher
     group, local = teacher.device_mesh.get_group(), _rows(teacher)
     rank, width = group.rank(), rows // group.size()
-    theirs, found = local.shape[1], local.new_zeros((len(local), width))
+    theirs, shard = local.shape[1], local.new_zeros((len(local), width))
     here, there = slice(rank * theirs, (rank + 1) * theirs), slice(rank * width, (rank + 1) * width)
-    going = [_common(here, slice(each * width, (each + 1) * width)) for each in range(group.size())]
-    coming = [_common(slice(each * theirs, (each + 1) * theirs), there) for each in range(group.size())]
+    going = [_common(here, slice(other * width, (other + 1) * width)) for other in range(group.size())]
+    coming = [_common(slice(other * theirs, (other + 1) * theirs), there) for other in range(group.size())]
     for part in row_chunks(local, _COPIES):
-        sent = [local[part, each.start - here.start : each.stop - here.start].flatten() for each in going]
+        sent = [local[part, columns.start - here.start : columns.stop - here.start].flatten() for columns in going]
         count = len(local[part])
-        sizes = [count * (each.stop - each.start) for each in coming]
-        arrived = all_to_all(torch.cat(sent), sizes, [len(each) for each in sent], group)
-        for each, values in zip(coming, torch.split(arrived, sizes), strict=True):
-            found[part, each.start - there.start : each.stop - there.start] = values.view(count, each.stop - each.start)
+        sizes = [count * (columns.stop - columns.start) for columns in coming]
+        arrived = all_to_all(torch.cat(sent), sizes, list(map(len, sent)), group)
+        for columns, values in zip(coming, torch.split(arrived, sizes), strict=True):
+            place = slice(columns.start - there.start, columns.stop - there.start)
+            shard[part, place] = values.view(count, columns.stop - columns.start)
     return type(teacher).from_local(
-        found.view(*_local(teacher).shape[:-1], width), teacher.device_mesh, teacher.placements
+        shard.view(*_local(teacher).shape[:-1], width), teacher.device_mesh, teacher.placements
     )
 
 
-def _common(own: slice, other: slice) -> slice:
-    start = max(own.start, other.start)
-    return slice(start, max(start, min(own.stop, other.stop)))
+def _common(one: slice, other: slice) -> slice:
+    start = max(one.start, other.start)
+    return slice(start, max(start, min(one.stop, other.stop)))
 
 
 class _Divergences(torch.autograd.Function):

@@ -77,7 +77,7 @@ class Distill(Objective):
         trained = (batch.labels != IGNORE_INDEX).to(soft)
         weights = trained if batch.loss_weights is None else batch.loss_weights * trained
         losses = {"ce_loss": (cross * weights).sum(), "kd_loss": (soft * weights).sum()}
-        metrics = {name: each.detach() for name, each in losses.items()}
+        metrics = {name: loss.detach() for name, loss in losses.items()}
         return ObjectiveOutput(
             loss_sum=(1 - share) * losses["ce_loss"] + share * losses["kd_loss"],
             weight=self.weight(batch),
@@ -166,23 +166,23 @@ class Distill(Objective):
         Raises:
             TeacherGivesScores, TeacherVocabularyDiffers, TeacherTokenizerDiffers, TopKTooLarge: it cannot teach it.
         """
-        own, name = self._config, self._config.teacher
+        settings, name = self._config, self._config.teacher
         if getattr(run.selected("model").config, "score_head", False):
             raise TeacherGivesScores(teacher=name)
-        data, teacher = known_tokenizer(config), known_tokenizer(run) if own.check_tokenizer else None
-        if own.check_tokenizer and not same_tokens(data, teacher):
+        data, teacher = known_tokenizer(config), known_tokenizer(run) if settings.check_tokenizer else None
+        if settings.check_tokenizer and not same_tokens(data, teacher):
             raise TeacherTokenizerDiffers(teacher=name)
-        (tokens, self._rows), (known, rows) = _vocabulary(config), _vocabulary(run)
-        if tokens != known:
-            sizes = [each.vocab_size for each in (data, teacher) if each is not None]
-            reason = "the tokenizers of both must be known" if own.check_tokenizer and len(sizes) < 2 else None
+        (tokens, self._rows), (theirs, rows) = _vocabulary(config), _vocabulary(run)
+        if tokens != theirs:
+            sizes = [tokenizer.vocab_size for tokenizer in (data, teacher) if tokenizer is not None]
+            reason = "the tokenizers of both must be known" if settings.check_tokenizer and len(sizes) < 2 else None
             if data is not None and data.vocab_size > rows:
                 reason = f"the tokenizer of the data has {data.vocab_size} ids, and the teacher {rows} rows"
             if reason is not None:
-                raise TeacherVocabularyDiffers(teacher=name, theirs=known, own=tokens, reason=reason)
-            tokens = min(tokens, known, *sizes)
-        if own.top_k is not None and own.top_k > tokens:
-            raise TopKTooLarge(top_k=own.top_k, teacher=name, tokens=tokens)
+                raise TeacherVocabularyDiffers(teacher=name, theirs=theirs, own=tokens, reason=reason)
+            tokens = min(tokens, theirs, *sizes)
+        if settings.top_k is not None and settings.top_k > tokens:
+            raise TopKTooLarge(top_k=settings.top_k, teacher=name, tokens=tokens)
         self._measure = replace(self._measure, tokens=tokens)
 
     def take_teacher(self, teacher: ParallelModel, *, pipelined: bool) -> None:
@@ -199,7 +199,7 @@ class Distill(Objective):
     def prepare(self, micro_batches: Sequence[Batch], model: ParallelModel) -> tuple[Objective, Sequence[Batch]]:
         """Return the objective of one pass, which knows what the teacher says of its micro-batches. Collective."""
         del model
-        own, teacher = copy.copy(self), self._model
+        of_pass, teacher = copy.copy(self), self._model
         if teacher is None:
             raise TeacherMissing()
 
@@ -211,8 +211,8 @@ class Distill(Objective):
 
         # A loop over what it says would hold that of one micro-batch while the teacher runs on the next one.
         one_by_one = (asked([batch])[0] for batch in micro_batches)
-        own._coming = iter(asked(micro_batches)) if self._pipelined else one_by_one
-        return own, micro_batches
+        of_pass._coming = iter(asked(micro_batches)) if self._pipelined else one_by_one
+        return of_pass, micro_batches
 
     def _kept(self, logits: torch.Tensor) -> Teacher:
         top_k = self._config.top_k

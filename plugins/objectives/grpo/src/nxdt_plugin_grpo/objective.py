@@ -158,13 +158,13 @@ class Grpo(Objective):
         ratio = torch.exp(log_ratio)
         advantages = batch.values["advantages"]
         if config.loss_type == "cispo":
-            held = ratio.detach().clamp(max=config.epsilon_high)
-            losses = -held * advantages * now
-            figures = {"clip_ratio": ((held < ratio) & (advantages > 0)).float()}
+            bounded = ratio.detach().clamp(max=config.epsilon_high)
+            losses = -bounded * advantages * now
+            figures = {"clip_ratio": ((bounded < ratio) & (advantages > 0)).float()}
         else:
-            free, held = ratio * advantages, ratio.clamp(*self._bounds) * advantages
-            losses = -torch.minimum(free, held)
-            figures = {"clip_ratio": (held < free).float()}
+            free, bounded = ratio * advantages, ratio.clamp(*self._bounds) * advantages
+            losses = -torch.minimum(free, bounded)
+            figures = {"clip_ratio": (bounded < free).float()}
         if "high_entropy" in batch.values:
             losses = losses * batch.values["high_entropy"]
         if config.beta and batch.reference_log_probs is not None:
@@ -184,7 +184,7 @@ class Grpo(Objective):
             weight=self.weight(batch),
             metrics={
                 **{n: placed(batch.values[_OF_ANSWER + n].sum().to(losses), over) for n, over in self._means.items()},
-                **{name: placed((each * weights).sum(), "loss") for name, each in figures.items()},
+                **{name: placed((figure * weights).sum(), "loss") for name, figure in figures.items()},
             },
         )
 
@@ -205,8 +205,8 @@ class Grpo(Objective):
             for reward in self._rewards:
                 if isinstance(reward.function, Model):
                     reward.function.model, reward.function.session = self._reward_model, session
-        held = session.state.data.get("generated", {}) if train and step % steps else {}
-        groups = {int(place): Group(**group) for place, group in held.items()}
+        generated = session.state.data.get("generated", {}) if train and step % steps else {}
+        groups = {int(place): Group(**group) for place, group in generated.items()}
         count, window = config.num_generations, session.config.run.data.seq_length
         samples = session.engine.rank_info.dp_size * sum(batch.samples for batch in micro_batches)
         # The step before may be of a run with other keys.
@@ -247,10 +247,10 @@ class Grpo(Objective):
             stop=config.stop,
             samples=config.num_generations,
         )
-        own, rank_places = dict[int, Group](), places(session, micro_batches)
+        groups, rank_places = dict[int, Group](), places(session, micro_batches)
         asked = dict[int, Prompt]()
-        given = (origin for batch in micro_batches for origin in batch.origins or ())
-        if not session.engine.ranks.any_rank(any(isinstance(each, Prompt) for each in given)):
+        origins = (origin for batch in micro_batches for origin in batch.origins or ())
+        if not session.engine.ranks.any_rank(any(isinstance(origin, Prompt) for origin in origins)):
             raise NoPrompts()  # one rank may have blank samples alone, and answers to them are drawn for nothing
         for batch in micro_batches:
             prompts = [
@@ -268,24 +268,25 @@ class Grpo(Objective):
                 any_left=session.engine.ranks.any_rank if session.engine.rank_info.dp_size > 1 else None,
             )
             for number, (place, prompt) in enumerate(zip(here, prompts, strict=True)):
-                own[place] = Group()
+                groups[place] = Group()
                 if prompt is not _BLANK:
                     answers, ended = zip(*drawn[number * sampling.samples :][: sampling.samples], strict=True)
-                    own[place] = Group(prompt=list(prompt.ids), answers=[*answers], ended=[*ended])
+                    groups[place] = Group(prompt=list(prompt.ids), answers=[*answers], ended=[*ended])
                     asked[place] = prompt
         rewards = [reward for reward in self._rewards or () if asked or isinstance(reward.function, Model)]
         if rewards:
             texts = []
             for place in asked:
-                for ids in own[place].answers:
+                for ids in groups[place].answers:
                     shown = ids[:-1] if ids and ids[-1] in session.stop_ids else ids
-                    text = completion(tokenizer, own[place].prompt, shown, config.stop)
-                    texts.append(Answer.of(text, ids, own[place].prompt))
-            of_answers = [asked[place] for place in asked for _ in own[place].answers]
+                    text = completion(tokenizer, groups[place].prompt, shown, config.stop)
+                    texts.append(Answer.of(text, ids, groups[place].prompt))
+            of_answers = [asked[place] for place in asked for _ in groups[place].answers]
             for name, scores in score(rewards, texts, of_answers).items():
                 for number, place in enumerate(asked):
-                    own[place].rewards[name] = scores[number * sampling.samples :][: sampling.samples]
-        return {place: each for part in session.engine.ranks.all_gather_object(own) for place, each in part.items()}
+                    groups[place].rewards[name] = scores[number * sampling.samples :][: sampling.samples]
+        of_ranks = session.engine.ranks.all_gather_object(groups)
+        return {place: group for part in of_ranks for place, group in part.items()}
 
     def _batches(
         self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group]
@@ -297,8 +298,8 @@ class Grpo(Objective):
         for place, group in groups.items():
             total = torch.full((len(group.answers),), math.nan, device=HOST, dtype=torch.float64)
             for reward in self._rewards or () if group.answers else ():
-                given = [math.nan if score is None else score for score in group.rewards[reward.name]]
-                scores = torch.tensor(given, device=HOST, dtype=total.dtype)
+                numbers = [math.nan if score is None else score for score in group.rewards[reward.name]]
+                scores = torch.tensor(numbers, device=HOST, dtype=total.dtype)
                 total = torch.where(scores.isnan(), total, total.nan_to_num() + reward.weight * scores)
             totals[place] = total
         every = torch.cat([totals[place] for place in sorted(groups)])
@@ -307,13 +308,13 @@ class Grpo(Objective):
         needed = max(len(group.prompt) + len(answer) for group in groups.values() for answer in group.answers)
         length = row_length(session, needed)
         again = any(group.old_log_probs for group in groups.values())
-        own, batches, samples = places(session, micro_batches), [], []
+        rank_places, batches, samples = places(session, micro_batches), [], []
         for batch in micro_batches:
             ids = torch.zeros((batch.samples * size, length), dtype=torch.int64, device=HOST)
             labels, padding = torch.full_like(ids, IGNORE_INDEX), torch.ones_like(ids, dtype=torch.bool)
             names = ("weights", *self.traits.values, *(["old_log_probs"] if again else []))
             values = {name: torch.zeros(ids.shape, device=HOST) for name in names}
-            for number, place in zip(range(batch.samples), own, strict=False):
+            for number, place in zip(range(batch.samples), rank_places, strict=False):
                 group, total = groups[place], totals[place]
                 scored = total[~total.isnan()]
                 alike = bool((scored == scored[:1]).all())  # the mean of equal numbers is rounded, and they differ
@@ -398,17 +399,17 @@ class Grpo(Objective):
         self, session: TrainSession, micro_batches: Sequence[Batch], groups: Mapping[int, Group], batches: list[Batch]
     ) -> None:
         """Give each group the log-probabilities that its answers have before the first step on them. Collective."""
-        own, mine = {}, places(session, micro_batches)
+        log_probs_of, mine = {}, places(session, micro_batches)
         measure = partial(log_probs, temperature=self._config.temperature)
-        for batch, found in zip(batches, session.model.log_probs(batches, measure), strict=True):
+        for batch, measured in zip(batches, session.model.log_probs(batches, measure), strict=True):
             answered = [
                 values[labels != IGNORE_INDEX].tolist()
-                for values, labels in zip(found.float().to(HOST), batch.labels, strict=True)
+                for values, labels in zip(measured.float().to(HOST), batch.labels, strict=True)
             ]
             for number in range(batch.samples):
                 first = number * self._config.num_generations
-                own[next(mine)] = answered[first : first + self._config.num_generations]
-        for part in session.engine.ranks.all_gather_object(own):
+                log_probs_of[next(mine)] = answered[first : first + self._config.num_generations]
+        for part in session.engine.ranks.all_gather_object(log_probs_of):
             for place, values in part.items():
                 groups[place].old_log_probs = values[: len(groups[place].answers)]
 

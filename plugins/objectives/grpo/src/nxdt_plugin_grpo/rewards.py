@@ -257,8 +257,8 @@ class Model(Reward):
             Batch(input_ids=part, labels=torch.full_like(part, IGNORE_INDEX), padding=none)
             for part, none in zip(torch.split(ids, size), torch.split(padding, size), strict=True)
         ]
-        found = self.model.log_probs(batches, lambda scores, labels, step: scores[..., 0].float())
-        scores = torch.cat(found).to(HOST) if found else ids
+        of_batches = self.model.log_probs(batches, lambda scores, labels, step: scores[..., 0].float())
+        scores = torch.cat(of_batches).to(HOST) if of_batches else ids
         return [float(scores[row, len(tokens) - 1]) for row, tokens in enumerate(rows)]
 
 
@@ -280,8 +280,8 @@ class Match(Reward):
         pattern, scores = re.compile(self.config.pattern), []
         for answer, record in zip(answers, records, strict=True):
             match, solution = pattern.search(answer), str(record[self.config.key]).rpartition("####")[2].strip()
-            found = "" if match is None else next((group for group in match.groups() if group is not None), match[0])
-            texts = found.strip(), solution
+            text = "" if match is None else next((group for group in match.groups() if group is not None), match[0])
+            texts = text.strip(), solution
             same = texts[0] == texts[1]
             if not same and all(re.fullmatch(rf"\+?{NUMBER}\.?", text) for text in texts):
                 one, other = (float(re.sub("[$,]", "", text)) for text in texts)

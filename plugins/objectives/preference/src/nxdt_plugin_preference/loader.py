@@ -12,12 +12,13 @@ from typing import Any, ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array, warn_not_kept
+from nxdt_core.data.cache import are_offsets, cached_arrays, digest, is_array
 from nxdt_core.data.chat.rendering import runner_of
 from nxdt_core.data.files.records import (
     BadRecords,
     Place,
     Record,
+    RecordCounts,
     Records,
     UnusedFields,
     count_records,
@@ -37,7 +38,7 @@ from nxdt_plugin_preference.objectives import PAIR, SCORES
 from nxdt_plugin_preference.rendering import Pair, Preference, Renderer, read_preference, read_unpaired
 
 ALIKE = "cut to the sequence length, both answers are the same"
-_REASONS = (ALIKE, "they cannot be used")
+_BAD = "they cannot be used"
 _PADDING = -1
 """Document number of padding."""
 
@@ -54,26 +55,18 @@ class PairArrays:
     """[answers] number of the one whose answer is in the second row; empty of pairs."""
     scores: NDArray[np.float32]
     """[pairs] margins, or [answers] 1 where it is desirable, else −1."""
-    cut: NDArray[np.bool_]
-    """[pairs] whether it was longer."""
-    left_out: NDArray[np.int64]
-    """[reasons] records without a pair."""
-    bad: NDArray[np.str_]
-    """[records] place and reason of the first records that cannot be used."""
-    unused_fields: NDArray[np.str_]
-    """[fields] fields of records that nothing uses."""
-    unused_counts: NDArray[np.int64]
-    """[fields] records that have them."""
+    counts: NDArray[np.str_]
+    """[1] :class:`RecordCounts`."""
     settings: NDArray[np.str_]
     """[1] digest of what decided how the records were rendered."""
 
     def __len__(self) -> int:
-        return len(self.cut)
+        return len(self.scores)
 
     def fits(self, unpaired: bool, vocab_size: int) -> bool:
         """Return whether the arrays agree, as those of answers ``unpaired`` from each other or of pairs, and all tokens
         are of the vocabulary."""
-        pairs, unused = len(self.cut), len(self.unused_fields)
+        pairs = len(self.scores)
         return (
             are_offsets(self.starts, len(self.tokens))
             and is_array(self.starts, "i", (2 if unpaired else 3) * pairs + 1)
@@ -83,11 +76,8 @@ class PairArrays:
             and is_array(self.tokens, "u", len(self.tokens))
             and self.tokens.max(initial=0) < vocab_size
             and is_array(self.scores, "f", pairs)
-            and is_array(self.cut, "b", pairs)
-            and is_array(self.left_out, "i", len(_REASONS))
-            and is_array(self.bad, "U", len(self.bad))
-            and is_array(self.unused_fields, "U", unused)
-            and is_array(self.unused_counts, "i", unused)
+            and is_array(self.counts, "U", 1)
+            and self.report is not None  # counts of another form raise a ValueError
             and is_array(self.settings, "U", 1)
         )
 
@@ -118,15 +108,8 @@ class PairArrays:
         """Return statistics of them; the length of a pair is that of its longer row."""
         prompt, *answers = self._sizes
         lengths = np.stack([prompt + answer for answer in answers])
-        return DataReport(
-            records=len(self),
-            tokens=TokenCount(tokens=int(lengths.sum()), trained=int(np.sum(answers))),
-            lengths=lengths.max(axis=0),
-            truncated=int(self.cut.sum()),
-            left_out={reason: count for reason, count in zip(_REASONS, self.left_out.tolist(), strict=True) if count},
-            bad=self.bad.tolist(),
-            unused=dict(zip(self.unused_fields.tolist(), self.unused_counts.tolist(), strict=True)),
-        )
+        tokens = TokenCount(tokens=int(lengths.sum()), trained=int(np.sum(answers)))
+        return RecordCounts.of(self.counts).report(records=len(self), tokens=tokens, lengths=lengths.max(axis=0))
 
 
 def gather(
@@ -144,34 +127,34 @@ def gather(
     dtype = compact_dtype(vocab_size)
     tokens = bytearray()  # which grows in place, where arrays would be held twice
     lengths: list[int] = []
-    cut: list[bool] = []
     scores: list[float] = []
     of_records: list[range] = []
-    alike = 0
+    alike = truncated = 0
     for pair in pairs:
         if not unpaired and pair.answers[0] == pair.answers[1]:
             alike += 1
             continue
         entries = [(pair.prompt, answer) for answer in pair.answers] if unpaired else [(pair.prompt, *pair.answers)]
-        of_records.append(range(len(cut), len(cut) + len(entries)))
+        of_records.append(range(len(scores), len(scores) + len(entries)))
         for part in (part for entry in entries for part in entry):
             tokens += np.array(part, dtype).tobytes()
             lengths.append(len(part))
-        cut += [pair.cut] * len(entries)
+        truncated += pair.cut * len(entries)
         scores += pair.scores or [0.0]
     # Rotated by a record, so that the answers of the second rows are those of the first (TRL's estimate of the KL).
     around = zip(of_records, [*of_records[-1:], *of_records], strict=False) if unpaired else ()
-    others = [before[place % len(before)] for own, before in around for place in range(len(own))]
+    others = [before[place % len(before)] for record, before in around for place in range(len(record))]
     return PairArrays(
         tokens=np.frombuffer(tokens, dtype),
         starts=np.cumsum([0, *lengths]),
         others=np.array(others, np.int64),
         scores=np.array(scores, np.float32),
-        cut=np.array(cut, np.bool_),
-        left_out=np.array([alike, bad.count]),
-        bad=np.array(bad.reasons, np.str_),
-        unused_fields=np.array(list(unused.counts), np.str_),
-        unused_counts=np.array(list(unused.counts.values()), np.int64),
+        counts=RecordCounts(
+            truncated=truncated,
+            left_out={reason: count for reason, count in ((ALIKE, alike), (_BAD, bad.count)) if count},
+            bad=bad.reasons,
+            unused=unused.counts,
+        ).array(),
         settings=np.array([settings()]),
     )
 
@@ -324,19 +307,14 @@ class PreferenceData(DatasetSplits):
         """Return the pairs of a split; None where no files and no share are named for it.
 
         Raises:
-            NxdtError: of the files, as of :func:`~nxdt_core.data.files.records.read_records`.
-            NotAChatTokenizer, TemplateMissing, TemplateUnknown, TemplateNeedsToken, TemplateUnreadable: of messages.
-            AnswerMissing, AnswerEmpty, AnswersEqual, AnswerOfOthers, PromptMissing, PromptDiffers, BadPreference,
-            BadMessage, UnknownRole, RolesOutOfOrder, EmptyTurn, TemplateRefuses, AnswersInseparable,
-            SpecialTokenInText, PairTooLong: of a record; each names the file and the line.
+            NxdtError: of the files and the chat template, or of a record, with its file and line.
             EmptySplit, PairsCutAlike: no pair is left.
-            FieldsUnused: a record has fields that nothing uses, and the configuration refuses them.
         """
         chosen = self._records.of(name)
         if chosen is None:
             return None
         records, source = chosen
-        found, records = len(records), records[: self._context.first_records]
+        total, records = len(records), records[: self._context.first_records]
         pairs = self._pairs(records, source)
         seq_length, report = self._fitting.seq_length, pairs.report
         for reason in report.bad:
@@ -347,7 +325,7 @@ class PreferenceData(DatasetSplits):
             _log.warning("%s data: left out %s: %s", name, count_records(left_out), ALIKE)
         if report.truncated:
             _log.warning("data.%s_files: %d of %d pairs do not fit and were cut", name, report.truncated, len(pairs))
-        if self._unpaired and name == "train" and len(records) == found and len(set(pairs.scores.tolist())) == 1:
+        if self._unpaired and name == "train" and len(records) == total and len(set(pairs.scores.tolist())) == 1:
             raise LabelsAlike(split=name, records=len(pairs), label="true" if pairs.scores[0] > 0 else "false")
         if report.unused:
             _log.warning("%s data: unused: %s", name, describe_unused(report.unused))
@@ -359,7 +337,7 @@ class PreferenceData(DatasetSplits):
             seq_length=seq_length,
             pad_id=padding_id(self._tokenizer),
             source=digest(*self._what, source, str(pairs.settings[0]), self._fitting, len(pairs)),
-            of_records=found if len(records) < found else None,
+            of_records=total if len(records) < total else None,
         )
 
     def _pairs(self, records: Records, source: str) -> PairArrays:
@@ -391,9 +369,7 @@ class PreferenceData(DatasetSplits):
         policy = (config.bad_records, config.max_bad_share, config.turn_order, runner and runner.settings)
         name = digest(source, self._tokenizer.fingerprint(), decided, policy, self._fitting, *self._what)
         fits = partial(PairArrays.fits, unpaired=self._unpaired, vocab_size=self._tokenizer.vocab_size)
-        return cached_arrays(
-            directory, f"pairs-{name}", PairArrays, pairs, warn_not_kept, fits, most_bytes=config.cache_bytes
-        )
+        return cached_arrays(directory, f"pairs-{name}", PairArrays, pairs, None, fits, most_bytes=config.cache_bytes)
 
     @property
     def _what(self) -> tuple[str, ...]:

@@ -60,11 +60,11 @@ class Pairs:
 
     def metrics(self, kind: str, shards: SequenceShards, *, margins: bool = False) -> Mapping[str, torch.Tensor]:
         """Return the sums over pairs, on ranks that share sequences this rank's share of them."""
-        found = {f"{kind}/chosen": self.chosen, f"{kind}/rejected": self.rejected}
+        figures = {f"{kind}/chosen": self.chosen, f"{kind}/rejected": self.rejected}
         if margins:
-            found[f"{kind}/accuracies"] = (self.chosen > self.rejected).to(self.chosen.dtype)
-            found[f"{kind}/margins"] = self.chosen - self.rejected
-        return {name: (values.detach() * self.real).sum() * shards.share for name, values in found.items()}
+            figures[f"{kind}/accuracies"] = (self.chosen > self.rejected).to(self.chosen.dtype)
+            figures[f"{kind}/margins"] = self.chosen - self.rejected
+        return {name: (values.detach() * self.real).sum() * shards.share for name, values in figures.items()}
 
 
 def pair_losses(loss_type: str, margins: torch.Tensor, smoothing: float) -> torch.Tensor:
@@ -376,9 +376,9 @@ class Kto(Objective):
         """
         if any(batch.rows_per_sample != PAIR for batch in micro_batches):
             raise LabelsNotRead()
-        own = [replace(batch.map(lambda rows: rows[::PAIR]), rows_per_sample=1) for batch in micro_batches]
-        others = [replace(batch.map(lambda rows: rows[1::PAIR]), rows_per_sample=1) for batch in micro_batches]
-        return Kto(self._config, model.run_eval(others, _MeanLogRatio()).loss.clamp(min=0)), own
+        first_rows = [replace(batch.map(lambda rows: rows[::PAIR]), rows_per_sample=1) for batch in micro_batches]
+        second_rows = [replace(batch.map(lambda rows: rows[1::PAIR]), rows_per_sample=1) for batch in micro_batches]
+        return Kto(self._config, model.run_eval(second_rows, _MeanLogRatio()).loss.clamp(min=0)), first_rows
 
     def weight(self, batch: Batch) -> torch.Tensor:
         """Return the numbers of answers, of desirable and of undesirable ones: [3].

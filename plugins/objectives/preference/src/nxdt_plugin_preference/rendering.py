@@ -86,12 +86,12 @@ def read_unpaired(record: Mapping[str, Any], place: Place, *, merge: bool = Fals
     """
     if record.get("completion") is None and record.get("chosen") is not None:
         return replace(read_preference(record, place, merge=merge), scores=(1.0, -1.0))
-    found = _read(record, place, _ONE, ("label",), merge=merge)
+    preference = _read(record, place, _ONE, ("label",), merge=merge)
     label = record.get("label")
     score = _LABELS.get(str(label).strip().lower())
     if score is None:
         raise LabelMissing(place=str(place), found="is missing" if label is None else f"is {label!r}")
-    return replace(found, scores=(score,))
+    return replace(preference, scores=(score,))
 
 
 def read_preference(
@@ -296,12 +296,12 @@ class Renderer:
             answers = [answer for answer in pair.answers.values() if isinstance(answer, str)]  # all of them
             end = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
             texts = [pair.prompt, *(pair.prompt + answer for answer in answers)]
-            found = _parted([with_leading(ids, self._leading) for ids in tokenizer.encode_batch(texts)], end)
+            tokens = _parted([with_leading(ids, self._leading) for ids in tokenizer.encode_batch(texts)], end)
         else:
-            found = self._rendered(pair, pair.prompt)
-        if len(found.answers) > 1 and found.answers[0] == found.answers[1]:
+            tokens = self._rendered(pair, pair.prompt)
+        if len(tokens.answers) > 1 and tokens.answers[0] == tokens.answers[1]:
             raise AnswersEqual(place=str(pair.place), where=" in tokens")
-        return replace(found, scores=pair.scores, unused=(*pair.unused, *found.unused))
+        return replace(tokens, scores=pair.scores, unused=(*pair.unused, *tokens.unused))
 
     def _rendered(self, pair: Preference, prompt: Turns) -> Pair:
         """Return the tokens of a record of messages."""
@@ -330,9 +330,9 @@ class Renderer:
             except TemplateRefuses:
                 raise refusal from None
         located = tokenizer.locate(texts)
-        found = _parted([each.ids.tolist() for each in located])
-        begins = located[0].starts[: len(found.prompt)]
-        return replace(found, header=int((begins >= len(texts[0]) - header).sum()), unused=ignored)
+        tokens = _parted([text.ids.tolist() for text in located])
+        begins = located[0].starts[: len(tokens.prompt)]
+        return replace(tokens, header=int((begins >= len(texts[0]) - header).sum()), unused=ignored)
 
     def _texts(
         self,
