@@ -42,7 +42,7 @@ def storable_shard(name: str, tensor: torch.Tensor | LocalShard) -> LocalShard:
 def list_shards(
     section: str, tensors: Mapping[str, torch.Tensor | LocalShard], ties: Mapping[str, str] | None = None
 ) -> tuple[dict[str, LocalShard], dict[str, ShardInfo]]:
-    """Return the pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner.
+    """Return the shards of ``tensors`` by name, and their listing, in which tied tensors name their owner.
 
     Args:
         section: of the checkpoint.

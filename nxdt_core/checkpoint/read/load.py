@@ -61,12 +61,12 @@ class _Read:
 def fill(
     storage: CheckpointStore, manifest: Manifest, wanted: Mapping[str, LocalShard], entries: Mapping[str, TensorEntry]
 ) -> None:
-    """Fill the pieces ``wanted`` in place; only blocks that hold elements of them are read.
+    """Fill the shards ``wanted`` in place; only blocks that hold elements of them are read.
 
     Args:
         storage: the store that holds the checkpoint.
         manifest: the manifest of the checkpoint.
-        wanted: pieces by name; their dtype and device may differ from the checkpoint's, their whole shape may not.
+        wanted: shards by name; their dtype and device may differ from the checkpoint's, their whole shape may not.
         entries: the location of each tensor by name; no two tensors share bytes.
 
     Raises:
@@ -186,7 +186,7 @@ def load_model_into(
     Args:
         storage: the store that holds the checkpoint.
         manifest: the manifest of the checkpoint.
-        tensors: tensors of this rank by global name; DTensors or pieces where they are sharded.
+        tensors: tensors of this rank by global name; DTensors or shards where they are sharded.
         ranks: the ranks of the run; None for a single process.
         replicas: ranks that read the data once for all of them; None where each reads what it holds.
         strict: refuse where names differ; otherwise tensors that the checkpoint lacks stay unchanged.
@@ -241,7 +241,7 @@ def load_optimizer_like(
     Args:
         storage: the store that holds the checkpoint.
         manifest: the manifest of the checkpoint.
-        parameters: parameters of this rank by global name; DTensors or pieces where they are sharded.
+        parameters: parameters of this rank by global name; DTensors or shards where they are sharded.
         ranks: the ranks of the run; None for a single process.
         replicas: ranks that read the data once for all of them; None where each reads what it holds.
         strict: refuse state of parameters that no rank has; otherwise it is left out.

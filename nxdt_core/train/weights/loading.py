@@ -95,7 +95,7 @@ def digest_of(samples: Iterable[Sample]) -> str:
 
 
 def samples_of(weights: Iterable[tuple[str, torch.Tensor | LocalShard]]) -> Iterable[Sample]:
-    """Return the samples in this rank's pieces; the host waits for the device once."""
+    """Return the samples in this rank's shards; the host waits for the device once."""
     places: list[tuple[str, int]] = []
     values: list[torch.Tensor] = []
     for name, weight in weights:
