@@ -80,16 +80,12 @@ def open_checkpoint(
     """
     if not path.exists():
         raise _unknown(path, kernel, "it does not exist")
-    if format is None:
-        component = recognise(path, kernel)
-        if component is None:
-            raise _unknown(path, kernel, "no installed format recognises its files")
-        chosen = component.load_class(CheckpointFormat)()
-    else:
-        component = kernel.registry.get(_KIND, format)
-        chosen = component.load_class(CheckpointFormat)()
-        if not chosen.recognises(path):
-            raise _unknown(path, kernel, f"it is not of the format {format!r}")
+    component = recognise(path, kernel) if format is None else kernel.registry.get(_KIND, format)
+    if component is None:
+        raise _unknown(path, kernel, "no installed format recognises its files")
+    chosen = component.load_class(CheckpointFormat)()
+    if format is not None and not chosen.recognises(path):
+        raise _unknown(path, kernel, f"it is not of the format {format!r}")
     reader = chosen.open(path)
     reader.fill_rows = fill_rows
     return component.record.name, reader
