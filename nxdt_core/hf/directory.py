@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank
+from nxdt_core.checkpoint.collective import in_threads, on_all_ranks, on_first_rank
 from nxdt_core.checkpoint.commit import read_object
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, SPECIAL, HFSource, json_bytes, read_json
 from nxdt_core.checkpoint.format.manifest import Manifest
@@ -308,12 +307,7 @@ def write_shards(
         with open_file(shard.file) as stream:
             layout.write(stream, (tensors.pop(name) for name in layout.names))
 
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            list(pool.map(write, shards))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    in_threads(write, shards, threads=workers)
 
 
 def read_from(

@@ -305,9 +305,8 @@ def save(
     replaces: list[bytes | None] = []
 
     def begin() -> tuple[str, str]:
-        if rank == 0:
-            with explained_os_errors(where):
-                replaces.append(prepare_step(storage, step))
+        with explained_os_errors(where):
+            replaces.append(prepare_step(storage, step))
         return new_attempt(), datetime.now(UTC).isoformat(timespec="seconds")
 
     def write() -> tuple[Mapping[TensorKey, TensorPart], Mapping[str, FileEntry]]:
@@ -337,7 +336,7 @@ def save(
         with explained_os_errors(where):
             storage.after_commit(step_prefix(step))
 
-    attempt, created = on_all_ranks(ranks, begin, where=where)[0]
+    attempt, created = on_first_rank(ranks, begin, where=where)
     try:
         written = on_all_ranks(ranks, write, where=where)
         manifest = Manifest(

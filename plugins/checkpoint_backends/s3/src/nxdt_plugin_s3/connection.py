@@ -24,7 +24,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from importlib import import_module
-from itertools import count
 from typing import Any, Self, TypeVar, final
 
 import botocore.session
@@ -331,8 +330,10 @@ class Retrier:
             Exception: what the last attempt raised, one of :data:`nxdt_plugin_s3.connection.FAILURES`.
         """
         attempts, stop, failing = max_attempts or self._max_attempts, stop or threading.Event(), False
+        attempt = 0
         try:
-            for attempt in count(1):
+            while True:
+                attempt += 1
                 began = time.monotonic()
                 try:
                     result = request()
@@ -356,7 +357,6 @@ class Retrier:
         finally:
             if failing:
                 self._budget.end(group)
-        raise AssertionError("unreachable: counting has no end")
 
 
 _CALLERS = 32
