@@ -23,7 +23,7 @@ from nxdt_core.checkpoint.format.digested_files import (
     read_whole,
     tensors_by_file,
 )
-from nxdt_core.checkpoint.format.file_names import state_name
+from nxdt_core.checkpoint.format.file_names import is_state_name, state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shards import TensorSpec, bytes_of, empty_like, filled_up, grouped, storable_shard
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
@@ -297,10 +297,7 @@ def load_state(
 
 def saved_ranks(manifest: Manifest) -> int:
     """Return the number of ranks that saved the checkpoint."""
-    count = 0
-    while state_name(count) in manifest.files:
-        count += 1
-    return count
+    return sum(map(is_state_name, manifest.files))
 
 
 def read_tensors(

@@ -401,32 +401,27 @@ class Connection:
 
     @contextmanager
     def explained(self, where: str, action: str) -> Iterator[None]:
-        """Turn what the SDK raises into errors for a user."""
-        try:
-            yield
-        except FAILURES as error:
-            raise self._explain(error, where, action) from error
-
-    def _explain(self, error: Exception, where: str, action: str) -> Exception:
-        """Return the error that the user sees for ``error``.
+        """Turn what the SDK raises into errors for a user.
 
         Args:
-            error: one of :data:`FAILURES`.
             where: address of the object, or of the store.
             action: the attempted action, such as ``Writing``.
         """
-        if isinstance(error, sdk.ClientError):
-            return self._answer(error, where, action)
-        if isinstance(error, _NO_CREDENTIALS):
+        try:
+            yield
+        except sdk.ClientError as error:
+            raise self._answer(error, where, action) from error
+        except _NO_CREDENTIALS as error:
             reason = _reason(error)
             if isinstance(error, sdk.NoCredentialsError):
                 reason = "the SDK's chain (environment, shared files, role of this machine) has none"
             elif isinstance(error, sdk.CredentialRetrievalError):  # its text may hold the output of a program
                 reason = f"retrieving them from {error.kwargs.get('provider', 'their provider')} failed"
-            return S3CredentialsMissing(where=self._address.uri, reason=reason)
-        if isinstance(error, _BROKEN):
-            return S3Unreachable(where=where, endpoint=redacted(self._endpoint), reason=_reason(error))
-        return S3Failed(where=where, reason=_reason(error))
+            raise S3CredentialsMissing(where=self._address.uri, reason=reason) from error
+        except _BROKEN as error:
+            raise S3Unreachable(where=where, endpoint=redacted(self._endpoint), reason=_reason(error)) from error
+        except FAILURES as error:
+            raise S3Failed(where=where, reason=_reason(error)) from error
 
     def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
         """Return the exception that an error response of the server means."""
