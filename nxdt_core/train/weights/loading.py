@@ -298,7 +298,8 @@ def load_foreign(
     def look() -> tuple[CheckpointReader, Mapping[str, TensorEntry]]:
         _, reader = open_checkpoint(path, config.kernel, fill_rows=fill_rows)
         listed = reader.listing(builder, weights_only=True).items()
-        return reader, {name: TensorEntry(dtype=i.dtype, shape=i.shape) for (of, name), i in listed if of == "model"}
+        model_tensors = {name: info for (section, name), info in listed if section == "model"}
+        return reader, {name: TensorEntry(dtype=i.dtype, shape=i.shape) for name, i in model_tensors.items()}
 
     reader, index = on_this_rank(ranks, look, where=str(path))
     missing, extra = check_model(index, weights, ranks, strict=False)
