@@ -168,7 +168,7 @@ class HFPlan:
 
 def plan_hf(
     builder: ModelBuilder,
-    held: Mapping[str, TensorSpec],
+    parameters: Mapping[str, TensorSpec],
     tokenizer: Tokenizer | None = None,
     *,
     dtype: str | None = None,
@@ -181,7 +181,7 @@ def plan_hf(
 
     Args:
         builder: provides the configuration and the names.
-        held: dtype and whole shape of each existing tensor, by global name; copies of tied ones are left out.
+        parameters: dtype and whole shape of each existing tensor, by global name; copies of tied ones are left out.
         tokenizer: its special ids go into the configuration; without one they are those of ``source``, or null.
         dtype: dtype of floating-point tensors in the directory; None keeps their dtypes.
         max_shard_bytes: limit of one weights file; a larger tensor gets a separate file.
@@ -192,13 +192,13 @@ def plan_hf(
     Raises:
         HFExchangeUnsupported: the builder has no key map.
         KeyMapIncomplete: its key map does not fit its model.
-        WeightsDoNotFit: ``held`` does not match the builder's model.
+        WeightsDoNotFit: ``parameters`` does not match the builder's model.
     """
     parameter_sources = sources(builder)
     shapes, users = {source.name: source.shape for source in parameter_sources}, {u for _, u in builder.plan().tied}
-    missing = [name for name in shapes if name not in held]
-    extra = [name for name in held if name not in shapes and name not in users]
-    stored = {name: held[name].shape for name in shapes if name in held}
+    missing = [name for name in shapes if name not in parameters]
+    extra = [name for name in parameters if name not in shapes and name not in users]
+    stored = {name: parameters[name].shape for name in shapes if name in parameters}
     wrong = [f"{name}: {shape} instead of {shapes[name]}" for name, shape in stored.items() if shape != shapes[name]]
     if missing or extra or wrong:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
@@ -207,9 +207,9 @@ def plan_hf(
         tensors[tensor.name] = (*tensors.get(tensor.name, ()), tensor)
     specs: dict[str, TensorSpec] = {}
     for name, parts in tensors.items():
-        kept = held[parts[0].parameter].dtype
-        changes = dtype is not None and kept.startswith(("float", "bfloat"))
-        specs[name] = TensorSpec(dtype if dtype is not None and changes else kept, parts[0].shape)
+        stored_dtype = parameters[parts[0].parameter].dtype
+        changes = dtype is not None and stored_dtype.startswith(("float", "bfloat"))
+        specs[name] = TensorSpec(dtype if dtype is not None and changes else stored_dtype, parts[0].shape)
     groups = list(grouped(specs, max_shard_bytes))
     shards = tuple(
         HFShard(

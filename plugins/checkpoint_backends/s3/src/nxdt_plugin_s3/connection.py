@@ -464,12 +464,12 @@ class Connection:
 
     def object_arguments(self) -> dict[str, str]:
         """Return what each new object is given: encryption and storage class."""
-        given = {
+        arguments = {
             "ServerSideEncryption": self.config.server_side_encryption,
             "SSEKMSKeyId": self.config.kms_key_id,
             "StorageClass": self.config.storage_class,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def take_buffer(self) -> bytearray:
         """Return one of ``part_bytes``, with anything in it."""
