@@ -21,22 +21,18 @@ if TYPE_CHECKING:
         load_state,
         saved_ranks,
     )
-    from nxdt_core.checkpoint.read.status import CheckpointStatus, find_checkpoint, latest, list_checkpoints, verify
+    from nxdt_core.checkpoint.read.status import find_checkpoint, latest, list_checkpoints, verify
     from nxdt_core.checkpoint.signing import Signer, TrustedKeys
     from nxdt_core.checkpoint.storage import check_writable, locate, open_storage
-    from nxdt_core.checkpoint.write.manager import CheckpointManager, SaveReport
-    from nxdt_core.checkpoint.write.retention import Retention, delete_step, prune
-    from nxdt_core.checkpoint.write.save import SavePlan, plan_save, save
+    from nxdt_core.checkpoint.write.manager import CheckpointManager
+    from nxdt_core.checkpoint.write.retention import delete_step, prune
+    from nxdt_core.checkpoint.write.save import plan_save, save
 
 __all__ = [
     "CheckpointFacts",
     "CheckpointManager",
-    "CheckpointStatus",
     "Manifest",
     "Ownership",
-    "Retention",
-    "SavePlan",
-    "SaveReport",
     "Signer",
     "TrustedKeys",
     "check_writable",
@@ -75,12 +71,12 @@ _MODULES = {
         "load_state",
         "saved_ranks",
     ),
-    "read.status": ("CheckpointStatus", "find_checkpoint", "latest", "list_checkpoints", "verify"),
+    "read.status": ("find_checkpoint", "latest", "list_checkpoints", "verify"),
     "signing": ("Signer", "TrustedKeys"),
     "storage": ("check_writable", "locate", "open_storage"),
-    "write.manager": ("CheckpointManager", "SaveReport"),
-    "write.retention": ("Retention", "delete_step", "prune"),
-    "write.save": ("SavePlan", "plan_save", "save"),
+    "write.manager": ("CheckpointManager",),
+    "write.retention": ("delete_step", "prune"),
+    "write.save": ("plan_save", "save"),
 }
 
 

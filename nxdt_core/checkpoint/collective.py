@@ -46,9 +46,9 @@ def on_all_ranks(ranks: RankAgreement | None, work: Callable[[], T], *, where: s
         failure, reason = error, f"{type(error).__name__}: {error}"
         shared = CheckpointRankFailed(where=where, reason=reason, rank=ranks.rank)
     outcomes: list[tuple[T | None, NxdtError | None]] = ranks.all_gather_object((value, shared))
-    for met in (failure, *(error for _, error in outcomes)):
-        if met is not None:
-            raise met
+    for problem in (failure, *(error for _, error in outcomes)):
+        if problem is not None:
+            raise problem
     return [cast(T, value) for value, _ in outcomes]
 
 
@@ -89,11 +89,8 @@ def in_threads(
         calls = [pool.submit(work, item) for item in items]
         try:
             done, _ = wait(calls, return_when=FIRST_EXCEPTION)
-            failed = [call for call in calls if call in done and call.exception() is not None]
-            for call in failed:
-                call.result()
+            return [call.result() for call in calls if call in done]  # of all calls, or one of them raises
         except BaseException:
             stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return [call.result() for call in calls]

@@ -30,7 +30,6 @@ from nxdt_core.errors.checkpoints import (
     SigningKeyNotTrusted,
     SigningKeyUnusable,
     SigningLibraryMissing,
-    StorageError,
 )
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.system.paths import expand_home
@@ -253,24 +252,21 @@ def _read_key(path: Path, kind: Literal["private", "public"]) -> Any:
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
         from cryptography.hazmat.primitives.serialization import load_pem_private_key, load_pem_public_key
 
+    cause: Exception | None = None
     try:
         with path.open("rb") as file:
             data = file.read(_MOST_KEY_BYTES)
-    except OSError as error:
-        raise _unusable(path, kind, error.strerror or str(error)) from error
-    try:
         key = load_pem_public_key(data) if kind == "public" else load_pem_private_key(data, password=None)
+        if isinstance(key, Ed25519PublicKey if kind == "public" else Ed25519PrivateKey):
+            return key
+        reason = f"it is a {type(key).__name__}, not an Ed25519 key"
+    except OSError as error:
+        reason, cause = error.strerror or str(error), error
     except TypeError as error:
-        raise _unusable(path, kind, "it is encrypted with a passphrase") from error
+        reason, cause = "it is encrypted with a passphrase", error
     except Exception as error:  # the library raises ValueError and its own errors
-        raise _unusable(path, kind, f"it does not hold a {kind} key in PEM") from error
-    if not isinstance(key, Ed25519PublicKey if kind == "public" else Ed25519PrivateKey):
-        raise _unusable(path, kind, f"it is a {type(key).__name__}, not an Ed25519 key")
-    return key
-
-
-def _unusable(path: Path, kind: str, reason: str) -> StorageError:
-    return SigningKeyUnusable(where=str(path), kind=kind, reason=reason)
+        reason, cause = f"it does not hold a {kind} key in PEM", error
+    raise SigningKeyUnusable(where=str(path), kind=kind, reason=reason) from cause
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -20,7 +19,7 @@ from typing import Any
 
 import torch
 
-from nxdt_core.checkpoint.collective import on_all_ranks, on_first_rank
+from nxdt_core.checkpoint.collective import in_threads, on_all_ranks, on_first_rank
 from nxdt_core.checkpoint.commit import read_object
 from nxdt_core.checkpoint.format.hf_source import CONFIG, GENERATION_CONFIG, SPECIAL, HFSource, json_bytes, read_json
 from nxdt_core.checkpoint.format.manifest import Manifest
@@ -169,7 +168,7 @@ class HFPlan:
 
 def plan_hf(
     builder: ModelBuilder,
-    held: Mapping[str, TensorSpec],
+    parameters: Mapping[str, TensorSpec],
     tokenizer: Tokenizer | None = None,
     *,
     dtype: str | None = None,
@@ -182,7 +181,7 @@ def plan_hf(
 
     Args:
         builder: provides the configuration and the names.
-        held: dtype and whole shape of each existing tensor, by global name; copies of tied ones are left out.
+        parameters: dtype and whole shape of each existing tensor, by global name; copies of tied ones are left out.
         tokenizer: its special ids go into the configuration; without one they are those of ``source``, or null.
         dtype: dtype of floating-point tensors in the directory; None keeps their dtypes.
         max_shard_bytes: limit of one weights file; a larger tensor gets a separate file.
@@ -193,13 +192,13 @@ def plan_hf(
     Raises:
         HFExchangeUnsupported: the builder has no key map.
         KeyMapIncomplete: its key map does not fit its model.
-        WeightsDoNotFit: ``held`` does not match the builder's model.
+        WeightsDoNotFit: ``parameters`` does not match the builder's model.
     """
     parameter_sources = sources(builder)
     shapes, users = {source.name: source.shape for source in parameter_sources}, {u for _, u in builder.plan().tied}
-    missing = [name for name in shapes if name not in held]
-    extra = [name for name in held if name not in shapes and name not in users]
-    stored = {name: held[name].shape for name in shapes if name in held}
+    missing = [name for name in shapes if name not in parameters]
+    extra = [name for name in parameters if name not in shapes and name not in users]
+    stored = {name: parameters[name].shape for name in shapes if name in parameters}
     wrong = [f"{name}: {shape} instead of {shapes[name]}" for name, shape in stored.items() if shape != shapes[name]]
     if missing or extra or wrong:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=wrong)
@@ -208,9 +207,9 @@ def plan_hf(
         tensors[tensor.name] = (*tensors.get(tensor.name, ()), tensor)
     specs: dict[str, TensorSpec] = {}
     for name, parts in tensors.items():
-        kept = held[parts[0].parameter].dtype
-        changes = dtype is not None and kept.startswith(("float", "bfloat"))
-        specs[name] = TensorSpec(dtype if dtype is not None and changes else kept, parts[0].shape)
+        stored_dtype = parameters[parts[0].parameter].dtype
+        changes = dtype is not None and stored_dtype.startswith(("float", "bfloat"))
+        specs[name] = TensorSpec(dtype if dtype is not None and changes else stored_dtype, parts[0].shape)
     groups = list(grouped(specs, max_shard_bytes))
     shards = tuple(
         HFShard(
@@ -308,12 +307,7 @@ def write_shards(
         with open_file(shard.file) as stream:
             layout.write(stream, (tensors.pop(name) for name in layout.names))
 
-    with ThreadPoolExecutor(workers) as pool:
-        try:
-            list(pool.map(write, shards))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
+    in_threads(write, shards, threads=workers)
 
 
 def read_from(

@@ -95,7 +95,7 @@ class _Concat(_Copy):
         return torch.cat([*tensors])
 
 
-class _Pad(_Copy):
+class _Pad(_Concat):
     """Rows beyond those of the directory: the mean of the others where they are read, and not written.
 
     Exponentials of the mean are at most the others' mean (Jensen), so that ``n`` rows of a vocabulary raise a loss by
@@ -106,9 +106,6 @@ class _Pad(_Copy):
         if len(self.sections) != 1 or not 0 < self.sections[0] <= self.shape[0]:
             return f"its {self.shape[0]} rows are not {self.sections} and padding"
         return None
-
-    def regions(self) -> list[TensorSlice]:
-        return self._rows(self.sections)
 
     def read(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         return filled_up(tensors[0], self.shape[0])

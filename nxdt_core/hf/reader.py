@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Any, Self
@@ -39,17 +39,15 @@ _BIAS = 127
 """Bias of the exponents."""
 
 
+@dataclass(frozen=True, slots=True)
 class PackedMatrices:
     """One tensor of an open file of safetensors, made of two: has the methods of a file and of a slice of it."""
 
-    def __init__(self, blocks: Any, scales: Any, name: str) -> None:
-        """
-        Args:
-            blocks: open file that has the tensor ``name`` + ``_blocks``.
-            scales: open file that has ``name`` + ``_scales``.
-            name: of the matrices.
-        """
-        self._blocks, self._scales, self._name = blocks, scales, name
+    blocks: Any
+    """Open file that has the tensor ``name`` + ``_blocks``."""
+    scales: Any
+    """Open file that has ``name`` + ``_scales``."""
+    name: str
 
     def get_slice(self, name: str) -> PackedMatrices:
         """Return what has shape and dtype."""
@@ -61,13 +59,13 @@ class PackedMatrices:
 
     def get_shape(self) -> list[int]:
         """Return [experts, in, out]."""
-        *outer, rows, groups, half = self._blocks.get_slice(f"{self._name}{BLOCKS}").get_shape()
+        *outer, rows, groups, half = self.blocks.get_slice(f"{self.name}{BLOCKS}").get_shape()
         return [*outer, groups * half * 2, rows]
 
     def get_tensor(self, name: str) -> torch.Tensor:
         """Return the matrices in bfloat16, a transposed view."""
-        blocks = self._blocks.get_tensor(f"{self._name}{BLOCKS}")
-        scales = self._scales.get_tensor(f"{self._name}{SCALES}")
+        blocks = self.blocks.get_tensor(f"{self.name}{BLOCKS}")
+        scales = self.scales.get_tensor(f"{self.name}{SCALES}")
         signed = torch.tensor((*_POSITIVE, *(-number for number in _POSITIVE)), dtype=torch.bfloat16, device=HOST)
         byte = torch.arange(256, device=HOST)
         pairs = torch.stack((signed[byte % 16], signed[byte // 16]), -1)

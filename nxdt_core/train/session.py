@@ -67,7 +67,14 @@ from nxdt_core.train.step import (
     train_step,
 )
 from nxdt_core.train.weights.average import WeightAverage, pop_average
-from nxdt_core.train.weights.loading import base_digest, load_weights, teacher_of, trained_parameters, without_base
+from nxdt_core.train.weights.loading import (
+    base_digest,
+    load_foreign,
+    load_weights,
+    teacher_of,
+    trained_parameters,
+    without_base,
+)
 from nxdt_core.train.weights.reference import check_base_frozen, first_weights_digest, with_base, with_reference
 from nxdt_core.train.weights.saved_config import check_shared_state, config_to_save, continues_optimizer
 
@@ -263,17 +270,11 @@ class TrainSession:
         Raises:
             CheckpointNotSigned: ``checkpoint.sign.trusted`` requires a signature.
         """
-        from nxdt_core.checkpoint.foreign import load_format_into
         from nxdt_core.checkpoint.signing import refuse_foreign
 
         refuse_foreign(build.trusted_keys(self.config), path)
-        weights = {name: weight for name, weight in self.model.state_dict().items() if name not in self.model.added}
-        builder = build.model_builder(self.config)
-        strict, fill_rows = self.config.run.checkpoint.strict, bool(build.added_tokens(self.config))
-        load_format_into(
-            path, builder, self.config.kernel, weights, ranks=self.engine.ranks, fill_rows=fill_rows, strict=strict
-        )
-        self.model.load_state_dict(weights, strict=False)
+        strict = self.config.run.checkpoint.strict
+        load_foreign(path, config=self.config, engine=self.engine, model=self.model, strict=strict)
 
     # Data.
 

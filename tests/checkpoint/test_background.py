@@ -14,7 +14,6 @@ from nxdt_testing.ranks import RankPool
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     CheckpointManager,
-    SaveReport,
     list_checkpoints,
     load_model,
     load_optimizer,
@@ -24,7 +23,7 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.checkpoint.format.shards import storable_shard
 from nxdt_core.checkpoint.stores.local import LocalStorage
-from nxdt_core.checkpoint.write.manager import StagingBuffers
+from nxdt_core.checkpoint.write.manager import SaveReport, StagingBuffers
 from nxdt_core.errors.checkpoints import SameWeightsSaved, SaveTookTooLong, StorageDenied, StorageFull, UnsavableState
 from tests.checkpoint import background
 from tests.checkpoint.background import Gated, begin, poll_until

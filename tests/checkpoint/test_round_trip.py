@@ -120,9 +120,9 @@ def test_tensors_larger_than_a_block_and_many_shards(store: LocalStorage) -> Non
     model = {f"w{i}": torch.randn(BLOCK_BYTES // 8 + i) for i in range(7)}
     writer = AttemptWriter(store, attempt_prefix(1, "x"))
     _, shards = list_shards("model", model)
-    read = lambda names: (model[name] for name in names)  # noqa: E731
-    parts = write_listed(writer, "model", shards, read, rank=0, shard_bytes=BLOCK_BYTES + 100)
-    index = {name: TensorEntry(dtype="float32", shape=part.shape, parts=(part,)) for name, part in parts.items()}
+    read = lambda keys: (model[name] for _, name in keys)  # noqa: E731
+    parts = write_listed(writer, shards, read, rank=0, shard_bytes=BLOCK_BYTES + 100)
+    index = {name: TensorEntry(dtype="float32", shape=part.shape, parts=(part,)) for (_, name), part in parts.items()}
     manifest = _commit(store, writer, index)
     assert len(manifest.files) == 4
     loaded = load_model(store, manifest)
@@ -163,7 +163,7 @@ def test_a_tensor_in_parts_of_several_ranks_is_put_together() -> None:
     for rank, region in enumerate(regions):
         shard = LocalShard(whole[region.within(TensorSlice.whole((6, 5)))], (6, 5), region)
         _, shards = list_shards("model", {"w": shard})
-        parts.append(write_listed(writer, "model", shards, lambda _, t=shard.tensor: [t], rank=rank)["w"])
+        parts.append(write_listed(writer, shards, lambda _, t=shard.tensor: [t], rank=rank)["model", "w"])
     entry = TensorEntry(dtype="float32", shape=(6, 5), parts=tuple(parts))
     manifest = _commit(storage, writer, {"w": entry})
     assert manifest.tensors["model"]["w"] == entry

@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import BinaryIO
 
@@ -129,35 +129,31 @@ _MOST_DIGESTS_BYTES = 64 * 2**20
 """Digests of 15 TB; what claims more is forged, and must not have the memory that it asks for."""
 
 
+@dataclass(frozen=True, slots=True)
 class AttemptWriter:
-    """Writes the data files of one attempt and remembers their entries for the manifest.
+    """Writes the data files of one attempt and remembers their entries for the manifest."""
 
-    Args:
-        storage: the store to write to.
-        prefix: beginning of the keys of the attempt's files.
-        digests: algorithm of the digests: that of the manifest.
-    """
-
-    def __init__(self, storage: CheckpointStore, prefix: str, digests: Algorithm = FAST) -> None:
-        self._storage = storage
-        self._prefix = prefix
-        self._algorithm: Algorithm = digests
-        self.entries: dict[str, FileEntry] = {}
+    storage: CheckpointStore
+    prefix: str
+    """Beginning of the keys of the attempt's files."""
+    digests: Algorithm = FAST
+    """Algorithm of the digests: that of the manifest."""
+    entries: dict[str, FileEntry] = field(default_factory=dict)
 
     @contextmanager
     def file(self, name: str) -> Iterator[DigestingWriter]:
         """Stream the file ``name``; its digests are written when the block ends without an exception."""
-        with ThreadPoolExecutor(1) as helper, self._storage.open_write(self._prefix + name) as stream:
-            writer = DigestingWriter(stream, helper, self._algorithm)
+        with ThreadPoolExecutor(1) as helper, self.storage.open_write(self.prefix + name) as stream:
+            writer = DigestingWriter(stream, helper, self.digests)
             yield writer
         digests = writer.finish()
         encoded = digests.encode()
-        with self._storage.open_write(self._prefix + digests_name(name)) as stream:
+        with self.storage.open_write(self.prefix + digests_name(name)) as stream:
             stream.write(encoded)
         self.entries[name] = FileEntry(
             size_bytes=digests.size_bytes,
             digests_bytes=len(encoded),
-            digests_digest=digest(encoded, self._algorithm),
+            digests_digest=digest(encoded, self.digests),
         )
 
 

@@ -110,15 +110,11 @@ class HFSource:
         """Return the fields as plain values."""
         return asdict(self) | {"left_out": [*self.left_out]}
 
-    def special(self, key: str) -> tuple[int, ...]:
-        """Return the ids of a key of :data:`SPECIAL`; ``generation_config.json`` wins over ``config.json``."""
-        return _ids(self.generation.get(key, self.config.get(key)))
-
     @property
     def stop_ids(self) -> tuple[int, ...]:
         """The tokens that end what the model writes, by either file."""
-        key = "eos_token_id"
-        return tuple(dict.fromkeys((*_ids(self.generation.get(key)), *_ids(self.config.get(key)))))
+        files = self.generation, self.config
+        return tuple(dict.fromkeys(id_ for file in files for id_ in _ids(file.get("eos_token_id"))))
 
     def stops_of(self, tokenizer: Tokenizer | None) -> tuple[int, ...]:
         """Return :attr:`stop_ids` where they mean the same under ``tokenizer``, else nothing."""
@@ -128,7 +124,8 @@ class HFSource:
         """Return whether the special ids of the directory mean the same tokens under ``tokenizer``."""
         if tokenizer is None:
             return True
-        ids = {id_ for key in SPECIAL for id_ in (*self.special(key), *_ids(self.config.get(key))) if id_ >= 0}
+        files = self.generation, self.config
+        ids = {id_ for file in files for key in SPECIAL for id_ in _ids(file.get(key)) if id_ >= 0}
         within = all(id_ < tokenizer.vocab_size for id_ in ids)
         named = [id_ for id_ in ids if str(id_) in self.tokens]
         return within and all(tokenizer.spell([id_]) == self.tokens[str(id_)] for id_ in named)

@@ -16,13 +16,13 @@ from typing import BinaryIO, TypeAlias
 import torch
 
 from nxdt_core.checkpoint.format.digested_files import AttemptWriter, DigestingWriter
-from nxdt_core.checkpoint.format.file_names import shard_name
+from nxdt_core.checkpoint.format.file_names import SECTIONS, shard_name
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, SAFETENSORS_NAMES, TensorPart
 from nxdt_core.distributed.buckets import buckets
 from nxdt_core.distributed.devices import HOST, profile_of
 from nxdt_core.distributed.placement import is_dtensor, local_of, local_shard_of, placed_like
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
-from nxdt_core.protocols.tensor_shards import LocalShard, ShardInfo
+from nxdt_core.protocols.tensor_shards import LocalShard, ShardInfo, TensorKey
 
 
 def storable_shard(name: str, tensor: torch.Tensor | LocalShard) -> LocalShard:
@@ -41,8 +41,8 @@ def storable_shard(name: str, tensor: torch.Tensor | LocalShard) -> LocalShard:
 
 def list_shards(
     section: str, tensors: Mapping[str, torch.Tensor | LocalShard], ties: Mapping[str, str] | None = None
-) -> tuple[dict[str, LocalShard], dict[str, ShardInfo]]:
-    """Return the pieces of ``tensors`` by name, and their listing, in which tied tensors name their owner.
+) -> tuple[dict[TensorKey, LocalShard], dict[TensorKey, ShardInfo]]:
+    """Return the shards of ``tensors``, and their listing, in which tied tensors name their owner.
 
     Args:
         section: of the checkpoint.
@@ -63,14 +63,15 @@ def list_shards(
         memory = (local.device, address, local.dtype, local.stride(), local.is_neg(), part.shape, part.region)
         if (first := seen.setdefault(memory, name)) != name:
             owners[name] = first
-    shards: dict[str, ShardInfo] = {}
+    listing: dict[TensorKey, ShardInfo] = {}
     for name, part in local_shards.items():
         of = owners.get(name)
         owner = of if of in local_shards else None  # another rank has the owner, so this one writes its own copy
         if owner is not None and (local_shards[owner].shape, local_shards[owner].region) != (part.shape, part.region):
             raise TensorStateUnsupported(where=f"{section}/{name}", reason=f"it is tied to {owner} of another shape")
-        shards[name] = ShardInfo(dtype=dtype_name(part.tensor), shape=part.shape, region=part.region, same_as=owner)
-    return local_shards, shards
+        dtype = dtype_name(part.tensor)
+        listing[section, name] = ShardInfo(dtype=dtype, shape=part.shape, region=part.region, same_as=owner)
+    return {(section, name): part for name, part in local_shards.items()}, listing
 
 
 def empty_like(
@@ -185,33 +186,33 @@ SHARD_BYTES = 4 * 2**30
 
 def write_listed(
     writer: AttemptWriter,
-    section: str,
-    infos: Mapping[str, ShardInfo],
-    read: Callable[[Sequence[str]], Iterable[torch.Tensor]],
+    infos: Mapping[TensorKey, ShardInfo],
+    read: Callable[[Sequence[TensorKey]], Iterable[torch.Tensor]],
     *,
     rank: int,
     shard_bytes: int = SHARD_BYTES,
-) -> dict[str, TensorPart]:
-    """Write the tensors of ``section`` that ``rank`` writes, as shards of that rank.
+) -> dict[TensorKey, TensorPart]:
+    """Write the tensors that ``rank`` writes, as shards of that rank.
 
     Args:
         writer: of the attempt.
-        section: of the checkpoint.
-        infos: what is written of each tensor, by name.
-        read: called with names; yields their tensors in that order, each when it is due.
+        infos: what is written of each tensor.
+        read: called with keys of one section; yields their tensors in that order, each when it is due.
         rank: this rank, by which the files are named.
         shard_bytes: size at which a shard is closed.
 
     Returns:
         The location of each tensor, for the manifest.
     """
-    specs = {name: TensorSpec(shard.dtype, shard.region.shape) for name, shard in infos.items()}
-    parts: dict[str, TensorPart] = {}
-    for number, group in enumerate(grouped(specs, shard_bytes)):
-        file, layout = shard_name(section, rank, number), SafetensorsLayout(group)
-        with writer.file(file) as stream:
-            layout.write(stream, read(layout.names))
-        for name, start in layout.starts.items():
-            region = infos[name].region
-            parts[name] = TensorPart(file=file, start=start, offsets=region.offsets, shape=region.shape)
+    parts: dict[TensorKey, TensorPart] = {}
+    for section in SECTIONS:
+        of_section = {name: info for (of, name), info in infos.items() if of == section}
+        specs = {name: TensorSpec(info.dtype, info.region.shape) for name, info in of_section.items()}
+        for number, group in enumerate(grouped(specs, shard_bytes)):
+            file, layout = shard_name(section, rank, number), SafetensorsLayout(group)
+            with writer.file(file) as stream:
+                layout.write(stream, read([(section, name) for name in layout.names]))
+            for name, start in layout.starts.items():
+                region = of_section[name].region
+                parts[section, name] = TensorPart(file=file, start=start, offsets=region.offsets, shape=region.shape)
     return parts

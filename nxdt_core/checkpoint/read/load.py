@@ -23,7 +23,7 @@ from nxdt_core.checkpoint.format.digested_files import (
     read_whole,
     tensors_by_file,
 )
-from nxdt_core.checkpoint.format.file_names import state_name
+from nxdt_core.checkpoint.format.file_names import is_state_name, state_name
 from nxdt_core.checkpoint.format.manifest import Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.format.shards import TensorSpec, bytes_of, empty_like, filled_up, grouped, storable_shard
 from nxdt_core.checkpoint.format.tensor_index import ITEM_BYTES, TensorEntry
@@ -61,12 +61,12 @@ class _Read:
 def fill(
     storage: CheckpointStore, manifest: Manifest, wanted: Mapping[str, LocalShard], entries: Mapping[str, TensorEntry]
 ) -> None:
-    """Fill the pieces ``wanted`` in place; only blocks that hold elements of them are read.
+    """Fill the shards ``wanted`` in place; only blocks that hold elements of them are read.
 
     Args:
         storage: the store that holds the checkpoint.
         manifest: the manifest of the checkpoint.
-        wanted: pieces by name; their dtype and device may differ from the checkpoint's, their whole shape may not.
+        wanted: shards by name; their dtype and device may differ from the checkpoint's, their whole shape may not.
         entries: the location of each tensor by name; no two tensors share bytes.
 
     Raises:
@@ -186,7 +186,7 @@ def load_model_into(
     Args:
         storage: the store that holds the checkpoint.
         manifest: the manifest of the checkpoint.
-        tensors: tensors of this rank by global name; DTensors or pieces where they are sharded.
+        tensors: tensors of this rank by global name; DTensors or shards where they are sharded.
         ranks: the ranks of the run; None for a single process.
         replicas: ranks that read the data once for all of them; None where each reads what it holds.
         strict: refuse where names differ; otherwise tensors that the checkpoint lacks stay unchanged.
@@ -241,7 +241,7 @@ def load_optimizer_like(
     Args:
         storage: the store that holds the checkpoint.
         manifest: the manifest of the checkpoint.
-        parameters: parameters of this rank by global name; DTensors or pieces where they are sharded.
+        parameters: parameters of this rank by global name; DTensors or shards where they are sharded.
         ranks: the ranks of the run; None for a single process.
         replicas: ranks that read the data once for all of them; None where each reads what it holds.
         strict: refuse state of parameters that no rank has; otherwise it is left out.
@@ -297,10 +297,7 @@ def load_state(
 
 def saved_ranks(manifest: Manifest) -> int:
     """Return the number of ranks that saved the checkpoint."""
-    count = 0
-    while state_name(count) in manifest.files:
-        count += 1
-    return count
+    return sum(map(is_state_name, manifest.files))
 
 
 def read_tensors(

@@ -19,12 +19,7 @@ from typing import Literal
 from nxdt_core.checkpoint.collective import in_threads, on_all_ranks, on_first_rank, rank_of
 from nxdt_core.checkpoint.commit import read_manifest
 from nxdt_core.checkpoint.foreign import recognise
-from nxdt_core.checkpoint.format.digested_files import (
-    VerifiedFile,
-    check_header,
-    read_whole,
-    tensors_by_file,
-)
+from nxdt_core.checkpoint.format.digested_files import VerifiedFile, check_header, read_whole, tensors_by_file
 from nxdt_core.checkpoint.format.file_names import (
     digests_name,
     is_state_name,

@@ -154,9 +154,9 @@ def plan_save(
         listing: dict[TensorKey, ShardInfo] = {}
         for section, tensors in zip(SECTIONS, (model, optimizer, state_tensors), strict=True):
             section_ties = ties if ties is None or tensors is model else {}
-            section_shards, infos = list_shards(section, tensors, section_ties)
-            local_shards.update({(section, name): local for name, local in section_shards.items()})
-            listing |= {(section, name): info for name, info in infos.items()}
+            section_shards, section_listing = list_shards(section, tensors, section_ties)
+            local_shards.update(section_shards)
+            listing |= section_listing
         return listing
 
     assignment = (planner or Planner(ranks)).plan(prepare, where=f"{storage.uri}/{step_name(step)}")
@@ -302,26 +302,18 @@ def save(
     step, rank = plan.step, rank_of(ranks)
     digests: Algorithm = FAST if signer is None else STRONG
     where = f"{storage.uri}/{step_name(step)}"
-    listing, replaces = plan.assignment.listings[rank], list[bytes | None]()
+    replaces: list[bytes | None] = []
 
     def begin() -> tuple[str, str]:
-        if rank == 0:
-            with explained_os_errors(where):
-                replaces.append(prepare_step(storage, step))
+        with explained_os_errors(where):
+            replaces.append(prepare_step(storage, step))
         return new_attempt(), datetime.now(UTC).isoformat(timespec="seconds")
 
     def write() -> tuple[Mapping[TensorKey, TensorPart], Mapping[str, FileEntry]]:
-        mine, parts = plan.assignment.mine, dict[TensorKey, TensorPart]()
+        listing, mine = plan.assignment.listings[rank], plan.assignment.mine
         with explained_os_errors(where):
             writer = AttemptWriter(storage, attempt_prefix(step, attempt), digests)
-            for section in SECTIONS:
-                shards = {key[1]: info for key, info in listing.items() if key[0] == section and key in mine}
-
-                def read(names: Sequence[str], section: str = section) -> Iterable[torch.Tensor]:
-                    return plan.read([(section, name) for name in names])
-
-                written = write_listed(writer, section, shards, read, rank=rank)
-                parts |= {(section, name): part for name, part in written.items()}
+            parts = write_listed(writer, {key: listing[key] for key in listing if key in mine}, plan.read, rank=rank)
             if plan.state is not None:
                 with writer.file(state_name(rank)) as stream:
                     stream.write(plan.state)
@@ -344,7 +336,7 @@ def save(
         with explained_os_errors(where):
             storage.after_commit(step_prefix(step))
 
-    attempt, created = on_all_ranks(ranks, begin, where=where)[0]
+    attempt, created = on_first_rank(ranks, begin, where=where)
     try:
         written = on_all_ranks(ranks, write, where=where)
         manifest = Manifest(

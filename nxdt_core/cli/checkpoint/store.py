@@ -15,7 +15,6 @@ import click
 import yaml
 
 from nxdt_core.checkpoint import (
-    CheckpointStatus,
     Manifest,
     Ownership,
     TrustedKeys,
@@ -27,7 +26,7 @@ from nxdt_core.checkpoint import (
 )
 from nxdt_core.checkpoint.commit import verify_signature
 from nxdt_core.checkpoint.format.file_names import step_name, step_prefix
-from nxdt_core.checkpoint.read.status import find_problems, newest_first, nothing_at
+from nxdt_core.checkpoint.read.status import CheckpointStatus, find_problems, newest_first, nothing_at
 from nxdt_core.checkpoint.signing import claimed_signer
 from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.checkpoint.write.retention import plan_prune, with_best

@@ -10,9 +10,10 @@ from datetime import datetime
 from typing import final
 
 from nxdt_core.callback import Callback, Run
-from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership, Retention, SaveReport
+from nxdt_core.checkpoint import CheckpointManager, Manifest, Ownership
 from nxdt_core.checkpoint.format.manifest import Keep
-from nxdt_core.checkpoint.write.retention import RunRetention
+from nxdt_core.checkpoint.write.manager import SaveReport
+from nxdt_core.checkpoint.write.retention import Retention, RunRetention
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.schema import mode_of
 from nxdt_core.config.section import seconds_of

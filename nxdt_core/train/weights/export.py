@@ -113,12 +113,9 @@ def export_gguf(
     One tensor is in memory at a time. What is read is verified.
 
     Args:
-        source: as of :func:`export_hf`.
+        source, average, config, trusted: as of :func:`export_hf`.
         target: path of the file.
         dtype: of matrices.
-        average: as of :func:`export_hf`.
-        config: as of :func:`export_hf`.
-        trusted: as of :func:`export_hf`.
 
     Raises:
         GgufUnsupported: llama.cpp does not run such a model or tokenizer.
@@ -200,8 +197,7 @@ def plan_export(
         saved: the run that wrote the checkpoint.
         manifest: the committed manifest of the checkpoint.
         index: its tensors by name; None takes those of the model.
-        dtype: as of :func:`export_hf`.
-        max_shard_bytes: as of :func:`export_hf`.
+        dtype, max_shard_bytes: as of :func:`export_hf`.
     """
     config = saved.config
     tokenizer = build.tokenizer(config)

@@ -17,8 +17,10 @@ from weakref import WeakKeyDictionary
 import torch
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint.collective import on_all_ranks, on_this_rank
 from nxdt_core.checkpoint.format.hf_source import HFSource, read_hf_source
 from nxdt_core.checkpoint.format.shards import TensorSpec
+from nxdt_core.checkpoint.format.tensor_index import TensorEntry
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.config.hub import local_path
 from nxdt_core.data.chat.templates import ChatKeys
@@ -35,6 +37,7 @@ from nxdt_core.models.quantised import QuantisedWeight, requantised
 from nxdt_core.models.random.init import complete_init_rules, draw, rule_for
 from nxdt_core.protocols.adapter import Adapter, SavedAdapter
 from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.format import CheckpointReader
 from nxdt_core.protocols.model import ModelBuilder
 from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.parallel_model import ParallelModel
@@ -95,7 +98,7 @@ def digest_of(samples: Iterable[Sample]) -> str:
 
 
 def samples_of(weights: Iterable[tuple[str, torch.Tensor | LocalShard]]) -> Iterable[Sample]:
-    """Return the samples in this rank's pieces; the host waits for the device once."""
+    """Return the samples in this rank's shards; the host waits for the device once."""
     places: list[tuple[str, int]] = []
     values: list[torch.Tensor] = []
     for name, weight in weights:
@@ -269,6 +272,55 @@ def load_weights(
     return weights
 
 
+def load_foreign(
+    path: Path, *, config: ResolvedConfig, engine: ParallelEngine, model: ParallelModel, strict: bool = True
+) -> None:
+    """Replace the weights of ``model``, but for what adapters added, by those of another program's checkpoint, in any
+    layout. A rank reads those that it holds a part of, one at a time. Collective.
+
+    Args:
+        path: checkpoint of another program, in an installed format.
+        config: of the run.
+        engine: the parallel engine that has laid out ``model``.
+        model: the parallel model, in its layout.
+        strict: refuse a checkpoint that lacks parameters of the model or has others.
+
+    Raises:
+        ForeignFormatUnknown: nothing there is recognised.
+        WeightsDoNotFit: its weights are not those of the model; nothing was read.
+    """
+    from nxdt_core.checkpoint.foreign import open_checkpoint
+    from nxdt_core.checkpoint.read.load import check_model
+
+    builder, fill_rows, ranks = build.model_builder(config), bool(build.added_tokens(config)), engine.ranks
+    weights = {name: weight for name, weight in model.state_dict().items() if name not in model.added}
+
+    def look() -> tuple[CheckpointReader, Mapping[str, TensorEntry]]:
+        _, reader = open_checkpoint(path, config.kernel, fill_rows=fill_rows)
+        listed = reader.listing(builder, weights_only=True).items()
+        model_tensors = {name: info for (section, name), info in listed if section == "model"}
+        return reader, {name: TensorEntry(dtype=i.dtype, shape=i.shape) for name, i in model_tensors.items()}
+
+    reader, index = on_this_rank(ranks, look, where=str(path))
+    missing, extra = check_model(index, weights, ranks, strict=False)
+    if missing or extra:
+        if strict:
+            raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[], saved=[])
+        text = "%s: parameters that it lacks keep their fresh values: %s; those that the model lacks are left out: %s"
+        _log.warning(text, path, ", ".join(missing) or "none", ", ".join(extra) or "none")
+
+    def fill() -> None:
+        names = [name for name in index if name in weights]
+        due = reader.read([("model", name) for name in names])
+        for name in names:
+            shard = local_shard_of(weights[name], name)
+            with torch.no_grad():
+                shard.tensor.copy_(next(due)[shard.region.within(TensorSlice.whole(shard.shape))])
+
+    on_all_ranks(ranks, fill, where=str(path))
+    model.load_state_dict(weights, strict=False)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightSource:
     """Weights, and the run to use them with."""
@@ -434,7 +486,7 @@ def _committed(uri: str, named: ResolvedConfig | None, keys: TrustedKeys | None,
 
 
 def _foreign_weights(path: str, named: ResolvedConfig | None, kernel: Kernel) -> WeightSource:
-    from nxdt_core.checkpoint.foreign import load_format_into, open_checkpoint
+    from nxdt_core.checkpoint.foreign import open_checkpoint
     from nxdt_core.train.weights.importing import described_run
 
     name, reader = open_checkpoint(Path(path), kernel)
@@ -444,11 +496,7 @@ def _foreign_weights(path: str, named: ResolvedConfig | None, kernel: Kernel) ->
         run, keys = saved.config, saved.chat_keys
 
     def fill(engine: ParallelEngine, model: ParallelModel) -> None:
-        weights = model.state_dict()
-        base = {name: weight for name, weight in weights.items() if name not in model.added}
-        builder, fill_rows = build.model_builder(run), bool(build.added_tokens(run))
-        load_format_into(Path(path), builder, run.kernel, base, ranks=engine.ranks, fill_rows=fill_rows)
-        model.load_state_dict(weights, strict=False)
+        load_foreign(Path(path), config=run, engine=engine, model=model)
 
     source = read_hf_source(Path(path)) if name == "hf" else None
     return WeightSource(run=run, chat_keys=keys, step=reader.step, source=source, load=fill)

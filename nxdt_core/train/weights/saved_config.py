@@ -334,7 +334,7 @@ def check_shared_state(
 
     Args:
         state: of the optimizer, as its ``state_dict`` returns it.
-        weights: of this rank by name; DTensors or pieces where they are sharded.
+        weights: of this rank by name; DTensors or shards where they are sharded.
         ranks: for collectives over all processes of the run.
 
     Raises:

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, Retention, list_checkpoints, prune
+from nxdt_core.checkpoint import CheckpointFacts, CheckpointManager, list_checkpoints, prune
 from nxdt_core.checkpoint.format.file_names import manifest_key
 from nxdt_core.checkpoint.read.status import CheckpointStatus
+from nxdt_core.checkpoint.write.retention import Retention
 from tests.checkpoint.background import begin
 from tests.checkpoint.memory import MemoryStorage
 

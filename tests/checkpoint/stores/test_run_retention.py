@@ -12,7 +12,6 @@ import torch
 from nxdt_core.checkpoint import (
     CheckpointFacts,
     Manifest,
-    Retention,
     delete_step,
     latest,
     list_checkpoints,
@@ -20,7 +19,7 @@ from nxdt_core.checkpoint import (
     read_manifest,
 )
 from nxdt_core.checkpoint.format.file_names import manifest_key, step_of, step_prefix
-from nxdt_core.checkpoint.write.retention import RunRetention
+from nxdt_core.checkpoint.write.retention import Retention, RunRetention
 from nxdt_core.protocols.store import CheckpointStore
 from tests.checkpoint.faults import FaultyStorage
 from tests.checkpoint.memory import MemoryStorage

@@ -12,13 +12,12 @@ from nxdt_testing.errors import raises
 from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
-from nxdt_core.checkpoint.foreign import load_format_into
 from nxdt_core.engine.compile import compile_layers
 from nxdt_core.engine.precision import quantise_frozen
 from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.train.plan import plan
-from nxdt_core.train.weights.loading import base_digest
+from nxdt_core.train.weights.loading import base_digest, load_foreign
 from tests.graph_counts import GraphCounts
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: nothing to compare with")
@@ -216,9 +215,8 @@ def test_a_directory_is_quantised_weight_by_weight_as_it_is_read(start, tmp_path
     drawn, loaded = (start("planned", {"base_dtype": "nf4"}) for _ in range(2))
     for weight in coded(loaded).values():
         weight.zero_()
-    weights = {name: w for name, w in loaded.model.state_dict().items() if name not in loaded.model.added}
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        load_format_into(base, loaded.builder, loaded.config.kernel, weights)
+        load_foreign(base, config=loaded.config, engine=loaded.engine, model=loaded.model)
     kept, peak = allocated(profiled)
     assert kept == 0
     # A host needs 20 bytes per element where a matrix is smaller than what is quantised at a time; there are 14.

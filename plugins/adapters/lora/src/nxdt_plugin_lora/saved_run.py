@@ -15,10 +15,10 @@ from pathlib import Path
 import torch
 
 from nxdt_core import checkpoint
-from nxdt_core.checkpoint import Manifest, SavePlan, Signer, TrustedKeys, save
+from nxdt_core.checkpoint import Manifest, Signer, TrustedKeys, save
 from nxdt_core.checkpoint.collective import on_first_rank, rank_of
 from nxdt_core.checkpoint.format.hf_source import HFSource
-from nxdt_core.checkpoint.write.save import Planner
+from nxdt_core.checkpoint.write.save import Planner, SavePlan
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.errors.training import CannotWriteRunDirectory

@@ -13,13 +13,11 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from enum import IntFlag
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
-from typing import final
 from urllib.parse import quote
 
 from nxdt_core.checkpoint.format.file_names import SECTIONS, step_of
@@ -43,70 +41,6 @@ class HsmState(IntFlag):
     DIRTY = 0x02
     ARCHIVED = 0x08
     LOST = 0x40
-
-
-@final
-class Lfs:
-    """The command at ``path``; every method raises :class:`LfsFailed`."""
-
-    def __init__(self, path: str, timeout_s: float) -> None:
-        self._path = path
-        self._timeout_s = timeout_s
-
-    def set_stripe(self, directory: Path, config: FsxStorageConfig) -> None:
-        """Lay out files that will be made in ``directory``, progressively by their size, lfs-setstripe(1)."""
-        size = ("-S", _size(config.stripe_size_bytes))
-        components = (
-            (_size(config.stripe_above_bytes), 1),
-            (_size(config.stripe_all_above_bytes), config.stripe_count),
-            ("-1", -1),
-        )
-        layout = [word for end, count in components for word in ("-E", end, "-c", str(count), *size)]
-        self._run("setstripe", *layout, str(directory))
-
-    def archive(self, files: Sequence[Path]) -> None:
-        """Queue ``files`` for export to the repository, lfs-hsm_archive(1)."""
-        for batch in _batches(files):
-            self._run("hsm_archive", *batch)
-
-    def states(self, files: Sequence[Path]) -> list[HsmState]:
-        """Return what is known of the copies of ``files``, in any order, lfs-hsm_state(1)."""
-        lines = [line for batch in _batches(files) for line in self._run("hsm_state", *batch).splitlines()]
-        hsm_states = [HsmState(int(match[-1], 16)) for line in lines if (match := _STATE.findall(line))]
-        if len(hsm_states) != len(files):
-            raise LfsFailed(
-                where=f"{self._path} hsm_state", reason=f"it reported {len(hsm_states)} of {len(files)} files"
-            )
-        return hsm_states
-
-    def _run(self, *words: str) -> str:
-        more = "" if len(words) <= _SHOWN else " …"
-        shown = shlex.join([self._path, *words[:_SHOWN]]) + more
-        try:
-            done = subprocess.run(
-                [self._path, *words],
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                text=True,
-                errors="surrogateescape",
-                timeout=self._timeout_s,
-                check=False,
-                env={**os.environ, "LC_ALL": "C"},
-            )
-        except subprocess.TimeoutExpired as error:
-            raise LfsFailed(where=shown, reason=f"it had not ended after {self._timeout_s:g} s") from error
-        except OSError as error:
-            raise LfsFailed(where=shown, reason=error.strerror or str(error)) from error
-        if done.returncode != 0:
-            said = " ".join((done.stderr or done.stdout).split()) or "it said nothing"
-            raise LfsFailed(where=shown, reason=f"exit status {done.returncode}, {said}")
-        return done.stdout
-
-
-def _batches(files: Sequence[Path]) -> Iterator[list[str]]:
-    names = map(str, files)
-    while batch := list(islice(names, _FILES)):
-        yield batch
 
 
 def _size(count: int) -> str:
@@ -146,7 +80,7 @@ class FsxStorage(LocalStorage):
         if self._lfs is None or not self._config.archive:
             return
         try:
-            self._lfs.archive(self._files(prefix))
+            self._run(["hsm_archive"], self._files(prefix))
         except LfsFailed as error:
             folder = shlex.quote(str(self._root / prefix))
             command = f"find {folder} -type f -print0 | xargs -0 -n 100 lfs hsm_archive"
@@ -158,9 +92,12 @@ class FsxStorage(LocalStorage):
         if self._lfs is None or not files:
             return ""
         try:
-            states = self._lfs.states(files)
+            lines = self._run(["hsm_state"], files)
         except LfsFailed as error:
             return f"unknown: {error.reason}"
+        states = [HsmState(int(match[-1], 16)) for line in lines if (match := _STATE.findall(line))]
+        if len(states) != len(files):
+            return f"unknown: it reported {len(states)} of {len(files)} files"
         stale = HsmState.DIRTY | HsmState.LOST
         archived = sum(bool(state & HsmState.ARCHIVED) and not state & stale for state in states)
         lost = sum(bool(state & HsmState.LOST) for state in states)
@@ -175,8 +112,15 @@ class FsxStorage(LocalStorage):
             return
         hidden = self._hidden_path(path.parent)
         hidden.mkdir()
+        size = ("-S", _size(self._config.stripe_size_bytes))
+        components = (  # progressively by the size of a file, lfs-setstripe(1)
+            (_size(self._config.stripe_above_bytes), 1),
+            (_size(self._config.stripe_all_above_bytes), self._config.stripe_count),
+            ("-1", -1),
+        )
+        layout = [word for end, count in components for word in ("-E", end, "-c", str(count), *size)]
         try:
-            self._lfs.set_stripe(hidden, self._config)
+            self._run(["setstripe", *layout], [hidden])
         except LfsFailed as error:
             self._report(StripingFailed(where=self.uri, reason=error.reason))
         try:
@@ -197,10 +141,42 @@ class FsxStorage(LocalStorage):
         return mount is not None and mount.filesystem == "lustre"
 
     @cached_property
-    def _lfs(self) -> Lfs | None:
-        """The command ``lfs``; None on another file system or if it is not installed."""
-        path = shutil.which("lfs") if self._on_lustre else None
-        return None if path is None else Lfs(path, self._config.lfs_timeout_s)
+    def _lfs(self) -> str | None:
+        """The path of the command ``lfs``; None on another file system or if it is not installed."""
+        return shutil.which("lfs") if self._on_lustre else None
+
+    def _run(self, words: Sequence[str], files: Sequence[Path]) -> list[str]:
+        """Return what ``lfs`` prints for ``files``, in lines.
+
+        Raises:
+            LfsFailed: it cannot be run, takes too long or fails.
+        """
+        assert self._lfs is not None
+        lines: list[str] = []
+        for start in range(0, len(files), _FILES):
+            command = [self._lfs, *words, *map(str, files[start : start + _FILES])]
+            shown = shlex.join(command[: _SHOWN + 1]) + (" …" if len(command) > _SHOWN + 1 else "")
+            try:
+                done = subprocess.run(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    capture_output=True,
+                    text=True,
+                    errors="surrogateescape",
+                    timeout=self._config.lfs_timeout_s,
+                    check=False,
+                    env={**os.environ, "LC_ALL": "C"},
+                )
+            except subprocess.TimeoutExpired as error:
+                reason = f"it had not ended after {self._config.lfs_timeout_s:g} s"
+                raise LfsFailed(where=shown, reason=reason) from error
+            except OSError as error:
+                raise LfsFailed(where=shown, reason=error.strerror or str(error)) from error
+            if done.returncode != 0:
+                output = " ".join((done.stderr or done.stdout).split()) or "it said nothing"
+                raise LfsFailed(where=shown, reason=f"exit status {done.returncode}, {output}")
+            lines += done.stdout.splitlines()
+        return lines
 
     def _report_missing(self) -> None:
         if not self._on_lustre:

@@ -24,7 +24,6 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from functools import cache
 from importlib import import_module
-from itertools import count
 from typing import Any, Self, TypeVar, final
 
 import botocore.session
@@ -189,75 +188,6 @@ def is_transient(error: BaseException) -> bool:
     return isinstance(error, (*_BROKEN, sdk.CredentialRetrievalError))
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Destination of requests, as shown in errors."""
-
-    address: Address
-    endpoint: str
-    region: str
-
-    def explain(self, error: Exception, where: str, action: str) -> Exception:
-        """Return the error that the user sees for ``error``.
-
-        Args:
-            error: one of :data:`FAILURES`.
-            where: address of the object, or of the store.
-            action: the attempted action, such as ``Writing``.
-        """
-        if isinstance(error, sdk.ClientError):
-            return self._answer(error, where, action)
-        if isinstance(error, _NO_CREDENTIALS):
-            reason = _reason(error)
-            if isinstance(error, sdk.NoCredentialsError):
-                reason = "the SDK's chain (environment, shared files, role of this machine) has none"
-            elif isinstance(error, sdk.CredentialRetrievalError):  # its text may hold the output of a program
-                reason = f"retrieving them from {error.kwargs.get('provider', 'their provider')} failed"
-            return S3CredentialsMissing(where=self.address.uri, reason=reason)
-        if isinstance(error, _BROKEN):
-            return S3Unreachable(where=where, endpoint=redacted(self.endpoint), reason=_reason(error))
-        return S3Failed(where=where, reason=_reason(error))
-
-    def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
-        """Return the exception that an error response of the server means."""
-        code, status, root = code_of(error), status_of(error), self.address.uri
-        # Code, message and id of the request; nothing else of an answer, some of which repeat what was signed.
-        detail, metadata = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
-        reason = f"{detail.get('Code', 'no code')}: {str(detail.get('Message', '')).strip().rstrip('.')}"
-        if metadata.get("RequestId"):
-            reason = f"{reason} (request {metadata['RequestId']})"
-        headers = metadata.get("HTTPHeaders", {})
-        if code == "NoSuchBucket":
-            return S3BucketMissing(
-                where=root, reason=reason, bucket=self.address.bucket, endpoint=redacted(self.endpoint)
-            )
-        if code in ("NoSuchKey", "404"):
-            return FileNotFoundError(errno.ENOENT, "there is no such object", where)
-        if code == "RequestTimeTooSkewed":
-            skew = "not the server's"
-            if headers.get("date"):
-                theirs = parsedate_to_datetime(headers["date"])
-                seconds = (datetime.now(UTC) - theirs).total_seconds()
-                side = "ahead of" if seconds > 0 else "behind"
-                skew = f"{abs(seconds):.0f} s {side} the server's ({theirs:%Y-%m-%d %H:%M:%S} UTC)"
-            return S3ClockSkewed(where=root, reason=reason, skew=skew)
-        if code in _ELSEWHERE:
-            region = detail.get("Region") or headers.get("x-amz-bucket-region")
-            how = "the bucket's region ('aws s3api get-bucket-location --bucket …' shows it)"
-            return S3WrongRegion(where=root, reason=reason, asked=self.region, right=repr(region) if region else how)
-        if code in _REFUSED:
-            return S3CredentialsRefused(where=root, reason=reason)
-        if status == 412:
-            return S3ObjectChanged(where=where, reason=reason)
-        if code in _FULL or status == 507:
-            return S3QuotaExceeded(where=where, reason=reason)
-        if status == 403:
-            return S3AccessDenied(where=where, reason=reason, action=action)
-        if code in _THROTTLED or status in (429, 503):
-            return S3Overloaded(where=where, reason=reason)
-        return S3Failed(where=where, reason=reason)
-
-
 def redacted(text: object) -> str:
     """Return ``text`` without the name and password in an endpoint's address, and without the SDK's retries."""
     return _RETRIES.sub("", _USER.sub("//", str(text)))
@@ -281,17 +211,18 @@ class Checksum:
         return {f"Checksum{self.algorithm}": base64.b64encode(digest).decode()}
 
 
-def choose(name: str) -> Checksum:
-    """Return the algorithm of ``checkpoint.storage.checksum``.
+def choose(name: str, where: str) -> Checksum:
+    """Return the algorithm of ``checkpoint.storage.checksum``; ``where``: address of the store, for messages.
 
     Raises:
-        ModuleNotFoundError: it needs awscrt, which is not installed.
+        S3ChecksumUnavailable: it needs awscrt, which is not installed.
     """
     try:
         crt = None if name == "crc32" else import_module("awscrt.checksums")
-    except ModuleNotFoundError:
+    except ModuleNotFoundError as error:
         if name != "auto":
-            raise
+            reason = f"the checksum {name} needs awscrt, which is not installed"
+            raise S3ChecksumUnavailable(where=where, reason=reason) from error
         crt = None
     if crt is None:
         return Checksum("CRC32", zlib.crc32)
@@ -399,8 +330,10 @@ class Retrier:
             Exception: what the last attempt raised, one of :data:`nxdt_plugin_s3.connection.FAILURES`.
         """
         attempts, stop, failing = max_attempts or self._max_attempts, stop or threading.Event(), False
+        attempt = 0
         try:
-            for attempt in count(1):
+            while True:
+                attempt += 1
                 began = time.monotonic()
                 try:
                     result = request()
@@ -424,7 +357,6 @@ class Retrier:
         finally:
             if failing:
                 self._budget.end(group)
-        raise AssertionError("unreachable: counting has no end")
 
 
 _CALLERS = 32
@@ -443,7 +375,8 @@ class Connection:
     def __init__(self, address: Address, config: S3StorageConfig) -> None:
         self.config = config
         self.bucket = address.bucket
-        self.place = Place(address, config.endpoint_url or "AWS", config.region or "the SDK's default")
+        self._address = address
+        self._endpoint, self._region = config.endpoint_url or "AWS", config.region or "the SDK's default"
         settings = Config(
             connect_timeout=config.connect_timeout_s,
             read_timeout=config.read_timeout_s,
@@ -458,12 +391,8 @@ class Connection:
             self.client: Any = sdk_session(config.profile).create_client(
                 "s3", region_name=config.region, endpoint_url=config.endpoint_url, config=settings
             )
-        self.place = Place(address, self.client.meta.endpoint_url, self.client.meta.region_name)
-        try:
-            self.checksum = choose(config.checksum)
-        except ModuleNotFoundError as error:
-            reason = f"the checksum {config.checksum} needs awscrt, which is not installed"
-            raise S3ChecksumUnavailable(where=address.uri, reason=reason) from error
+        self._endpoint, self._region = self.client.meta.endpoint_url, self.client.meta.region_name
+        self.checksum = choose(config.checksum, address.uri)
         self.retrier = Retrier(config.max_attempts, config.deadline_s)
         self.threads = ThreadPoolExecutor(config.concurrency, thread_name_prefix="nxdt-s3")
         self.slots = threading.BoundedSemaphore(config.concurrency)
@@ -472,20 +401,75 @@ class Connection:
 
     @contextmanager
     def explained(self, where: str, action: str) -> Iterator[None]:
-        """Turn what the SDK raises into errors for a user."""
+        """Turn what the SDK raises into errors for a user.
+
+        Args:
+            where: address of the object, or of the store.
+            action: the attempted action, such as ``Writing``.
+        """
         try:
             yield
+        except sdk.ClientError as error:
+            raise self._answer(error, where, action) from error
+        except _NO_CREDENTIALS as error:
+            reason = _reason(error)
+            if isinstance(error, sdk.NoCredentialsError):
+                reason = "the SDK's chain (environment, shared files, role of this machine) has none"
+            elif isinstance(error, sdk.CredentialRetrievalError):  # its text may hold the output of a program
+                reason = f"retrieving them from {error.kwargs.get('provider', 'their provider')} failed"
+            raise S3CredentialsMissing(where=self._address.uri, reason=reason) from error
+        except _BROKEN as error:
+            raise S3Unreachable(where=where, endpoint=redacted(self._endpoint), reason=_reason(error)) from error
         except FAILURES as error:
-            raise self.place.explain(error, where, action) from error
+            raise S3Failed(where=where, reason=_reason(error)) from error
+
+    def _answer(self, error: sdk.ClientError, where: str, action: str) -> Exception:
+        """Return the exception that an error response of the server means."""
+        code, status, root = code_of(error), status_of(error), self._address.uri
+        # Code, message and id of the request; nothing else of an answer, some of which repeat what was signed.
+        detail, metadata = error.response.get("Error", {}), error.response.get("ResponseMetadata", {})
+        reason = f"{detail.get('Code', 'no code')}: {str(detail.get('Message', '')).strip().rstrip('.')}"
+        if metadata.get("RequestId"):
+            reason = f"{reason} (request {metadata['RequestId']})"
+        headers = metadata.get("HTTPHeaders", {})
+        if code == "NoSuchBucket":
+            return S3BucketMissing(
+                where=root, reason=reason, bucket=self._address.bucket, endpoint=redacted(self._endpoint)
+            )
+        if code in ("NoSuchKey", "404"):
+            return FileNotFoundError(errno.ENOENT, "there is no such object", where)
+        if code == "RequestTimeTooSkewed":
+            skew = "not the server's"
+            if headers.get("date"):
+                theirs = parsedate_to_datetime(headers["date"])
+                seconds = (datetime.now(UTC) - theirs).total_seconds()
+                side = "ahead of" if seconds > 0 else "behind"
+                skew = f"{abs(seconds):.0f} s {side} the server's ({theirs:%Y-%m-%d %H:%M:%S} UTC)"
+            return S3ClockSkewed(where=root, reason=reason, skew=skew)
+        if code in _ELSEWHERE:
+            region = detail.get("Region") or headers.get("x-amz-bucket-region")
+            how = "the bucket's region ('aws s3api get-bucket-location --bucket …' shows it)"
+            return S3WrongRegion(where=root, reason=reason, asked=self._region, right=repr(region) if region else how)
+        if code in _REFUSED:
+            return S3CredentialsRefused(where=root, reason=reason)
+        if status == 412:
+            return S3ObjectChanged(where=where, reason=reason)
+        if code in _FULL or status == 507:
+            return S3QuotaExceeded(where=where, reason=reason)
+        if status == 403:
+            return S3AccessDenied(where=where, reason=reason, action=action)
+        if code in _THROTTLED or status in (429, 503):
+            return S3Overloaded(where=where, reason=reason)
+        return S3Failed(where=where, reason=reason)
 
     def object_arguments(self) -> dict[str, str]:
         """Return what each new object is given: encryption and storage class."""
-        given = {
+        arguments = {
             "ServerSideEncryption": self.config.server_side_encryption,
             "SSEKMSKeyId": self.config.kms_key_id,
             "StorageClass": self.config.storage_class,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in arguments.items() if value is not None}
 
     def take_buffer(self) -> bytearray:
         """Return one of ``part_bytes``, with anything in it."""

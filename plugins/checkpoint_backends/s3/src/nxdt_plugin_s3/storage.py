@@ -73,7 +73,7 @@ class S3Storage(CheckpointStore):
         name, connection = self._address.name_of(key), self._connection()
         with connection.explained(self._address.where(key), "Reading"):
             try:
-                found = self._run(key, lambda: connection.client.head_object(Bucket=connection.bucket, Key=name))
+                head = self._run(key, lambda: connection.client.head_object(Bucket=connection.bucket, Key=name))
             except ClientError as error:
                 if status_of(error) == 404:
                     return None
@@ -81,7 +81,7 @@ class S3Storage(CheckpointStore):
                     # An answer to HEAD has no body; the same trouble meets a request whose answer has one.
                     connection.client.list_objects_v2(Bucket=connection.bucket, Prefix=name, MaxKeys=1)
                 raise
-        return ObjectInfo(key=key, size_bytes=found["ContentLength"], modified=found["LastModified"].timestamp())
+        return ObjectInfo(key=key, size_bytes=head["ContentLength"], modified=head["LastModified"].timestamp())
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """See :class:`nxdt_core.protocols.store.CheckpointStore`."""
@@ -128,14 +128,14 @@ class S3Storage(CheckpointStore):
 
         def condition(target: dict[str, str]) -> dict[str, str] | None:
             try:
-                found = self._connection().client.get_object(**target)
+                answer = self._connection().client.get_object(**target)
             except ClientError as error:
                 if no_such_key(error):
                     return None
                 raise
-            with found["Body"] as body:  # read without a limit: only then does the SDK notice an answer cut short
-                same = found["ContentLength"] == len(expected) and body.read() == expected
-                return {"IfMatch": found["ETag"]} if same else None
+            with answer["Body"] as body:  # read without a limit: only then does the SDK notice an answer cut short
+                same = answer["ContentLength"] == len(expected) and body.read() == expected
+                return {"IfMatch": answer["ETag"]} if same else None
 
         return self._put_if(key, data, condition)
 
@@ -169,16 +169,16 @@ class S3Storage(CheckpointStore):
         """Put an object under a condition of the server's; ``condition`` gives None where it cannot be met any more."""
         connection, token, name = self._connection(), secrets.token_hex(16), self._address.name_of(key)
         target = {"Bucket": connection.bucket, "Key": name}
-        given = {**connection.object_arguments(), **connection.checksum.arguments(data), "Metadata": {TOKEN: token}}
+        arguments = {**connection.object_arguments(), **connection.checksum.arguments(data), "Metadata": {TOKEN: token}}
         sent = 0
 
         def put() -> bool:
             nonlocal sent
-            sent_before, met = sent, condition(target)
-            if met is not None:
+            sent_before, header = sent, condition(target)
+            if header is not None:
                 sent += 1
                 try:
-                    connection.client.put_object(**target, **given, **met, Body=data)
+                    connection.client.put_object(**target, **arguments, **header, Body=data)
                 except ClientError as error:
                     if status_of(error) != 412 and not no_such_key(error):
                         raise

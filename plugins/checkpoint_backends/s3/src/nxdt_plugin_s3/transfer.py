@@ -211,12 +211,12 @@ class Upload(io.RawIOBase):
 def is_ours(connection: Connection, target: dict[str, str], token: str) -> bool:
     """Return whether the object that exists was written with ``token``."""
     try:
-        found = connection.client.head_object(**target)
+        head = connection.client.head_object(**target)
     except FAILURES as error:
         if status_of(error) == 404:
             return False
         raise
-    return bool(found["Metadata"].get(TOKEN) == token)
+    return bool(head["Metadata"].get(TOKEN) == token)
 
 
 _READ_BYTES = 2**20
