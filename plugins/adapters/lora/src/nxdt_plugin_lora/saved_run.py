@@ -288,8 +288,8 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
 
     def is_merged() -> bool:
         merged = {status.step for status in checkpoint.list_checkpoints(place) if status.state == "committed"}
-        made = checkpoint.read_manifest(storage, step).created
-        return step in merged and checkpoint.read_manifest(place, step).created > made
+        created = checkpoint.read_manifest(storage, step).created
+        return step in merged and checkpoint.read_manifest(place, step).created > created
 
     if on_first_rank(ranks, is_merged, where=place.uri):
         return
@@ -352,8 +352,8 @@ def export_lora(
     directory = Path(target)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise HFNotWritable(directory=target)
-    own, keys = named_config(config, trusted)
-    saved = open_saved(*locate(source, own), reads_base=False, config=own, trusted=keys)
+    resolved, keys = named_config(config, trusted)
+    saved = open_saved(*locate(source, resolved), reads_base=False, config=resolved, trusted=keys)
     base, began = base_model, HFSource.of_facts(saved.manifest.facts.hf)
     if base is None and began is not None and not base_step(saved.manifest):  # an import has step 0; later ones trained
         base = began.path
