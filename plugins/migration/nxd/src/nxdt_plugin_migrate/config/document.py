@@ -100,7 +100,7 @@ class Document:
         return any(self.settings[path].value not in (None, False, 0, "", [], {}) for path in self.below(section))
 
     def remark(self, path: str, reason: str) -> None:
-        """Say something about a key that stays as it is."""
+        """Add a reason to a key that stays as it is."""
         self.settings[path].reasons.append(reason)
 
     def move(self, path: str, target: str, reason: str = "") -> None:

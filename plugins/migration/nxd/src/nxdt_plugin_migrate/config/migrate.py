@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config import load, read_file
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey
+from nxdt_core.config import check, read_file
+from nxdt_core.errors.configuration import ConfigProblem, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig, Verdict
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require
@@ -38,7 +38,7 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
     file = document.value(_MODEL_CONFIG)
     extra = [f"{_MODEL_CONFIG}={directory.absolute() / file}"] if isinstance(file, str) and file != TO_SET else []
     while True:
-        problems = _problems(plain(document), extra, kernel)
+        problems = check(plain(document), extra, kernel=kernel)
         refused = [
             problem
             for problem in problems
@@ -55,14 +55,6 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
             else:
                 verdict: Verdict = "unsupported" if document.asks(problem.key) else "off"
                 document.drop(problem.key, verdict, f"nxdt has no such key{near}")
-
-
-def _problems(values: Mapping[str, Any], overrides: Sequence[str], kernel: Kernel) -> tuple[ConfigProblem, ...]:
-    try:
-        load(values, overrides, kernel=kernel)
-    except ConfigError as error:
-        return error.problems
-    return ()
 
 
 _T5_TUNING = ("src_file_name", "max_src_seq_length", "task_name")
