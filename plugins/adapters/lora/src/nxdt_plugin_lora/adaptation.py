@@ -93,7 +93,7 @@ class DoraUpdate(LowRankUpdate):
 
     @torch.no_grad()
     def _norms(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """2-norms of the rows of the updated weight, [out]; never zero."""
+        """Return the 2-norms of the rows of the updated weight, [out]; never zero."""
         wide = _wide(weight)
         squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
         scaled = self.scaling * up.to(wide)
@@ -138,7 +138,7 @@ class DoraEmbeddingUpdate(EmbeddingUpdate):
 
     @torch.no_grad()
     def _norms(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """2-norms of the columns of the updated table, [width]; never zero."""
+        """Return the 2-norms of the columns of the updated table, [width]; never zero."""
         wide = _wide(weight)
         squares = torch.linalg.vector_norm(weight, dim=0, dtype=wide).square()
         scaled = self.scaling * up.to(wide)
@@ -179,7 +179,7 @@ def _root(squares: torch.Tensor) -> torch.Tensor:
 
 
 def _plus_scaled(product: torch.Tensor, low_rank: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``product + scaling * low_rank @ upᵀ`` in one kernel, which makes no second tensor of that size."""
+    """Compute ``product + scaling * low_rank @ upᵀ`` in one kernel, which makes no second tensor of that size."""
     flat = product.reshape(-1, product.shape[-1])
     return torch.addmm(flat, low_rank.reshape(-1, low_rank.shape[-1]), up.t(), alpha=scaling).view(product.shape)
 
@@ -342,8 +342,8 @@ def _meant(name: str, candidates: Iterable[str], key: str, kind: str, *, ending:
 
 
 def _matching(name: str, paths: Sequence[str], ending: bool) -> list[str]:
-    """A pattern matches whole paths; a name what ends in it, or (not ``ending``) has it among its components, or has it
-    within one where it is not a component anywhere."""
+    """Return the paths that a pattern matches whole; of a name those that end in it, or (not ``ending``) have it among
+    their components, or within one where it is not a component anywhere."""
     if any(sign in name for sign in "*?["):
         return [path for path in paths if fnmatch.fnmatchcase(path, name)]
     if ending:

@@ -140,7 +140,7 @@ def peft_tensors(
 
 
 def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTensor:
-    """A base parameter; the bias of a layer with an update is below that layer's ``base_layer``."""
+    """Return a parameter of the base; the bias of a layer with an update is below its ``base_layer``."""
     if len(source.shape) == 3:
         raise NoPeftForm(parameter=source.name, reason="peft trains no experts whole")
     if source.hf_names == (source.name.removesuffix(".weight"),):

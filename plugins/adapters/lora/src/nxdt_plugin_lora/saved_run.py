@@ -242,7 +242,7 @@ def merge_lora(
 def merged_weight(
     weight: torch.Tensor, update: Mapping[str, torch.Tensor], scaling: float, *, table: bool = False
 ) -> torch.Tensor:
-    """``weight`` with its update, in its own dtype.
+    """Return ``weight`` with its update, in its own dtype.
 
     Args:
         weight: [out, in], a table [rows, width], or of experts [experts, out, in].

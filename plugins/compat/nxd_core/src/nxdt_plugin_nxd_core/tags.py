@@ -156,7 +156,7 @@ class _Saves(CheckpointManager):
 
 
 def _tags(path: str, kernel: Kernel | None) -> list[str]:
-    """Tags that have a manifest, the newest first."""
+    """Return the tags that have a manifest, the newest first."""
     newest: dict[str, tuple[float, int]] = {}
     for info in open_storage(path, kernel).list():
         match = _MANIFEST.fullmatch(info.key)
@@ -171,7 +171,7 @@ def _store(path: str, tag: str, kernel: Kernel | None) -> CheckpointStore:
 
 
 def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
-    """The run's session, without its optimizer where the caller leaves that out."""
+    """Return the run's session, without its optimizer where the caller leaves that out."""
     if not isinstance(model, NxDModel):
         raise NotOfThisModel(call=call, problem=f"model is {type(model).__name__}, and must be")
     session = model.nxd_config.session
@@ -184,7 +184,7 @@ def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
 
 
 def _plain(value: Any) -> Any:
-    """Text, numbers and tensors; what else a scheduler keeps, such as bound methods, is left out."""
+    """Return text, numbers and tensors; what else a scheduler keeps, such as bound methods, is left out."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items() if not callable(item)}
     return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

@@ -100,8 +100,8 @@ class NxdtModule(pl.LightningModule):
         """Return this rank's parameters under their global names, DTensors where sharded; none before
         :meth:`configure_model`."""
         model = self.session.built_model
-        found = () if model is None else model.named_parameters()
-        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in found)
+        parameters = () if model is None else model.named_parameters()
+        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in parameters)
 
     def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
         """Load a checkpoint once model and optimizer exist; called by the strategy."""
@@ -201,8 +201,8 @@ class NxdtModule(pl.LightningModule):
         Scalars, equal on all ranks. Text is what ``nxdt generate`` writes.
         """
         _check_batch(batch)
-        found = self.session.evaluate_batch(batch)
-        return {"loss": found.loss, "weight": found.weight, **found.metrics}
+        step_loss = self.session.evaluate_batch(batch)
+        return {"loss": step_loss.loss, "weight": step_loss.weight, **step_loss.metrics}
 
     def _log_validation(self, stage: str) -> None:
         validation, self._validation = self._validation, None
@@ -263,7 +263,7 @@ class NxdtDataModule(pl.LightningDataModule):
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """``batch`` as it is: micro-batches go to the device one at a time."""
+        """Return ``batch`` as it is: micro-batches go to the device one at a time."""
         return batch
 
     @property

@@ -144,10 +144,10 @@ def _written(model: PreTrainedModel, name: str) -> str:
     owner, _, leaf = name.removesuffix(".weight").rpartition(".")
     if leaf in model.get_submodule(owner)._parameters:  # values of heads, which have a module here
         name = name.removesuffix(".weight")
-    found = list(_reverted(model, name, torch.zeros(1, device=HOST)))
-    if len(found) != 1:
+    written = list(_reverted(model, name, torch.zeros(1, device=HOST)))
+    if len(written) != 1:
         raise _other_form(model, name)
-    return pattern_of(found[0][0])
+    return pattern_of(written[0][0])
 
 
 def _written_experts(model: PreTrainedModel, name: str, experts: str) -> KeyMap:
