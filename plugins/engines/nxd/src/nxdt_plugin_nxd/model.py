@@ -37,7 +37,6 @@ from nxdt_plugin_nxd.layout import LocalParameter, Stage, parameters_of, round_t
 from nxdt_plugin_nxd.lazy_device import end_of_step
 from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.passes import ComputeContext, GlobalBatch, Pipeline
-from nxdt_plugin_nxd.translation import MeshCoordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,8 +48,8 @@ class TrainedTensor:
     """The parameter itself where nothing is divided and no master is kept."""
     part: int
     parts: int
-    group: dist.ProcessGroup | None
-    """Ranks that have the other parts."""
+    groups: tuple[dist.ProcessGroup, ...]
+    """Ranks that have other elements of the parameter."""
 
     def region(self) -> TensorSlice:
         """Return the place of its elements in the whole parameter."""
@@ -64,15 +63,10 @@ class TrainedTensor:
         """Return a tensor of this one's shape as a checkpoint takes it."""
         return self.local.local_shard(value) if self.parts == 1 else LocalShard(value, self.local.shape, self.region())
 
-    def placed(self, tensor_group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None) -> ParameterShard:
+    def placed(self) -> ParameterShard:
         """Return the optimizer's record of where this parameter is."""
-        over = [tensor_group] if self.local.shard is not None else []
-        over += [expert_group] if self.local.distributed else []
-        over += [self.group] if self.parts > 1 else []
-        groups = tuple(group for group in over if group is not None)
-        return ParameterShard(
-            shape=self.local.shape, region=self.region(), groups=groups, matrix=len(self.local.shape) >= 2
-        )
+        shape = self.local.shape
+        return ParameterShard(shape=shape, region=self.region(), groups=self.groups, matrix=len(shape) >= 2)
 
     @torch.no_grad()
     def give(self, groups: object, rounding: tuple[int, str] | None = None) -> None:
@@ -102,19 +96,17 @@ class NxdModel(ParallelModel):
     def __init__(
         self,
         stage: Stage,
-        place: MeshCoordinates,
-        around: ComputeContext,
+        compute: ComputeContext,
         precision: PrecisionPolicy,
         *,
         sequence_parallel: bool,
     ) -> None:
         """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
-        self._stage, self._place, self._around = stage, place, around
-        self.device, self.plan = around.device, stage.plan
+        self._stage, self._compute, place = stage, compute, compute.place
+        self.device, self.plan = compute.device, stage.plan
         self.added, self.data_ranks = stage.added, place.sizes.dp
-        self.tensor_group = parallel_state.get_tensor_model_parallel_group() if place.sizes.tp > 1 else None
-        self.expert_group = parallel_state.get_expert_model_parallel_group() if place.sizes.ep > 1 else None
-        """Ranks that share tensors, and experts; None where there is one."""
+        tensor_group = parallel_state.get_tensor_model_parallel_group() if place.sizes.tp > 1 else None
+        expert_group = parallel_state.get_expert_model_parallel_group() if place.sizes.ep > 1 else None
         self.local: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """Parameters of this rank by global name."""
         self.trained: dict[str, TrainedTensor] = {}
@@ -130,14 +122,20 @@ class NxdModel(ParallelModel):
                 part, parts = place.expert_dp, place.sizes.efsdp
                 group = parallel_state.get_expert_data_parallel_group()
             elif place.sizes.zero_stage:
-                part, parts, group = place.dp, place.sizes.dp, around.data_group
+                part, parts, group = place.dp, place.sizes.dp, compute.data_group
             if parts == 1 or parameter.ndim == 0 or parameter.shape[0] % parts:
                 part, parts = 0, 1
             tensor = parameter
             if parts > 1 or self._masters:
                 values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
                 tensor = nn.Parameter(values.to(torch.float32 if self._masters else parameter.dtype, copy=True))
-            self.trained[name] = TrainedTensor(local=local, tensor=tensor, part=part, parts=parts, group=group)
+            over = (
+                tensor_group if local.shard is not None else None,
+                expert_group if local.distributed else None,
+                group if parts > 1 else None,
+            )
+            groups = tuple(group for group in over if group is not None)
+            self.trained[name] = TrainedTensor(local=local, tensor=tensor, part=part, parts=parts, groups=groups)
         # On a device, the Neuron runtime rounds; environment variables enable it.
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
@@ -160,7 +158,7 @@ class NxdModel(ParallelModel):
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
         sizes = place.sizes
-        self._pipeline = Pipeline(stage.modules, place, around) if sizes.pp > 1 else None
+        self._pipeline = Pipeline(stage.modules, compute) if sizes.pp > 1 else None
         tied = stage.plan.tied if sizes.pp > 1 else ()
         # Collective: every stage calls it, and those in between get none.
         self._tied_group = parallel_state.create_pg_with_ranks([0, sizes.pp - 1]) if tied else None
@@ -189,7 +187,7 @@ class NxdModel(ParallelModel):
     def _run(self, micro_batches: Sequence[Batch], objective: Objective, *, scale: int | None) -> StepLoss:
         """Run forward, and backward of each loss times ``scale`` where there is one."""
         self._set_training(scale is not None)
-        batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
+        batch = GlobalBatch(micro_batches, objective, self._compute, self._step, self._metric_names)
         if self._pipeline is not None:
             self._pipeline.run(batch.micro_batches, batch.step_context, batch.loss, scale=scale)
         for on_host in batch.micro_batches if self._pipeline is None else ():
@@ -216,7 +214,7 @@ class NxdModel(ParallelModel):
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
         batch = Batch(input_ids=padded, labels=padded)
         if self._pipeline is None:
-            return whole_logits(self._logits(batch.to(self._around.device), StepContext()))[:, :length]
+            return whole_logits(self._logits(batch.to(self._compute.device), StepContext()))[:, :length]
         outputs: list[torch.Tensor] = []
 
         def collect(logits: Any, *_: object) -> torch.Tensor:
@@ -224,16 +222,16 @@ class NxdModel(ParallelModel):
             return outputs[0].sum()
 
         self._pipeline.run([batch], lambda _: StepContext(), collect)
-        shape = max(self._around.ranks.all_gather_object(tuple(outputs[0].shape) if outputs else ()), key=len)
+        shape = max(self._compute.ranks.all_gather_object(tuple(outputs[0].shape) if outputs else ()), key=len)
         return self._from_last_stage(outputs[0] if outputs else None, shape)[:, :length]
 
     def _from_last_stage(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         """Return what the last pipeline stage has, on every rank. Collective in a pipeline."""
-        if self._around.pipeline_group is None:
+        if self._compute.pipeline_group is None:
             assert value is not None
             return value
-        result = torch.zeros(shape, device=self._around.device) if value is None else value.float()
-        dist.all_reduce(result, group=self._around.pipeline_group)
+        result = torch.zeros(shape, device=self._compute.device) if value is None else value.float()
+        dist.all_reduce(result, group=self._compute.pipeline_group)
         return result
 
     def _set_training(self, mode: bool) -> None:
@@ -241,7 +239,7 @@ class NxdModel(ParallelModel):
             module.train(mode)
 
     def _logits(self, batch: Batch, step: StepContext) -> Any:
-        with self._around.computing():
+        with self._compute.autocast():
             return self._stage.modules[0](batch.input_ids, batch.position_ids, batch.document_ids, step=step)
 
     # Weights
@@ -284,7 +282,7 @@ class NxdModel(ParallelModel):
             groups = parallel_state.get_data_parallel_group(as_list=as_list)
             experts = parallel_state.get_expert_data_parallel_group(as_list=as_list)
         for name, trained in self.trained.items():
-            rounding = (self._around.seed, f"rounding\0{self._step}\0{name}") if self._rounds_on_host else None
+            rounding = (self._compute.seed, f"rounding\0{self._step}\0{name}") if self._rounds_on_host else None
             trained.give(experts if trained.local.distributed else groups, rounding)
 
     def parameter_norm(self) -> torch.Tensor:
@@ -320,7 +318,7 @@ class NxdModel(ParallelModel):
             # Over the ranks that hold the same experts; each has summed what the tokens of its expert parallel ranks
             # ask of its experts. All else is summed over those ranks, too.
             bucket_allreduce_gradients(list(sums.values()))
-            if self._place.sizes.ep > 1:
+            if self._compute.place.sizes.ep > 1:
                 others = [grad for name, grad in sums.items() if not self.local[name].distributed]
                 bucket_allreduce_gradients(others, reduce_over_ep_group=True)
         norm = _norm([(local.parameter, sums.get(name)) for name, local in self.local.items()])
@@ -385,11 +383,10 @@ class NxdOptimizer(ParallelOptimizer):
         """
         self._model = model
         self._trained = {name: model.trained[name] for group in groups for name in group["names"]}
-        over = model.tensor_group, model.expert_group
         placed: list[ParameterGroup] = []
         for group in groups:
             tensors = [self._trained[name] for name in group["names"]]
-            shards = [trained.placed(*over) for trained in tensors]
+            shards = [trained.placed() for trained in tensors]
             placed.append({**group, "params": [trained.tensor for trained in tensors], "shards": shards})
         self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
         # Some optimizers take parts for wholes, and others copies for parts.
