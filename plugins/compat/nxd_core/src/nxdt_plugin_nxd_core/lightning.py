@@ -66,7 +66,6 @@ class NeuronLTModule(pl.LightningModule):
     input_ids: torch.Tensor | None = None
     """For a subclass."""
     should_print = False
-    _resume: tuple[CheckpointStore, Manifest] | None = None
 
     @binds
     def __init__(
@@ -177,16 +176,9 @@ class NeuronLTModule(pl.LightningModule):
         """Copy values into the model; see :meth:`nxdt_plugin_nxd_core.NxDModel.load_state_dict`."""
         return self.model.load_state_dict(state_dict, strict=strict)
 
-    def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
-        """Load a checkpoint once model and optimizer exist; called by the strategy."""
-        self._resume = (storage, manifest)
-
-    def load_resumed(self) -> None:
-        """Load the checkpoint that :meth:`resume_from` named. Collective."""
-        if self._resume is not None:
-            content = self.nxd_config.session.load_checkpoint(*self._resume)
-            restore(content, *self._trained_by())
-            self._resume = None
+    def load_saved(self, storage: CheckpointStore, manifest: Manifest) -> None:
+        """Load model, optimizer and schedule; called by the strategy. Collective."""
+        restore(self.nxd_config.session.load_checkpoint(storage, manifest), *self._trained_by())
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit model, optimizer, schedule and Lightning's loops under ``uri``; called by the strategy. Collective."""

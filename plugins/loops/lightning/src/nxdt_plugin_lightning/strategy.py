@@ -26,12 +26,14 @@ from pytorch_lightning.trainer import call
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.launch.agreement import check_world_size
 from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build, start_engine
 from nxdt_plugin_lightning.errors import NotOurModule, TrainerArgumentsIgnored
 from nxdt_plugin_lightning.module import NxdtModule
@@ -203,6 +205,8 @@ class NxdtStrategy(Strategy):
             self.engine = engine
         self._started, self._broken = engine is not None, False
         self._launcher: ScriptLauncher | None = None
+        self.resumes: tuple[CheckpointStore, Manifest] | None = None
+        """The checkpoint that the trainer was given; it is loaded once model and optimizer exist."""
         self.cluster_environment = StartedProcesses()
         complete_variables()
         if engine is None and not self._may_launch:
@@ -355,7 +359,7 @@ class NxdtStrategy(Strategy):
         storage, step = build.locate(self.config, str(checkpoint_path))
         trusted = build.trusted_keys(self.config)
         manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
-        self._module.resume_from(storage, manifest)
+        self.resumes = storage, manifest
         saved = checkpoint.load_state(storage, manifest)
         lightning: dict[str, Any] = saved["extra"].get("lightning", {})
         if "lightning" not in saved["extra"]:  # no run of ours wrote it: Lightning's loops, at the step
@@ -376,7 +380,9 @@ class NxdtStrategy(Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, optimizer state, counters and generators of the checkpoint found before."""
-        self._module.load_resumed()
+        assert self.resumes is not None
+        resumes, self.resumes = self.resumes, None
+        self._module.load_saved(*resumes)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: optimizer state is loaded together with the weights."""
