@@ -206,10 +206,9 @@ class NxdtDataModule(pl.LightningDataModule):
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         self.data = RunData(config)
-        """Tokenizer, sets and their sizes; empty before :meth:`prepare`."""
-        self.train_loader: TrainLoader | None = None
+        """Tokenizer, sets and their sizes; empty before :meth:`setup`."""
 
-    def prepare(self) -> None:
+    def setup(self, stage: str) -> None:
         """Read tokenizer and data, so that errors in them are reported before a model is built.
 
         Raises:
@@ -218,14 +217,9 @@ class NxdtDataModule(pl.LightningDataModule):
         """
         self.data.prepare(test=True)
 
-    def setup(self, stage: str) -> None:
-        """Call :meth:`prepare`, as a hook of Lightning."""
-        self.prepare()
-
     def train_dataloader(self) -> TrainLoader:
         """Return an endless loader; the trainer's ``max_steps`` ends it."""
-        self.train_loader = self._session.train_loader()
-        return self.train_loader
+        return self._session.train_loader()
 
     def val_dataloader(self) -> list[TrainLoader]:
         """Return one pass over each set; empty where the configuration names no validation data."""
@@ -249,7 +243,7 @@ class NxdtDataModule(pl.LightningDataModule):
 
     @property
     def _session(self) -> TrainSession:
-        """The module's, which reads these data."""
+        """Return the module's session, which reads these data."""
         trainer: Any = self.trainer
         session: TrainSession = trainer.lightning_module.session
         session.data = self.data

@@ -82,12 +82,8 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     """Translate ``tp_plan`` of ``model``.
 
     A pattern that names nothing in the model is left out: plans name parts that only some configurations have. Experts
-    are cut by our plan for them where theirs cuts them at all.
-
-    Args:
-        model: whole, with the plan of its class and of its configuration.
-        calls: of its attention.
-        layers: path of its layers.
+    are sharded by our plan for them where theirs shards them at all. ``calls`` are those of attention, and ``layers``
+    is the path of the layers.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     sinks = [path for path, module in modules.items() if isinstance(module, HeadValues)]  # cut with their heads
@@ -240,12 +236,7 @@ _TOKENS = 4
 
 
 def pipeline_plan(model: CausalLM, layers: str, hidden_size: int) -> tuple[PipelinePlan | None, str]:
-    """Translate ``pp_plan`` of ``model``.
-
-    Args:
-        model: whole, on the meta device; not changed.
-        layers: path of its layers.
-        hidden_size: width of what travels.
+    """Translate ``pp_plan`` of ``model``, which is whole and on the meta device, and is not changed.
 
     Returns:
         The plan, or None and why there is none.
@@ -366,14 +357,6 @@ class ModelFacts:
             experts={f"{path}.{STACK}": path for path in experts_per_token},
             multiplied=dense + routed,
         )
-
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Return 6 for each weight that a token is multiplied with (embeddings are looked up), and for each layer 6 for
-        each channel of query and value heads and position that is seen: PaLM's convention (arXiv:2204.02311, appendix
-        B), within the window where a layer has one."""
-        seen = ((call, min(sequence_length, call.window or sequence_length)) for call in self.calls.values())
-        attention = sum(call.heads * (call.key_width + call.value_width) * positions for call, positions in seen)
-        return 6.0 * (self.multiplied + attention)
 
 
 _STD = 0.02

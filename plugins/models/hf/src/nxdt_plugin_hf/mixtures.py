@@ -42,12 +42,7 @@ _TOKENS = 4
 
 
 def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of each block around experts; none where they are in a layer itself.
-
-    Args:
-        model: with our experts.
-        layers: path of the layers.
-    """
+    """Yield the path and module of each block around our experts; none where they are in one of ``layers`` itself."""
     for path, _ in routed_experts(model):
         block = path.rpartition(".")[0]
         if block.startswith(f"{layers}.") and "." in block.removeprefix(f"{layers}."):

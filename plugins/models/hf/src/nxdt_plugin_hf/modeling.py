@@ -238,9 +238,7 @@ class NumberedLayers(nn.ModuleDict):
 def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) -> CausalLM:
     """Return the model on the current device, mostly meta; attention, experts, dropouts and layers are ours.
 
-    Args:
-        architecture: of the model.
-        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.modeling.trace_model`.
+    ``calls`` of :func:`trace_model` say what its attention modules compute.
 
     Raises:
         UnsupportedArchitecture: its embedding or its head is not what it should be.
