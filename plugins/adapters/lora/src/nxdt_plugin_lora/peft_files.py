@@ -106,12 +106,9 @@ def base_of(name: str) -> UpdateParameter | None:
 def peft_tensors(
     builder: ModelBuilder, shapes: Mapping[str, tuple[int, ...]], embeddings: Iterable[str]
 ) -> dict[str, PeftTensor]:
-    """Return the trained parameters of a model by name.
+    """Return the trained parameters of a model, whose shapes these are, by name.
 
-    Args:
-        builder: builder of the model, without adapters.
-        shapes: shape of each trained parameter, by name.
-        embeddings: names of the tables that are looked up.
+    ``builder`` knows no adapters; ``embeddings`` are the names of the tables that are looked up.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
@@ -189,7 +186,8 @@ def _update(name: str, shape: tuple[int, ...], leaf: UpdateParameter, source: So
 _SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Theirs → ours: what decides on the values of the update."""
 _THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
-_PATTERNS = ("rank_pattern", "alpha_pattern")
+_PATTERNS = {"rank_pattern": "lora_rank", "alpha_pattern": "lora_alpha"}
+"""Keys, theirs and ours, for some layers → ours for all others."""
 _UNREAD = (
     "lora_bias",
     "layer_replication",
@@ -468,7 +466,7 @@ def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) 
             target = weight if any(ends_in(weight, name) for name in theirs.get("target_parameters") or ()) else module
             values = {
                 key: next((value for end, value in patterns[key].items() if _is_end(target, end)), section[of_all])
-                for key, of_all in zip(_PATTERNS, ("lora_rank", "lora_alpha"), strict=True)
+                for key, of_all in _PATTERNS.items()
             }
             if targets.setdefault(ours, values) != values:
                 reason = f"experts of '{ours}' have different ranks or alphas"
@@ -480,7 +478,7 @@ def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) 
                     raise AdapterFileDamaged(path=str(directory / CONFIG), reason=reason)
     others = {
         key: {path: values[key] for path, values in targets.items() if values[key] != section[of_all]}
-        for key, of_all in zip(_PATTERNS, ("lora_rank", "lora_alpha"), strict=True)
+        for key, of_all in _PATTERNS.items()
     }
     return {
         "name": "lora",
@@ -532,11 +530,8 @@ def describe(
     With experts among the targets the dropout is 0 there: peft opens no others. Of a model with experts, peft takes
     every target module that is called as a matrix of theirs for one; layers of that name are target parameters.
 
-    Args:
-        builder: builder of the base model.
-        lora: section of the run.
-        trained: shapes of what trains and of its frozen initial values, by name.
-        base: name or path of the base, for peft.
+    ``trained`` has the shapes of what trains and of its frozen initial values, by name; ``base`` is what the file calls
+    the base.
 
     Raises:
         NoPeftForm: a part of what trains has none.

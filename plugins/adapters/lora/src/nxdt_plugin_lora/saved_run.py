@@ -242,14 +242,8 @@ def merge_lora(
 def merged_weight(
     weight: torch.Tensor, update: Mapping[str, torch.Tensor], scaling: float, *, table: bool = False
 ) -> torch.Tensor:
-    """Return ``weight`` with its update, in its own dtype.
-
-    Args:
-        weight: [out, in], a table [rows, width], or of experts [experts, out, in].
-        update: its parameters by kind.
-        scaling: factor of the product.
-        table: whether it is one that is looked up.
-    """
+    """Return ``weight`` [out, in], of experts [experts, out, in], or a ``table`` [rows, width], with its update, in its
+    own dtype. ``update`` has the parameters of that by kind, and ``scaling`` multiplies their product."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     whole = weight.to(wide)
     for suffix, factor in ("", scaling), ("0", -scaling):

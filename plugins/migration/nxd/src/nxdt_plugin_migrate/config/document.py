@@ -257,13 +257,7 @@ def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
 
 
 def render(document: Document, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
-    """Return the YAML text.
-
-    Args:
-        document: The settings.
-        head: Comment lines above them.
-        tail: Comment lines below them.
-    """
+    """Return the YAML text of the settings between ``head`` and ``tail``, which are lines of comments."""
     tree = _nested(document.settings)
     lines = [*_comment_lines(head, ""), *_lines(tree, "", document), *(("", *_comment_lines(tail, "")) if tail else ())]
     return "\n".join(lines) + "\n"

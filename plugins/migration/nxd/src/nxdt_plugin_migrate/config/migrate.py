@@ -94,8 +94,8 @@ def migrate(
 
     Args:
         source: The file.
-        target: Where the caller will write the text.
-        framework: One of the three.
+        target: Where the caller will write the text; relative paths start there.
+        framework: ``nxdt``, ``nemo`` or ``nnm``.
         kernel: Its plugins say what can be kept.
         overrides: Key path → value of the command line; keys of nxdt alone are not looked at.
 
