@@ -114,10 +114,8 @@ class NeuronxCheckpoint(CheckpointReader):
         self._check_ranks(weights, shapes)
         optimizer = self._optimizer(weights, weights_only)
         merger = Merger(heads, shapes, path)
-        families = {"weights": merger.merge(weights)}
-        if optimizer is not None:
-            families |= {name: merger.merge(stages) for name, stages in optimizer.families.items()}
-        model = families.pop("weights")
+        model, optimizer_families = merger.merge(weights), {} if optimizer is None else optimizer.families
+        families = {name: merger.merge(stages) for name, stages in optimizer_families.items()}
         model = families.pop(MASTER, model)
         if weights_only:
             families.clear()

@@ -38,14 +38,6 @@ def is_section(value: object) -> bool:
     return isinstance(value, Mapping) and bool(value)
 
 
-def at(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a key path, or None where there is none."""
-    value: Any = values
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
 @dataclass(slots=True, kw_only=True)
 class Setting:
     """One key that is not a section, and its value."""

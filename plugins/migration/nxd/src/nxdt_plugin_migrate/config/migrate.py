@@ -13,7 +13,7 @@ from nxdt_core.errors.configuration import ConfigProblem, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig, Verdict
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require
-from nxdt_plugin_migrate.config.document import TO_SET, Document, at, entries, plain, read_document, render
+from nxdt_plugin_migrate.config.document import TO_SET, Document, entries, plain, read_document, render
 from nxdt_plugin_migrate.config.nemo import from_nemo, from_nnm
 from nxdt_plugin_migrate.config.nxdt import from_nxdt
 from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL, has_key
@@ -106,16 +106,17 @@ def migrate(
     """
     written = read_file(source).written
     refuse_others(written, framework, source)
+    values = dict(entries(written))
     for name, marks in () if framework == "nxdt" else _OTHERS:
         for mark in marks:
             # Sections of data and tokenizers are below ``model`` in most files.
             places = [(key,) if key.startswith("model.") else (f"model.{key}", key) for key in mark.split(" and ")]
-            keys = [next((key for key in place if at(written, key) is not None), "") for place in places]
+            keys = [next((key for key in place if values.get(key) is not None), "") for place in places]
             if all(keys):
                 models = sorted(component.record.name for component in kernel.registry.all("model"))
                 raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
     require(written, framework, source)
-    written_keys = {path for path, value in entries(written) if not isinstance(value, Mapping)}
+    written_keys = {path for path, value in values.items() if not isinstance(value, Mapping)}
     taken = {key: value for key, value in (overrides or {}).items() if key in written_keys or has_key(framework, key)}
     document = read_document(read_file(source, taken, _SECTIONS), overrides or ())
     for path in _SECTIONS:
