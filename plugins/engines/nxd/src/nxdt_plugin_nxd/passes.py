@@ -76,12 +76,8 @@ class GlobalBatch:
     ) -> None:
         """Sum the weight over the data parallel ranks; pipeline ranks read the same samples.
 
-        Args:
-            micro_batches: on the host.
-            objective: the loss.
-            compute: what the passes of the run share.
-            step: number of the step, which dropout depends on.
-            metric_names: those of each kind of objective, which the pipeline ranks agree on once.
+        ``micro_batches`` are on the host. Dropout depends on ``step``. Pipeline ranks agree once on ``metric_names``,
+        by kind of objective.
         """
         self._objective, self._compute, self._step, self._metric_names = objective, compute, step, metric_names
         of_batches = [
