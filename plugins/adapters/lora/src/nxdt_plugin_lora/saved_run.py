@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLora:
-    """One checkpoint."""
+    """A checkpoint of a LoRA run."""
 
     storage: CheckpointStore
     manifest: Manifest
