@@ -70,7 +70,7 @@ def everything(directory, overrides):
     trainer.fit_loop.epoch_loop.max_steps = 5
     trainer.fit(module, data)
     found["more"] = float(trainer.callback_metrics["loss"])
-    found["steps"] = module.train_state.step
+    found["steps"] = module.session.state.step
     again = trainer_of(config)
     (figures,) = again.validate(module, data)
     found["other trainer"] = figures["val_loss"]
@@ -328,7 +328,7 @@ def test_the_figures_of_a_run_of_nxdt_train_are_not_logged_twice(small_run):
 
 class Fails(pl.Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if pl_module.train_state.step == 3:
+        if pl_module.session.state.step == 3:
             raise ValueError("callback")
 
 
@@ -340,7 +340,7 @@ def test_garbage_is_collected_between_steps_in_a_users_trainer(small_run, fails)
 
     def collected(phase, info):
         if phase == "start" and not gc.isenabled():
-            found.append((module.train_state.step, info["generation"]))
+            found.append((module.session.state.step, info["generation"]))
 
     gc.callbacks.append(collected)
     try:

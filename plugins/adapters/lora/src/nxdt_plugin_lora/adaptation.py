@@ -93,13 +93,13 @@ class DoraUpdate(LowRankUpdate):
 
     @torch.no_grad()
     def _norms(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """2-norms of the rows of the updated weight, [out]; never zero."""
+        """Return the 2-norms of the rows of the updated weight, [out]; never zero."""
         wide = _wide(weight)
-        own = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
+        squares = torch.linalg.vector_norm(weight, dim=1, dtype=wide).square()
         scaled = self.scaling * up.to(wide)
         crossed = 2 * (scaled * functional.linear(weight, down.to(weight.dtype))).sum(1)
         added = (scaled @ (down.to(wide) @ down.to(wide).t()) * scaled).sum(1)
-        return _root(self.over_inputs(own + crossed + added)).to(up.dtype)
+        return _root(self.over_inputs(squares + crossed + added)).to(up.dtype)
 
 
 class EmbeddingUpdate(Update):
@@ -138,13 +138,13 @@ class DoraEmbeddingUpdate(EmbeddingUpdate):
 
     @torch.no_grad()
     def _norms(self, weight: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """2-norms of the columns of the updated table, [width]; never zero."""
+        """Return the 2-norms of the columns of the updated table, [width]; never zero."""
         wide = _wide(weight)
-        own = torch.linalg.vector_norm(weight, dim=0, dtype=wide).square()
+        squares = torch.linalg.vector_norm(weight, dim=0, dtype=wide).square()
         scaled = self.scaling * up.to(wide)
         crossed = 2 * (scaled * (down.to(weight.dtype).t() @ weight)).sum(0)
         added = (scaled * (down.to(wide).t() @ down.to(wide) @ scaled)).sum(0)
-        return _root(self.over_inputs(own + crossed + added)).to(up.dtype)
+        return _root(self.over_inputs(squares + crossed + added)).to(up.dtype)
 
 
 class ExpertsUpdate(Update):
@@ -179,7 +179,7 @@ def _root(squares: torch.Tensor) -> torch.Tensor:
 
 
 def _plus_scaled(product: torch.Tensor, low_rank: torch.Tensor, up: torch.Tensor, scaling: float) -> torch.Tensor:
-    """``product + scaling * low_rank @ upᵀ`` in one kernel, which makes no second tensor of that size."""
+    """Compute ``product + scaling * low_rank @ upᵀ`` in one kernel, which makes no second tensor of that size."""
     flat = product.reshape(-1, product.shape[-1])
     return torch.addmm(flat, low_rank.reshape(-1, low_rank.shape[-1]), up.t(), alpha=scaling).view(product.shape)
 
@@ -211,14 +211,14 @@ def adapt(
         for path, part in candidates.items()
         if not isinstance(part, nn.Embedding) and not matches_any(heads, path) and path != "lm_head"
     ]
-    wanted: set[str] = set()
+    chosen: set[str] = set()
     for name in config.target_modules:
         meant = linear if name == ALL_LINEAR else _meant(name, candidates, "target_modules", "layer")
         left = [path for path in meant if not any(f"{path}.".startswith(f"{owner}.") for owner in whole)]
         if meant and not left:
             raise TargetSavedWhole(name=name, paths=meant)
-        wanted |= set(left)
-    targets = {path: part for path, part in candidates.items() if path in wanted}
+        chosen |= set(left)
+    targets = {path: part for path, part in candidates.items() if path in chosen}
     for key in ("rank_pattern", "alpha_pattern"):
         for name in getattr(config, key):
             if not any(ends_in(path, name) for path in targets):
@@ -320,8 +320,8 @@ def adaptable(module: nn.Module) -> dict[str, nn.Module]:
 def adaptable_names(builder: ModelBuilder) -> set[str]:
     """Return the names of the matrices of the builder's model that can get an update."""
     with torch.device("meta"):
-        found = adaptable(builder.build())
-    return {path if isinstance(part, SwiGLUExperts) else f"{path}.weight" for path, part in found.items()}
+        modules = adaptable(builder.build())
+    return {path if isinstance(part, SwiGLUExperts) else f"{path}.weight" for path, part in modules.items()}
 
 
 def tables_of(builder: ModelBuilder) -> list[str]:
@@ -333,17 +333,17 @@ def tables_of(builder: ModelBuilder) -> list[str]:
 
 def _meant(name: str, candidates: Iterable[str], key: str, kind: str, *, ending: bool = False) -> list[str]:
     paths = list(candidates)
-    found = _matching(name, paths, ending)
-    for separate in _SEPARATE.get(name, ()) if not found else ():
-        found += _matching(separate, paths, ending)
-    if not found:
+    matching = _matching(name, paths, ending)
+    for separate in _SEPARATE.get(name, ()) if not matching else ():
+        matching += _matching(separate, paths, ending)
+    if not matching:
         raise TargetNotFound(key=key, name=name, kind=kind, candidates=_nearest(name, paths))
-    return found
+    return matching
 
 
 def _matching(name: str, paths: Sequence[str], ending: bool) -> list[str]:
-    """A pattern matches whole paths; a name what ends in it, or (not ``ending``) has it among its components, or has it
-    within one where it is not a component anywhere."""
+    """Return the paths that a pattern matches whole; of a name those that end in it, or (not ``ending``) have it among
+    their components, or within one where it is not a component anywhere."""
     if any(sign in name for sign in "*?["):
         return [path for path in paths if fnmatch.fnmatchcase(path, name)]
     if ending:

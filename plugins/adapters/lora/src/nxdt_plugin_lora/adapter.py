@@ -32,7 +32,7 @@ from nxdt_core.train.weights.saved_config import saved_adapter
 from nxdt_plugin_lora.adaptation import EmbeddingUpdate, ExpertsUpdate, LowRankUpdate, adapt, tables_of
 from nxdt_plugin_lora.config import LoraConfig
 from nxdt_plugin_lora.errors import AdapterDiffers, BaseIsNoReference, LayerNotAdaptable
-from nxdt_plugin_lora.peft_files import differences, is_peft, peft_tensors, read_config, read_peft, section_for
+from nxdt_plugin_lora.peft_files import differences, is_peft, peft_tensors, read_config, read_peft, section_for, unequal
 from nxdt_plugin_lora.saved_run import merge_last, write_options
 
 _log = logging.getLogger(__name__)
@@ -85,25 +85,25 @@ class LoraAdapter(Adapter):
             BaseNotQuantised: the weights that PiSSA decomposes are codes.
             BaseIsNoReference: that adapter changes the base, which the objective takes for the model of the beginning.
         """
-        own = self.config
-        if not own.save_lora_config_adapter:
-            ranks.on_rank_zero(lambda: write_options(own, config.run_dir))
-        if not own.enable_lora:
+        lora = self.config
+        if not lora.save_lora_config_adapter:
+            ranks.on_rank_zero(lambda: write_options(lora, config.run_dir))
+        if not lora.enable_lora:
             return
         dtype = config.run.adapter.base_dtype
-        if own.init_lora_weights == "pissa" and dtype is not None:
+        if lora.init_lora_weights == "pissa" and dtype is not None:
             reason = "init_lora_weights: pissa decomposes the weights themselves"
             raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Or set another init_lora_weights")
-        if (own.use_dora or own.init_lora_weights == "pissa") and not changes_base(model, ranks):
+        if (lora.use_dora or lora.init_lora_weights == "pissa") and not changes_base(model, ranks):
             set_initial_values(model, ranks)  # else they came with the updates
-        if own.load_lora_from_ckpt:
-            assert own.lora_save_dir is not None
-            directory = Path(own.lora_save_dir, "" if own.lora_load_tag is None else str(own.lora_load_tag))
+        if lora.load_lora_from_ckpt:
+            assert lora.lora_save_dir is not None
+            directory = Path(lora.lora_save_dir, "" if lora.lora_load_tag is None else str(lora.lora_load_tag))
             if is_peft(directory):
                 refuse_foreign(build.trusted_keys(config), directory)
-                _load_peft(directory, own, model, config, ranks)
+                _load_peft(directory, lora, model, config, ranks)
             else:
-                _load_checkpoint(own, model, config, ranks)
+                _load_checkpoint(lora, model, config, ranks)
         if build.objective(config).traits.reference == "step" and changes_base(model, ranks):
             raise BaseIsNoReference(objective=config.run.objective.name)
 
@@ -167,8 +167,8 @@ def set_initial_values(model: ParallelModel, ranks: RankAgreement) -> None:
     paths_of_ranks = ranks.all_gather_object([*updates])
     for number, (path, (update, weight)) in enumerate(updates.items()):
         whole = weight.full_tensor() if is_dtensor(weight) else weight
-        held = state.get(f"{path.removesuffix('.update')}.weight")
-        if held is not None and local_shard_of(held).shape != tuple(whole.shape):
+        saved = state.get(f"{path.removesuffix('.update')}.weight")
+        if saved is not None and local_shard_of(saved).shape != tuple(whole.shape):
             option = "use_dora" if hasattr(update, "lora_magnitude") else "init_lora_weights"
             raise LayerNotAdaptable(
                 path=path, layer="split by this engine", option=option, fits="layers of whole weights"
@@ -186,30 +186,23 @@ def set_initial_values(model: ParallelModel, ranks: RankAgreement) -> None:
             computed[f"{path}.lora_A"] = (root.unsqueeze(1) * right[:rank]).cpu()
             computed[f"{path}.lora_B"] = (left[:, :rank] * root).cpu()
     for name, start in (item for of_rank in ranks.all_gather_object(computed) for item in of_rank.items()):
-        for parameter in (parameters[each] for each in (name, f"{name}0") if each in parameters):
+        for parameter in (parameters[key] for key in (name, f"{name}0") if key in parameters):
             shard = local_shard_of(parameter)
             shard.tensor.copy_(start[shard.region.within(TensorSlice.whole(shard.shape))])
 
 
-def _check_options(own: LoraConfig, saved: Mapping[str, Any], where: str) -> None:
+def _check_options(lora: LoraConfig, saved: Mapping[str, Any], where: str) -> None:
     """Check that weights of a run with the section ``saved``, which may be of an older version, compute the same here.
 
     Raises:
         AdapterDiffers: they do not.
     """
-    here = own.model_dump()
-    there = {"rank_pattern": {}, "alpha_pattern": {}, **saved}
-    different = [
-        f"{key} is {there.get(key)} there and {here[key]} here" for key in _COMPUTED if there.get(key) != here[key]
-    ]
-    start, own_start = saved.get("init_lora_weights", "default"), own.init_lora_weights
-    if start != own_start and "pissa" in (start, own_start):
-        different.append(f"init_lora_weights is {start} there and {own_start} here")
+    different = [*unequal(_COMPUTED, {"rank_pattern": {}, "alpha_pattern": {}, **saved}, lora)]
     if different:
         raise AdapterDiffers(where=where, differences=different)
 
 
-def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
+def _load_checkpoint(lora: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement) -> None:
     """Fill what trains from a checkpoint of a run. Collective: it succeeds on all ranks or fails on all.
 
     Raises:
@@ -217,15 +210,15 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
         AdapterOfAnotherBase: it was trained over other weights.
         WeightsDoNotFit: it has updates of other layers.
     """
-    uri = str(own.lora_save_dir)
-    if own.lora_load_tag is not None:
-        tag = str(own.lora_load_tag)
+    uri = str(lora.lora_save_dir)
+    if lora.lora_load_tag is not None:
+        tag = str(lora.lora_load_tag)
         uri = f"{uri.rstrip('/')}/{step_name(int(tag)) if tag.isdigit() else tag}"
     storage, step = build.locate(config, uri)
     trusted = build.trusted_keys(config)
     manifest = checkpoint.find_checkpoint(storage, step, warn=lambda _: None, ranks=ranks, trusted=trusted)
     where = build.step_uri(storage, manifest.step)
-    _check_options(own, saved_adapter(manifest, config), where)
+    _check_options(lora, saved_adapter(manifest, config), where)
     if manifest.facts.base and manifest.facts.base != base_digest(model, ranks):
         raise AdapterOfAnotherBase(where=where, base="this run")
     weights = without_base(model, model.state_dict())
@@ -238,7 +231,7 @@ def _load_checkpoint(own: LoraConfig, model: ParallelModel, config: ResolvedConf
 
 
 def _load_peft(
-    directory: Path, own: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement
+    directory: Path, lora: LoraConfig, model: ParallelModel, config: ResolvedConfig, ranks: RankAgreement
 ) -> None:
     """Fill what trains from a directory that peft wrote, as :func:`_load_checkpoint` does."""
     digest, trained = base_digest(model, ranks), {name for name, p in model.named_parameters() if p.requires_grad}
@@ -248,7 +241,7 @@ def _load_peft(
 
     def fill() -> None:
         builder = build.model_builder(config)
-        different = [*differences(own, section_for(directory, builder, builds=False))]
+        different = [*differences(lora, section_for(directory, builder, builds=False))]
         if different:
             raise AdapterDiffers(where=str(directory), differences=different)
         values, base = read_peft(directory, peft_tensors(builder, shapes, tables_of(builder)), shapes)

@@ -12,7 +12,7 @@ from nxdt_core.cli.terminal import human_size
 from nxdt_core.cli.verb import Verb, as_json, print_json, say
 
 if TYPE_CHECKING:
-    from nxdt_plugin_lora.saved_run import Merged
+    from nxdt_plugin_lora.saved_run import ExportedLora, Merged
 
 
 @click.command(
@@ -51,23 +51,22 @@ def merge_lora(
     from nxdt_core.train.weights.saved_config import named_config as read
     from nxdt_plugin_lora import saved_run
 
-    own, keys = read(config, trusted)
+    resolved, keys = read(config, trusted)
     ctx.exit(
         on_all_ranks(
             lambda ranks: saved_run.merge_lora(
-                *locate(source, own), open_storage(target), base=base, ranks=ranks, config=own, trusted=keys
+                *locate(source, resolved), open_storage(target), base=base, ranks=ranks, config=resolved, trusted=keys
             ),
-            lambda merged: _report(merged, json_output),
+            lambda merged: _report(merged, json_output, f"Merged {merged.source} into", merged.merged),
         )
     )
 
 
-def _report(merged: Merged, json_output: bool) -> None:
+def _report(result: Merged | ExportedLora, json_output: bool, done: str, updates: int) -> None:
     if json_output:
-        print_json(asdict(merged))
+        print_json(asdict(result))
         return
-    what = f"{merged.merged} updates, {human_size(merged.size_bytes)}"
-    say(f"Merged {merged.source} into {merged.target}: {what}.")
+    say(f"{done} {result.target}: {updates} updates, {human_size(result.size_bytes)}.")
 
 
 @click.command(
@@ -94,8 +93,4 @@ def export_lora(
     from nxdt_plugin_lora import saved_run
 
     exported = saved_run.export_lora(source, target, base_model=base_model, config=config, trusted=trusted)
-    if json_output:
-        print_json(asdict(exported))
-        return
-    what = f"{exported.updates} updates, {human_size(exported.size_bytes)}"
-    say(f"Exported {exported.source} to {exported.target}: {what}.")
+    _report(exported, json_output, f"Exported {exported.source} to", exported.updates)

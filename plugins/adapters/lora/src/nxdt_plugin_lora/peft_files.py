@@ -106,12 +106,9 @@ def base_of(name: str) -> UpdateParameter | None:
 def peft_tensors(
     builder: ModelBuilder, shapes: Mapping[str, tuple[int, ...]], embeddings: Iterable[str]
 ) -> dict[str, PeftTensor]:
-    """Return the trained parameters of a model by name.
+    """Return the trained parameters of a model, whose shapes these are, by name.
 
-    Args:
-        builder: builder of the model, without adapters.
-        shapes: shape of each trained parameter, by name.
-        embeddings: names of the tables that are looked up.
+    ``builder`` knows no adapters; ``embeddings`` are the names of the tables that are looked up.
 
     Raises:
         HFExchangeUnsupported: the builder has no key map.
@@ -140,7 +137,7 @@ def peft_tensors(
 
 
 def _whole(source: Source, updated: set[str], tied: Mapping[str, str]) -> PeftTensor:
-    """A base parameter; the bias of a layer with an update is below that layer's ``base_layer``."""
+    """Return a parameter of the base; the bias of a layer with an update is below its ``base_layer``."""
     if len(source.shape) == 3:
         raise NoPeftForm(parameter=source.name, reason="peft trains no experts whole")
     if source.hf_names == (source.name.removesuffix(".weight"),):
@@ -189,7 +186,8 @@ def _update(name: str, shape: tuple[int, ...], leaf: UpdateParameter, source: So
 _SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
 """Theirs → ours: what decides on the values of the update."""
 _THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
-_PATTERNS = ("rank_pattern", "alpha_pattern")
+_PATTERNS = {"rank_pattern": "lora_rank", "alpha_pattern": "lora_alpha"}
+"""Keys, theirs and ours, for some layers → ours for all others."""
 _UNREAD = (
     "lora_bias",
     "layer_replication",
@@ -270,27 +268,32 @@ def shortened(targets: Iterable[str], modules: Iterable[str]) -> list[str]:
     chosen, by_leaf = set(targets), defaultdict(set)
     for module in {*modules, *chosen}:
         by_leaf[module.rpartition(".")[2]].add(module)
-    short = {leaf for leaf, found in by_leaf.items() if found <= chosen and not leaf.isdigit()}
+    short = {leaf for leaf, ending in by_leaf.items() if ending <= chosen and not leaf.isdigit()}
     return sorted(short | {module for module in chosen if module.rpartition(".")[2] not in short})
 
 
-def differences(own: LoraConfig, section: Mapping[str, Any]) -> Iterator[str]:
-    """Yield where an adapter of the section ``section`` computes something else than ``own`` describes."""
-    theirs = own.changed(**{key: section[key] for key in (*_SAME.values(), *_PATTERNS)})
-    if any(getattr(config, key) for config in (own, theirs) for key in _PATTERNS):
+def differences(lora: LoraConfig, section: Mapping[str, Any]) -> Iterator[str]:
+    """Yield where an adapter of the section ``section`` computes something else than ``lora`` describes."""
+    theirs = lora.changed(**{key: section[key] for key in (*_SAME.values(), *_PATTERNS)})
+    if any(getattr(config, key) for config in (lora, theirs) for key in _PATTERNS):
         for path in section["target_modules"]:
-            there, here = ((config.rank_of(path), config.alpha_of(path)) for config in (theirs, own))
+            there, here = ((config.rank_of(path), config.alpha_of(path)) for config in (theirs, lora))
             if there != here:
                 yield "rank and alpha of '{}' are {} and {} there and {} and {} here".format(path, *there, *here)
-        keys = ["use_rslora", "use_dora"]
+        yield from unequal(("use_rslora", "use_dora"), section, lora)
     else:
-        keys = [*_SAME.values()]
+        yield from unequal(_SAME.values(), section, lora)
+
+
+def unequal(keys: Iterable[str], section: Mapping[str, Any], lora: LoraConfig) -> Iterator[str]:
+    """Yield which of ``keys``, and which start that the base depends on, are others in ``section`` than in ``lora``."""
+    values = lora.model_dump()
     for key in keys:
-        if section[key] != getattr(own, key):
-            yield f"{key} is {section[key]} there and {getattr(own, key)} here"
+        if section.get(key) != values[key]:
+            yield f"{key} is {section.get(key)} there and {values[key]} here"
     start = section.get("init_lora_weights", "default")
-    if (start == "pissa") != (own.init_lora_weights == "pissa"):
-        yield f"init_lora_weights is {start} there and {own.init_lora_weights} here"
+    if (start == "pissa") != (lora.init_lora_weights == "pissa"):
+        yield f"init_lora_weights is {start} there and {lora.init_lora_weights} here"
 
 
 def is_peft(path: Path) -> bool:
@@ -320,7 +323,9 @@ def write_peft(
     parts = [[name] if tensor.start is None else [name, tensor.start] for name, tensor in tensors.items()]
     values = iter(read([name for names in parts for name in names]))
     weights = ([next(values) for _ in names] for names in parts)
-    written = dict(item for tensor, own in zip(tensors.values(), weights, strict=True) for item in tensor.write(*own))
+    written = dict(
+        item for tensor, whole in zip(tensors.values(), weights, strict=True) for item in tensor.write(*whole)
+    )
     directory.mkdir(parents=True, exist_ok=True)
     with replacing(directory / WEIGHTS) as file:
         file.write(save(written, metadata={"format": "pt", _BASE: base}))
@@ -344,29 +349,29 @@ def read_peft(
         WeightsDoNotFit: the tensors in the file differ from those that ``tensors`` describes.
     """
     with opened_weights(directory) as file:
-        held, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    wanted = {part for tensor in tensors.values() for part in tensor.source.hf_names}
-    base_layers = {name for name in held if name.endswith(".base_layer.weight")}  # peft saves them with embeddings
-    for each in tensors.values():
-        if each.tied_name is not None:  # a matrix that two modules share trains in both here
-            names = (*each.source.hf_names, each.tied_name)
-            shared = [held[name] for name in names if name in held]
+        stored, metadata = {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+    expected = {part for tensor in tensors.values() for part in tensor.source.hf_names}
+    base_layers = {name for name in stored if name.endswith(".base_layer.weight")}  # peft saves them with embeddings
+    for tensor in tensors.values():
+        if tensor.tied_name is not None:  # a matrix that two modules share trains in both here
+            names = (*tensor.source.hf_names, tensor.tied_name)
+            shared = [stored[name] for name in names if name in stored]
             if shared and (len(shared) < len(names) or not all(torch.equal(shared[0], other) for other in shared)):
-                said = f"embedding and head share '{each.source.name}' here, and it trained them apart"
-                raise AdapterDiffers(where=str(directory), differences=[said], remedies=(MERGE,))
-    wanted |= {tensor.tied_name for tensor in tensors.values() if tensor.tied_name is not None}
-    missing, extra = sorted(wanted - held.keys()), sorted(held.keys() - wanted - base_layers)
+                difference = f"embedding and head share '{tensor.source.name}' here, and it trained them apart"
+                raise AdapterDiffers(where=str(directory), differences=[difference], remedies=(MERGE,))
+    expected |= {tensor.tied_name for tensor in tensors.values() if tensor.tied_name is not None}
+    missing, extra = sorted(expected - stored.keys()), sorted(stored.keys() - expected - base_layers)
     if missing or extra:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=[])
-    found = {name: tensor.read(held.__getitem__) for name, tensor in tensors.items()}
+    values = {name: tensor.read(stored.__getitem__) for name, tensor in tensors.items()}
     wrong = [
         f"{name}: {tuple(value.shape)} instead of {shapes[name]}"
-        for name, value in found.items()
+        for name, value in values.items()
         if tuple(value.shape) != shapes[name]
     ]
     if wrong:
         raise WeightsDoNotFit(missing=[], extra=[], shapes=wrong)
-    return found, metadata.get(_BASE, "")
+    return values, metadata.get(_BASE, "")
 
 
 @contextmanager
@@ -393,23 +398,23 @@ def read_config(directory: Path) -> dict[str, Any]:
         AdapterFileDamaged: it describes no LoRA, or has a value that no such file has.
         HFFileMissing, HFFileDamaged: of the file.
     """
-    found = read_json(directory, CONFIG)
-    reason = unusable(found, weights=None)
-    base, matrices = found.get("base_model_name_or_path"), found.get("target_parameters") or []
-    tables = {key: found.get(key) or {} for key in _PATTERNS}
+    content = read_json(directory, CONFIG)
+    reason = unusable(content, weights=None)
+    base, matrices = content.get("base_model_name_or_path"), content.get("target_parameters") or []
+    tables = {key: content.get(key) or {} for key in _PATTERNS}
     numbers = {key: table.values() if isinstance(table, dict) else [None] for key, table in tables.items()}
     odd = [key for key, values in numbers.items() if not all(isinstance(value, int | float) for value in values)]
-    if found.get("peft_type") != "LORA":
-        reason = f"its peft_type is {found.get('peft_type')!r}, not 'LORA'"
+    if content.get("peft_type") != "LORA":
+        reason = f"its peft_type is {content.get('peft_type')!r}, not 'LORA'"
     elif not isinstance(base, str | None):
         reason = f"base_model_name_or_path is {base!r}, not a path or a name"
     elif odd:
-        reason = f"{odd[0]} is {found[odd[0]]!r}, not numbers by name"
+        reason = f"{odd[0]} is {content[odd[0]]!r}, not numbers by name"
     elif not isinstance(matrices, list) or not all(isinstance(name, str) for name in matrices):
         reason = f"target_parameters is {matrices!r}, not a list of names"
     if reason is not None:
         raise AdapterFileDamaged(path=str(directory / CONFIG), reason=reason)
-    return found
+    return content
 
 
 def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) -> dict[str, Any]:
@@ -461,7 +466,7 @@ def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) 
             target = weight if any(ends_in(weight, name) for name in theirs.get("target_parameters") or ()) else module
             values = {
                 key: next((value for end, value in patterns[key].items() if _is_end(target, end)), section[of_all])
-                for key, of_all in zip(_PATTERNS, ("lora_rank", "lora_alpha"), strict=True)
+                for key, of_all in _PATTERNS.items()
             }
             if targets.setdefault(ours, values) != values:
                 reason = f"experts of '{ours}' have different ranks or alphas"
@@ -473,7 +478,7 @@ def section_for(directory: Path, builder: ModelBuilder, *, builds: bool = True) 
                     raise AdapterFileDamaged(path=str(directory / CONFIG), reason=reason)
     others = {
         key: {path: values[key] for path, values in targets.items() if values[key] != section[of_all]}
-        for key, of_all in zip(_PATTERNS, ("lora_rank", "lora_alpha"), strict=True)
+        for key, of_all in _PATTERNS.items()
     }
     return {
         "name": "lora",
@@ -525,11 +530,8 @@ def describe(
     With experts among the targets the dropout is 0 there: peft opens no others. Of a model with experts, peft takes
     every target module that is called as a matrix of theirs for one; layers of that name are target parameters.
 
-    Args:
-        builder: builder of the base model.
-        lora: section of the run.
-        trained: shapes of what trains and of its frozen initial values, by name.
-        base: name or path of the base, for peft.
+    ``trained`` has the shapes of what trains and of its frozen initial values, by name; ``base`` is what the file calls
+    the base.
 
     Raises:
         NoPeftForm: a part of what trains has none.

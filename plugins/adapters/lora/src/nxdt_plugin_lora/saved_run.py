@@ -48,7 +48,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedLora:
-    """One checkpoint."""
+    """A checkpoint of a LoRA run."""
 
     storage: CheckpointStore
     manifest: Manifest
@@ -228,14 +228,8 @@ def merge_lora(
 def merged_weight(
     weight: torch.Tensor, update: Mapping[str, torch.Tensor], scaling: float, *, table: bool = False
 ) -> torch.Tensor:
-    """``weight`` with its update, in its own dtype.
-
-    Args:
-        weight: [out, in], a table [rows, width], or of experts [experts, out, in].
-        update: its parameters by kind.
-        scaling: factor of the product.
-        table: whether it is one that is looked up.
-    """
+    """Return ``weight`` [out, in], of experts [experts, out, in], or a ``table`` [rows, width], with its update, in its
+    own dtype. ``update`` has the parameters of that by kind, and ``scaling`` multiplies their product."""
     wide = torch.promote_types(weight.dtype, torch.float32)
     whole = weight.to(wide)
     for suffix, factor in ("", scaling), ("0", -scaling):
@@ -274,8 +268,8 @@ def merge_last(uri: str, config: ResolvedConfig, ranks: RankAgreement) -> None:
 
     def is_merged() -> bool:
         merged = {status.step for status in checkpoint.list_checkpoints(place) if status.state == "committed"}
-        made = checkpoint.read_manifest(storage, step).created
-        return step in merged and checkpoint.read_manifest(place, step).created > made
+        created = checkpoint.read_manifest(storage, step).created
+        return step in merged and checkpoint.read_manifest(place, step).created > created
 
     if on_first_rank(ranks, is_merged, where=place.uri):
         return
@@ -338,8 +332,8 @@ def export_lora(
     directory = Path(target)
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise HFNotWritable(directory=target)
-    own, keys = named_config(config, trusted)
-    saved = open_saved(*locate(source, own), reads_base=False, config=own, trusted=keys)
+    resolved, keys = named_config(config, trusted)
+    saved = open_saved(*locate(source, resolved), reads_base=False, config=resolved, trusted=keys)
     base, began = base_model, HFSource.of_facts(saved.manifest.facts.hf)
     if base is None and began is not None and not base_step(saved.manifest):  # an import has step 0; later ones trained
         base = began.path

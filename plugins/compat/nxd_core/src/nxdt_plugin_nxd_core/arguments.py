@@ -71,7 +71,7 @@ _KINDS: Sequence[tuple[str, type | tuple[type, ...] | Callable[[Any], bool], str
     ("a list of two sizes", lambda value: isinstance(value, tuple | list) and len(value) == 2, "output_sizes"),
     (
         "a list of names of layers",
-        lambda value: isinstance(value, tuple | list) and all(isinstance(each, str) for each in value),
+        lambda value: isinstance(value, tuple | list) and all(isinstance(name, str) for name in value),
         "pipeline_cuts",
     ),
     ("a list of names of layers", (str, list, tuple, set), "target_modules modules_to_save"),
@@ -112,16 +112,16 @@ def binds(function: Function) -> Function:
     """
     name = function.__qualname__.removesuffix(".__init__")
     fixed = FIXED.get(name, {})
-    own = inspect.signature(function)
-    parameters = [*own.parameters.values()]
+    declared = inspect.signature(function)
+    parameters = [*declared.parameters.values()]
     skipped = int("." in function.__qualname__)  # self
     for argument in fixed.values():
-        if argument.name not in own.parameters:
+        if argument.name not in declared.parameters:
             at = skipped + (argument.place or 0)
-            named = any(each.kind > inspect.Parameter.POSITIONAL_OR_KEYWORD for each in parameters[:at])
+            named = any(parameter.kind > inspect.Parameter.POSITIONAL_OR_KEYWORD for parameter in parameters[:at])
             kind = inspect.Parameter.KEYWORD_ONLY if named else inspect.Parameter.POSITIONAL_OR_KEYWORD
             parameters.insert(at, inspect.Parameter(argument.name, kind, default=argument.default))
-    signature = own.replace(parameters=parameters)
+    signature = declared.replace(parameters=parameters)
     noted: set[str] = set()
 
     @functools.wraps(function)
@@ -136,7 +136,7 @@ def binds(function: Function) -> Function:
                 if row.state == "ignored" and argument not in noted:
                     noted.add(argument)
                     _log.warning("%s: %s has no effect: %s", name, argument, row.reason)
-            if argument not in own.parameters:
+            if argument not in declared.parameters:
                 del bound.arguments[argument]
             if value is not signature.parameters[argument].default:
                 check(name, argument, value)
@@ -160,8 +160,8 @@ def _bind(name: str, signature: inspect.Signature, /, *args: Any, **kwargs: Any)
     try:
         return signature.bind(*args, **kwargs)
     except TypeError as error:
-        problem, names = str(error), [each for each in signature.parameters if each != "self"]
-        if unknown := [each for each in kwargs if each not in names]:  # Python looks for missing arguments first
+        problem, names = str(error), [key for key in signature.parameters if key != "self"]
+        if unknown := [key for key in kwargs if key not in names]:  # Python looks for missing arguments first
             problem = f"it has no argument '{unknown[0]}'"
         raise CallDoesNotBind(call=name, problem=problem, arguments=names) from None
 

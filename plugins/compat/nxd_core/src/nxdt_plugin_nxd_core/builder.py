@@ -92,18 +92,18 @@ def loss_in(output: Any, where: Any = None) -> torch.Tensor:
     if where is None and not isinstance(output, torch.Tensor):
         named = isinstance(output, Mapping) or getattr(output, "loss", None) is not None
         where = {"loss": True} if named else (True,)
-    found, place = output, where
+    value, place = output, where
     while isinstance(place, Mapping | tuple | list):
         places = place.items() if isinstance(place, Mapping) else enumerate(place)
         key, place = next(((key, here) for key, here in places if here), cast(Any, (None, None)))
         try:
-            found = found[key] if isinstance(found, Mapping | tuple | list) else getattr(found, str(key))
+            value = value[key] if isinstance(value, Mapping | tuple | list) else getattr(value, str(key))
         except (LookupError, TypeError, AttributeError):
-            found = None
-    if not isinstance(found, torch.Tensor) or found.numel() != 1:
+            value = None
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
         shape = f"a tensor of shape {list(output.shape)}" if isinstance(output, torch.Tensor) else type(output).__name__
         raise errors.LossNotFound(found=shape)
-    return found.reshape(())
+    return value.reshape(())
 
 
 def scaled_gradients(output: Any, ranks: int) -> Any:
@@ -120,7 +120,7 @@ def scaled_gradients(output: Any, ranks: int) -> Any:
                 value.register_hook(lambda grad: grad * (1 / ranks))
             return value
         if is_dataclass(value) and not isinstance(value, type):
-            return replace(value, **{each.name: tree_map(scaled, getattr(value, each.name)) for each in fields(value)})
+            return replace(value, **{f.name: tree_map(scaled, getattr(value, f.name)) for f in fields(value)})
         if value is None or isinstance(value, int | float | str | bytes | torch.Size | torch.dtype):
             return value
         raise errors.OutputNotTensors(found=type(value).__name__, ranks=ranks)
@@ -149,14 +149,14 @@ class ModuleBuilder(ModelBuilder):
         for parameter in self.module.parameters():
             empty = torch.empty_like(parameter, device="meta")
             memo[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        made = copy.deepcopy(self.module, memo)
-        original: Any = type(made).forward
+        model = copy.deepcopy(self.module, memo)
+        original: Any = type(model).forward
         pipeline, where, buffers = self._plan.pipeline, self._where, dict(self.module.named_buffers())
         if pipeline is not None:  # the engine takes layers out of a dictionary, which keeps the numbers of the others
-            layers = made.get_submodule(pipeline.layers)
+            layers = model.get_submodule(pipeline.layers)
             numbered = {str(number): child for number, child in enumerate(layers.children())}
-            made.set_submodule(pipeline.layers, nn.ModuleDict(numbered))
-            before = ((name, made.get_submodule(name)) for name in pipeline.first)
+            model.set_submodule(pipeline.layers, nn.ModuleDict(numbered))
+            before = ((name, model.get_submodule(name)) for name in pipeline.first)
             widths = {name: part.embedding_dim for name, part in before if isinstance(part, nn.Embedding)}
             kind, total = type(layers), len(numbered)
 
@@ -176,9 +176,9 @@ class ModuleBuilder(ModelBuilder):
                 if name in buffers and buffers[name].shape == buffer.shape:
                     buffer.copy_(buffers[name])
 
-        methods = {"forward": MethodType(forward, made), "reset_buffers": MethodType(reset_buffers, made)}
-        vars(made).update(methods, nxd_stage=None)
-        return made
+        methods = {"forward": MethodType(forward, model), "reset_buffers": MethodType(reset_buffers, model)}
+        vars(model).update(methods, nxd_stage=None)
+        return model
 
     def plan(self) -> ParallelPlan:
         """Return the plan that the module's layers make."""
@@ -252,7 +252,7 @@ class _Elsewhere(nn.Module):
             runs, registered = ("before", "behind") if self._place == "behind" else ("behind", "before")
             reason = f"runs {runs} the layers and was registered {registered} them"
             raise errors.StageModuleMisplaced(path=self._path, reason=reason)
-        given, received = args[0] if args else next(iter(kwargs.values()), None), self._stage.received
-        if self._width is None or not isinstance(given, torch.Tensor) or received is None:
-            return given
-        return torch.zeros((), device=given.device, dtype=received.dtype).expand(*given.shape, self._width)
+        first, received = args[0] if args else next(iter(kwargs.values()), None), self._stage.received
+        if self._width is None or not isinstance(first, torch.Tensor) or received is None:
+            return first
+        return torch.zeros((), device=first.device, dtype=received.dtype).expand(*first.shape, self._width)

@@ -157,7 +157,7 @@ def neuronx_distributed_config(
         WorldDoesNotDivide: the processes do not fall into groups of these sizes.
         ConfigError: sizes that the engine refuses.
     """
-    made = NxDConfig(
+    config = NxDConfig(
         tensor_parallel_size=tensor_parallel_size,
         pipeline_parallel_size=pipeline_parallel_size,
         pipeline_config=dict(pipeline_config) if pipeline_config else None,
@@ -168,23 +168,23 @@ def neuronx_distributed_config(
         model_init_config={**_SECTIONS["model_init_config"], **(model_init_config or {})},
         lora_config=lora_config,
     )
-    for section, known in _SECTIONS.items():
-        for key, value in (made[section] or {}).items():
+    for section, defaults in _SECTIONS.items():
+        for key, value in (config[section] or {}).items():
             argument = f"{section}[{key!r}]"
             if key in FIXED.get(section, {}):
                 _log.warning("%s has no effect: %s", argument, FIXED[section][key].reason)
-            elif key not in known:
-                raise refused(_CALL, argument, repr(value), "unknown key", known=", ".join(sorted(known)))
-            elif value is not known[key]:
+            elif key not in defaults:
+                raise refused(_CALL, argument, repr(value), "unknown key", known=", ".join(sorted(defaults)))
+            elif value is not defaults[key]:
                 check(_CALL, argument, value, key)
-    micro_batches, stages = made.pipeline["num_microbatches"], made.stages
+    micro_batches, stages = config.pipeline["num_microbatches"], config.stages
     what = f"an integer of at least {stages}, one micro-batch per stage"
     enough = type(micro_batches) is int and micro_batches >= stages
     expect(_CALL, "pipeline_config['num_microbatches']", micro_batches, what, when=enough)
-    optimizer = made["optimizer_config"]
+    optimizer = config["optimizer_config"]
     if optimizer["grad_clipping"]:
         check(_CALL, "optimizer_config['max_grad_norm']", optimizer["max_grad_norm"], "max_norm")
-    init = made["model_init_config"]
+    init = config["model_init_config"]
     if init["meta_device_init"] and init["param_init_fn"] is None:
         raise refused(_CALL, "model_init_config['meta_device_init']", True)
     place = read_rank_environment()
@@ -206,33 +206,33 @@ def neuronx_distributed_config(
         "distributed_strategy": {
             "tensor_model_parallel_size": tensor_parallel_size,
             "pipeline_model_parallel_size": stages,
-            "virtual_pipeline_model_parallel_size": made.pipeline["virtual_pipeline_size"],
+            "virtual_pipeline_model_parallel_size": config.pipeline["virtual_pipeline_size"],
             "sequence_parallel": sequence_parallel,
             "zero1": optimizer["zero_one_enabled"],
         },
         "model": {
             "name": "nxd-core-module",
             "optim": {"name": "adamw", "lr": 1.0, "sched": {"name": "constant"}},
-            "pipeline_cuts": made.pipeline["pipeline_cuts"] or None,
+            "pipeline_cuts": config.pipeline["pipeline_cuts"] or None,
             "activations_checkpoint_granularity": "selective" if selected else activation_checkpoint_config,
             "activations_checkpoint_recompute": [RECOMPUTED] if selected else None,
         },
         "precision": {"type": "fp32"},
         "adapter": {"name": "lora", **lora_config.section()} if lora_config and lora_config.enable_lora else {},
     }
-    made.session = TrainSession(load_config(run, label=_CALL))
-    made.engine = made.session.engine
-    ranks = made.engine.ranks
+    config.session = TrainSession(load_config(run, label=_CALL))
+    config.engine = config.session.engine
+    ranks = config.engine.ranks
     if place.launcher and place.world_size == 1 and isinstance(ranks, Ranks):  # the loop may ask torch for its rank
-        ranks.start_alone(made.engine.device)
-    start_engine(made.session.config, made.engine)
+        ranks.start_alone(config.engine.device)
+    start_engine(config.session.config, config.engine)
     if dist.is_initialized():
         sizes = (pipeline_parallel_size, place.world_size // group, tensor_parallel_size)
-        made.mesh = init_device_mesh(made.engine.device.type, sizes, mesh_dim_names=DIMENSIONS)
-    made.saves = getattr(current_config(), "saves", None)
+        config.mesh = init_device_mesh(config.engine.device.type, sizes, mesh_dim_names=DIMENSIONS)
+    config.saves = getattr(current_config(), "saves", None)
     _RUNS.clear()  # those of groups that have ended, too
-    _RUNS[_world()] = made
-    return made
+    _RUNS[_world()] = config
+    return config
 
 
 def config_of(nxd_config: Any, call: str) -> NxDConfig:

@@ -92,8 +92,8 @@ class ParallelEmbedding(nn.Embedding):
         inside = padding_idx is None or (type(padding_idx) is int and -num_embeddings <= padding_idx < num_embeddings)
         expect("ParallelEmbedding", "padding_idx", padding_idx, f"a row of the {num_embeddings}", when=inside)
         super().__init__(num_embeddings, embedding_dim, padding_idx=padding_idx, device=device, dtype=dtype)
-        own = None if init_method is nn.init.normal_ else init_method
-        _complete(self, own, sequence_parallel_enabled, sequence_dimension)
+        method = None if init_method is nn.init.normal_ else init_method
+        _complete(self, method, sequence_parallel_enabled, sequence_dimension)
 
 
 class GQAQKVColumnParallelLinear(nn.Module):
@@ -157,9 +157,9 @@ def parallel_cross_entropy(vocab_parallel_logits: torch.Tensor, target: torch.Te
         vocab_parallel_logits: [..., vocab / tp], what a ``ColumnParallelLinear`` with ``gather_output=False`` gives.
         target: int64 [...].
     """
-    found, wanted = tuple(target.shape), tuple(vocab_parallel_logits.shape[:-1])
-    what = f"of the shape {wanted} of the logits without their last dimension"
-    expect("parallel_cross_entropy", "target", found, what, when=found == wanted)
+    shape, expected = tuple(target.shape), tuple(vocab_parallel_logits.shape[:-1])
+    what = f"of the shape {expected} of the logits without their last dimension"
+    expect("parallel_cross_entropy", "target", shape, what, when=shape == expected)
     config = current_config()
     mesh = None if config is None or config.model is None else config.mesh
     if mesh is not None and mesh["tp"].size() > 1:
@@ -188,15 +188,15 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
     lists: dict[str, int] = {}
     for path, part in module.named_modules():
         kinds = {type(child) for child in part.children()}
-        if not isinstance(part, nn.ModuleList | nn.ModuleDict) or any(path.startswith(f"{each}.") for each in lists):
+        if not isinstance(part, nn.ModuleList | nn.ModuleDict) or any(path.startswith(f"{outer}.") for outer in lists):
             continue
         if len(kinds) == 1 if layer_class is None else kinds and all(issubclass(kind, layer_class) for kind in kinds):
             lists[path] = len([*part.children()])
     layers = max(lists, key=lists.__getitem__) if lists else None
     if layers is None and (stages > 1 or recompute == "full"):
-        wanted = "A pipeline" if stages > 1 else "activation_checkpoint_config='full'"
+        what = "A pipeline" if stages > 1 else "activation_checkpoint_config='full'"
         name = "modules of one class" if layer_class is None else layer_class.__name__
-        raise LayersNotFound(wanted=wanted, found=f"{type(module).__name__} has no ModuleList of {name}")
+        raise LayersNotFound(wanted=what, found=f"{type(module).__name__} has no ModuleList of {name}")
 
     # Modules with parameters that were registered before the layers run before them, and those behind after them.
     pipeline = None
@@ -204,14 +204,14 @@ def plan_of(module: nn.Module, config: NxDConfig) -> ParallelPlan:
         first: list[str] = []
         last: list[str] = []
         parts = layers.split(".")
-        for depth, own in enumerate(parts):
+        for depth, component in enumerate(parts):
             outer = ".".join(parts[:depth])
             parent, prefix = module.get_submodule(outer), f"{outer}." if outer else ""
             for name, _ in parent.named_parameters(recurse=False):
                 raise StageModuleMisplaced(path=prefix + name, reason="is a parameter of the module around the layers")
             behind = False
             for name, child in parent.named_children():
-                if name == own:
+                if name == component:
                     behind = True
                 elif next(child.parameters(), None) is not None:
                     (last if behind else first).append(prefix + name)

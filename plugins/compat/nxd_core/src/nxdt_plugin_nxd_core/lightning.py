@@ -66,7 +66,6 @@ class NeuronLTModule(pl.LightningModule):
     input_ids: torch.Tensor | None = None
     """For a subclass."""
     should_print = False
-    _resume: tuple[CheckpointStore, Manifest] | None = None
 
     @binds
     def __init__(
@@ -125,17 +124,17 @@ class NeuronLTModule(pl.LightningModule):
         try:
             scheduler = self.scheduler_cls(optimizer, *self.scheduler_args, **self.scheduler_kwargs)
         except TypeError as error:
-            given = (*self.scheduler_args, *self.scheduler_kwargs)
+            arguments = (*self.scheduler_args, *self.scheduler_kwargs)
             name = getattr(self.scheduler_cls, "__name__", self.scheduler_cls)
-            raise refused("NeuronLTModule", "scheduler_kwargs", given, error=error, of=name) from error
+            raise refused("NeuronLTModule", "scheduler_kwargs", arguments, error=error, of=name) from error
         return [optimizer], [{"scheduler": scheduler}]
 
     def get_param_groups_by_weight_decay(self) -> list[dict[str, Any]]:
         """Return this rank's parameters in two groups: with a weight decay of 0.01, and biases and norms without."""
-        named = [("bias" in name or "norm" in name, each) for name, each in self.named_parameters()]
+        named = [("bias" in name or "norm" in name, parameter) for name, parameter in self.named_parameters()]
         return [
-            {"params": [each for exempt, each in named if not exempt], "weight_decay": 0.01},
-            {"params": [each for exempt, each in named if exempt], "weight_decay": 0.0},
+            {"params": [parameter for exempt, parameter in named if not exempt], "weight_decay": 0.01},
+            {"params": [parameter for exempt, parameter in named if exempt], "weight_decay": 0.0},
         ]
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -177,16 +176,9 @@ class NeuronLTModule(pl.LightningModule):
         """Copy values into the model; see :meth:`nxdt_plugin_nxd_core.NxDModel.load_state_dict`."""
         return self.model.load_state_dict(state_dict, strict=strict)
 
-    def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
-        """Load a checkpoint once model and optimizer exist; called by the strategy."""
-        self._resume = (storage, manifest)
-
-    def load_resumed(self) -> None:
-        """Load the checkpoint that :meth:`resume_from` named. Collective."""
-        if self._resume is not None:
-            content = self.nxd_config.session.load_checkpoint(*self._resume)
-            restore(content, *self._trained_by())
-            self._resume = None
+    def load_saved(self, storage: CheckpointStore, manifest: Manifest) -> None:
+        """Load model, optimizer and schedule; called by the strategy. Collective."""
+        restore(self.nxd_config.session.load_checkpoint(storage, manifest), *self._trained_by())
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit model, optimizer, schedule and Lightning's loops under ``uri``; called by the strategy. Collective."""
@@ -196,7 +188,7 @@ class NeuronLTModule(pl.LightningModule):
         return session.save(storage, extra={**content, "lightning": lightning})
 
     def _trained_by(self) -> tuple[Any, Any]:
-        schedules = (each.scheduler for each in self.trainer.strategy.lr_scheduler_configs)
+        schedules = (config.scheduler for config in self.trainer.strategy.lr_scheduler_configs)
         return next(iter(self.trainer.strategy.optimizers), None), next(schedules, None)
 
 
@@ -243,17 +235,17 @@ class NeuronXLAStrategy(NxdtStrategy):
         if model.nxd_config is not self.nxd_config:
             raise refused("NeuronLTModule", "nxd_config", "another one")
         model._device = self.root_device  # where initialize_parallel_model places the model
-        trainer, world, found = model.trainer, self.engine.rank_info.world_size, list[tuple[str, str]]()
+        trainer, world, ignored = model.trainer, self.engine.rank_info.world_size, list[tuple[str, str]]()
         if trainer.precision != "32-true":
-            found.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
+            ignored.append((f"precision={trainer.precision!r}", "the dtype of the module that model_fn returns"))
         devices, nodes = asked_processes(trainer)
         if devices * nodes not in (1, world):
             instead = f"numbers that agree with the {world} processes that torchrun or srun started"
-            found.append((f"devices={devices}, num_nodes={nodes}", instead))
+            ignored.append((f"devices={devices}, num_nodes={nodes}", instead))
         if trainer._accelerator_connector._layer_sync is not None:
-            found.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
-        if found:
-            raise TrainerArgumentsIgnored(arguments=tuple(found))
+            ignored.append(("sync_batchnorm=True", "nothing: each rank normalises its own batches"))
+        if ignored:
+            raise TrainerArgumentsIgnored(arguments=tuple(ignored))
         if trainer._accelerator_connector.use_distributed_sampler:  # Lightning samples for its own strategies alone
             self._samples, trainer._accelerator_connector.use_distributed_sampler = True, False
 

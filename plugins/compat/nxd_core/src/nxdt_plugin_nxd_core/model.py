@@ -183,8 +183,8 @@ class NxDModel(nn.Module):
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return this rank's shards by name; :func:`save_checkpoint` saves the whole."""
-        held = self.parallel.state_dict()
-        return {name: value.tensor if isinstance(value, LocalShard) else value for name, value in held.items()}
+        state = self.parallel.state_dict()
+        return {name: value.tensor if isinstance(value, LocalShard) else value for name, value in state.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Copy values in: whole tensors or larger shards, of which this rank takes its part, or shards as
@@ -193,9 +193,9 @@ class NxDModel(nn.Module):
         Raises:
             WeightsDoNotFit: names or shapes differ.
         """
-        held, parts = self.parallel.state_dict(), dict(state_dict)
-        for name in held.keys() & parts.keys():
-            place, value = local_shard_of(held[name], name), parts[name]
+        state, parts = self.parallel.state_dict(), dict(state_dict)
+        for name in state.keys() & parts.keys():
+            place, value = local_shard_of(state[name], name), parts[name]
             if tuple(value.shape) == place.shape and place.tensor is not value:
                 whole = local_shard_of(value, name)
                 if place.region.intersection(whole.region) == place.region:

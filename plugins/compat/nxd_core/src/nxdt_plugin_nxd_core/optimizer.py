@@ -45,7 +45,7 @@ class NxDOptimizer(torch.optim.Optimizer):
     def __init__(
         self, nxd_config: NxDConfig, optimizer_class: Any, parameters: Iterable[Any], defaults: Mapping[str, Any]
     ) -> None:
-        listed, wanted, trained = list(parameters), list[dict[str, Any]](), list[torch.Tensor]()
+        listed, requested, trained = list(parameters), list[dict[str, Any]](), list[torch.Tensor]()
         if nxd_config.model is None or (not listed and nxd_config.stages == 1):
             raise NotOfThisModel(call=_CALL, problem="there are no parameters")
         model = cast(NxDModel, nxd_config.model)
@@ -55,19 +55,19 @@ class NxDOptimizer(torch.optim.Optimizer):
             is_group = isinstance(group, Mapping) and "params" in group
             expect(_CALL, "parameters", group, "a dictionary with 'params' in each place", when=is_group)
             params = [group["params"]] if isinstance(group["params"], torch.Tensor) else list(group["params"])
-            params = [each[1] if isinstance(each, tuple) else each for each in params]
-            foreign = sum(id(each) not in names for each in params)
+            params = [parameter[1] if isinstance(parameter, tuple) else parameter for parameter in params]
+            foreign = sum(id(parameter) not in names for parameter in params)
             if foreign:
                 raise NotOfThisModel(call=_CALL, problem=f"{foreign} of {len(params)} parameters are not")
-            params = [each for each in params if each.requires_grad]
+            params = [parameter for parameter in params if parameter.requires_grad]
             trained += params
-            wanted.append({**group, "params": params, "names": [names[id(each)] for each in params]})
+            requested.append({**group, "params": params, "names": [names[id(parameter)] for parameter in params]})
 
         def make(groups: Sequence[ParameterGroup], config: Any) -> torch.optim.Optimizer:
             """Return the optimizer over the caller's groups of the engine's shards."""
-            held = {name: each for group in groups for name, each in zip(group["names"], group["params"], strict=True)}
-            own = [{**group, "params": [held[name] for name in group["names"]]} for group in wanted]
-            optimizer: torch.optim.Optimizer = optimizer_class(own, **defaults)
+            shards = {name: p for group in groups for name, p in zip(group["names"], group["params"], strict=True)}
+            of_shards = [{**group, "params": [shards[name] for name in group["names"]]} for group in requested]
+            optimizer: torch.optim.Optimizer = optimizer_class(of_shards, **defaults)
             right = isinstance(optimizer, torch.optim.Optimizer)
             expect(_CALL, "optimizer_class", optimizer, "a torch.optim.Optimizer", when=right)
             return optimizer
@@ -75,7 +75,7 @@ class NxDOptimizer(torch.optim.Optimizer):
         lr = defaults.get("lr", 0.0)
         check(_CALL, "lr", lr)
         settings, chosen = SimpleNamespace(lr=float(lr)), {id(parameter) for parameter in trained}
-        others = [each for each in model.parameters() if each.requires_grad and id(each) not in chosen]
+        others = [p for p in model.parameters() if p.requires_grad and id(p) not in chosen]
         try:
             for parameter in others:  # the engine optimizes all that need gradients
                 parameter.requires_grad_(False)
@@ -189,12 +189,12 @@ def clip_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: 
     Raises:
         NotOfThisModel: some parameters only, or others.
     """
-    given = {id(each) for each in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+    passed = {id(parameter) for parameter in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
     config = current_config()
     for optimizer in () if config is None else config.optimizers:
         trained = {id(parameter) for parameter in optimizer.trained}
-        if given and given <= trained:
-            if given != trained:
+        if passed and passed <= trained:
+            if passed != trained:
                 raise NotOfThisModel(call="clip_grad_norm", problem="these are only some of the parameters")
             return cast(torch.Tensor, optimizer.finish(max_norm))
     raise NotOfThisModel(call="clip_grad_norm", problem="these are not the parameters of one optimizer")

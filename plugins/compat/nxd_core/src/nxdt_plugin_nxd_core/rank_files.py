@@ -86,13 +86,13 @@ def save(
         local = local.to(HOST, copy=True)  # torch.save writes all of the memory that a view belongs to
         return local.to(torch.bfloat16) if down_cast_bf16 and local.dtype == torch.float32 else local
 
-    held = tree_map(on_the_host, state_dict)
+    content = tree_map(on_the_host, state_dict)
 
     def write() -> None:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             with replacing(path) as file:
-                torch.save(_in_nxd_names(held, config), file)
+                torch.save(_in_nxd_names(content, config), file)
         except OSError as error:
             raise _unfit(path, "unwritable", error=error) from error
 
@@ -175,11 +175,11 @@ def load(
         target.load_state_dict(values)
     else:
         if strict and not sharded:  # other stages have the rest of the names
-            own = target.parallel.state_dict()
-            everywhere = {name for each in config.engine.ranks.all_gather_object([*own]) for name in each}
+            local = target.parallel.state_dict()
+            everywhere = {name for names in config.engine.ranks.all_gather_object([*local]) for name in names}
             if values.keys() - everywhere:
                 raise WeightsDoNotFit(missing=[], extra=sorted(values.keys() - everywhere), shapes=[])
-            values = {name: value for name, value in values.items() if name in own}
+            values = {name: value for name, value in values.items() if name in local}
         target.load_state_dict(values, strict=strict)
     return {} if model_key is None else {key: value for key, value in content.items() if key != model_key}
 
@@ -194,10 +194,10 @@ def _path_of(config: NxDConfig, folder: Path, master_dp_only: bool) -> Path:
     ranks = [match for path in folder.glob("tp_rank_*") if (match := _RANK.fullmatch(path.name))]
     if not ranks:
         raise _unfit(folder, "none")
-    own = config["tensor_parallel_size"], config.stages
-    found = tuple(1 + max(int(rank[at]) for rank in ranks) for at in (1, 2))
-    if found != own:
-        raise _unfit(folder, "other layout", theirs=found, ours=own)
+    ours = config["tensor_parallel_size"], config.stages
+    theirs = tuple(1 + max(int(rank[at]) for rank in ranks) for at in (1, 2))
+    if theirs != ours:
+        raise _unfit(folder, "other layout", theirs=theirs, ours=ours)
     path = folder / _name(config, master_dp_only)
     if not path.exists():
         raise _unfit(folder, "other ranks", name=path.name, instead=not master_dp_only)
@@ -254,28 +254,28 @@ def _of_model(
 ) -> Mapping[str, LocalShard]:
     """Return a file's values under the names of the layers here, with their places in the whole tensors."""
     # The values of grouped-query attention get the names of the layers here; see :func:`_in_nxd_names`.
-    own, values = model.parallel.state_dict(), {str(key): value for key, value in values.items()}
+    local, values = model.parallel.state_dict(), {str(key): value for key, value in values.items()}
     for (prefix, part), kind, letters in product(_fused(model), ("weight", "bias"), ("qkv", "q", "k", "v")):
         name, names = f"{prefix}.{kind}_{letters}", [f"{prefix}.{letter}.{kind}" for letter in letters]
-        if name not in values or not own.keys() >= {*names}:
+        if name not in values or not local.keys() >= {*names}:
             continue
         if part.kv_size_multiplier > 1:
             raise _unfit(path, "copied heads", name=name)
-        value, rows = values.pop(name), [_region(own[each], of_all_dp).shape[0] for each in names]
+        value, rows = values.pop(name), [_region(local[key], of_all_dp).shape[0] for key in names]
         if letters == "qkv" and len(value) != sum(rows):
             raise _unfit(path, "rows", rows=len(value), prefix=prefix, wanted=sum(rows))
         values |= zip(names, value.split(rows) if letters == "qkv" else [value], strict=True)
-    regions = {name: _region(own[name], of_all_dp) for name in own.keys() & values.keys()}
+    regions = {name: _region(local[name], of_all_dp) for name in local.keys() & values.keys()}
     shapes = [
         f"{name}: {tuple(values[name].shape)} instead of {region.shape} on this rank"
         for name, region in regions.items()
         if tuple(values[name].shape) != region.shape
     ]
-    missing = sorted(own.keys() - values.keys()) if strict else []
-    extra = sorted(values.keys() - own.keys()) if strict else []
+    missing = sorted(local.keys() - values.keys()) if strict else []
+    extra = sorted(values.keys() - local.keys()) if strict else []
     if missing or extra or shapes:
         raise WeightsDoNotFit(missing=missing, extra=extra, shapes=shapes)
-    return {name: LocalShard(values[name], tuple(own[name].shape), region) for name, region in regions.items()}
+    return {name: LocalShard(values[name], tuple(local[name].shape), region) for name, region in regions.items()}
 
 
 def _fused(model: NxDModel) -> Iterator[tuple[str, GQAQKVColumnParallelLinear]]:
@@ -286,9 +286,9 @@ def _in_nxd_names(state: Any, config: NxDConfig) -> Any:
     """Return ``state`` with the names that NxD Core has for the projections of grouped-query attention."""
     if config.model is None or not isinstance(state, Mapping):
         return state
-    made = {key: _in_nxd_names(value, config) for key, value in state.items()}
+    renamed = {key: _in_nxd_names(value, config) for key, value in state.items()}
     for (path, part), kind in product(_fused(config.model), ("weight", "bias")):
         names = [f"{path}.{letter}.{kind}" for letter in "qkv"]
-        if part.kv_size_multiplier == 1 and all(name in made for name in names):
-            made[f"{path}.{kind}_qkv"] = torch.cat([made.pop(name) for name in names])
-    return made
+        if part.kv_size_multiplier == 1 and all(name in renamed for name in names):
+            renamed[f"{path}.{kind}_qkv"] = torch.cat([renamed.pop(name) for name in names])
+    return renamed

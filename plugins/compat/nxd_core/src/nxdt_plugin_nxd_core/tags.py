@@ -61,7 +61,7 @@ def save_checkpoint(
     run = current_config() or model.nxd_config
     if run.saves is None or run.saves.session.engine is not session.engine:  # those of a run that has ended
         run.saves = _Saves(model.nxd_config.session, storage)
-    run.saves.path, run.saves.tag, run.saves.kept, run.saves.storage = str(path), tag, num_kept_ckpts, storage
+    run.saves.path, run.saves.tag, run.saves.num_kept, run.saves.storage = str(path), tag, num_kept_ckpts, storage
     session.save(run.saves, asynchronous=True, extra=content)
     if not async_save:
         finalize_checkpoint()
@@ -95,7 +95,7 @@ def load_checkpoint(
     storage = _store(path, tag, kernel) if tag is not None and tag in tags else None
     manifest = None if storage is None else latest(storage, warn=_log.warning, ranks=ranks)
     if storage is None or manifest is None:
-        raise CheckpointTagMissing(path=path, tag=tag, tags=[each for each in tags if each != tag])
+        raise CheckpointTagMissing(path=path, tag=tag, tags=[other for other in tags if other != tag])
     content = session.load_checkpoint(storage, manifest, weights_only=optimizer is None, strict=strict)
     restore(content, optimizer, scheduler)
     return content.get("user_content")
@@ -138,7 +138,7 @@ class _Saves(CheckpointManager):
 
     path: str
     tag: str
-    kept: int | None
+    num_kept: int | None
 
     def __init__(self, session: TrainSession, storage: CheckpointStore) -> None:
         super().__init__(storage, ranks=session.engine.ranks, refuse_same_weights=False, after_commit=self._prune)
@@ -147,7 +147,7 @@ class _Saves(CheckpointManager):
     def _prune(self, manifest: Manifest) -> None:
         """Delete the tag's older steps, and all tags but the newest. On rank 0, after a commit."""
         kernel = self.session.config.kernel
-        old = _tags(self.path, kernel)[self.kept :] if self.kept is not None else []
+        old = _tags(self.path, kernel)[self.num_kept :] if self.num_kept is not None else []
         for tag in {self.tag, *old}:
             storage = _store(self.path, tag, kernel)
             for status in list_checkpoints(storage):
@@ -156,7 +156,7 @@ class _Saves(CheckpointManager):
 
 
 def _tags(path: str, kernel: Kernel | None) -> list[str]:
-    """Tags that have a manifest, the newest first."""
+    """Return the tags that have a manifest, the newest first."""
     newest: dict[str, tuple[float, int]] = {}
     for info in open_storage(path, kernel).list():
         match = _MANIFEST.fullmatch(info.key)
@@ -171,7 +171,7 @@ def _store(path: str, tag: str, kernel: Kernel | None) -> CheckpointStore:
 
 
 def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
-    """The run's session, without its optimizer where the caller leaves that out."""
+    """Return the run's session, without its optimizer where the caller leaves that out."""
     if not isinstance(model, NxDModel):
         raise NotOfThisModel(call=call, problem=f"model is {type(model).__name__}, and must be")
     session = model.nxd_config.session
@@ -184,7 +184,7 @@ def _session(call: str, model: Any, optimizer: Any) -> TrainSession:
 
 
 def _plain(value: Any) -> Any:
-    """Text, numbers and tensors; what else a scheduler keeps, such as bound methods, is left out."""
+    """Return text, numbers and tensors; what else a scheduler keeps, such as bound methods, is left out."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items() if not callable(each)}
-    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+        return {str(key): _plain(item) for key, item in value.items() if not callable(item)}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value

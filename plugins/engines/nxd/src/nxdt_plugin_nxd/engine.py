@@ -145,18 +145,17 @@ class NxdEngine(ParallelEngine):
             parallel_state.initialize_kv_group(copies, sequential_ranks_in_group=True)
         layout.materialise(stage, self.place, self.device, seed=seed, base=materialise)
         sizes = self._sizes
-        around = ComputeContext(
+        compute = ComputeContext(
             device=self.device,
             seed=seed,
-            data_ranks=sizes.dp,
-            data_rank=self.place.dp,
+            place=self.place,
             data_group=parallel_state.get_data_parallel_group() if sizes.dp > 1 else None,
             pipeline_group=parallel_state.get_pipeline_model_parallel_group() if sizes.pp > 1 else None,
             ranks=self.ranks,
-            autocast=None if precision.autocast is None else getattr(torch, precision.autocast),
+            dtype=None if precision.autocast is None else getattr(torch, precision.autocast),
         )
         sequence_parallel = self.config.run.distributed_strategy.sequence_parallel
-        model = NxdModel(stage, self.place, around, precision, sequence_parallel=sequence_parallel)
+        model = NxdModel(stage, compute, precision, sequence_parallel=sequence_parallel)
         end_of_step(self.device)  # keeps weight initialization out of the first step's graph
         return model
 

@@ -313,28 +313,19 @@ class LocalParameter:
     partial: bool
     counted: bool
     """True if sums over all ranks count its elements on this rank."""
-    place: MeshCoordinates
-    """Place of this process in the mesh."""
+    shape: tuple[int, ...]
+    """Shape of the whole parameter."""
+    region: TensorSlice
+    """Place of its elements in the whole parameter."""
 
     @property
     def distributed(self) -> bool:
         """True for experts that are distributed over ranks."""
         return self.shard is not None and self.shard.expert_parts > 1
 
-    def region(self) -> TensorSlice:
-        """Return the place of its elements in the whole parameter."""
-        if self.shard is None:
-            return TensorSlice.whole(tuple(self.parameter.shape))
-        return self.shard.region(self.place.tp, self.place.ep)
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Return the shape of the whole parameter."""
-        return tuple(self.parameter.shape) if self.shard is None else self.shard.shape
-
     def local_shard(self, tensor: torch.Tensor) -> torch.Tensor | LocalShard:
         """Return a tensor of the parameter's local shape as a checkpoint takes it."""
-        return tensor if self.shard is None else LocalShard(tensor, self.shape, self.region())
+        return tensor if self.shard is None else LocalShard(tensor, self.shape, self.region)
 
 
 def parallelize(
@@ -346,15 +337,9 @@ def parallelize(
     *,
     fixed_shapes: bool = False,
 ) -> Stage:
-    """Build this rank's stages on the meta device; no other process is asked.
+    """Build this rank's stages on the meta device, without communication.
 
-    Args:
-        builder: of the model.
-        place: of this rank.
-        config: of the run.
-        precision: its dtypes.
-        adapters: in the order in which they change the model.
-        fixed_shapes: whether the device compiles a graph for each shape.
+    Adapters change the model in their order. With ``fixed_shapes``, the device compiles a graph for each shape.
 
     Raises:
         ShapesDependOnData: the shapes of ``fixed_shapes`` would change with the data.
@@ -417,7 +402,7 @@ def materialise(stage: Stage, place: MeshCoordinates, device: torch.device, *, s
         if local.distributed:
             parameter.expert_model_parallel = True  # type: ignore[attr-defined]
         if base or name in stage.added:
-            draw_local_shard(LocalShard(local.parameter, local.shape, local.region()), name, stage.rules, seed=seed)
+            draw_local_shard(LocalShard(local.parameter, local.shape, local.region), name, stage.rules, seed=seed)
 
 
 def round_to(stage: Stage, dtype: torch.dtype) -> None:
@@ -438,12 +423,14 @@ def parameters_of(stage: Stage, place: MeshCoordinates) -> dict[str, LocalParame
         if name != path and name in parameters:
             continue  # the same parameter as its owner, which is here
         shard = stage.shards.get(path)
+        shape = tuple(parameter.shape) if shard is None else shard.shape
         here[name] = LocalParameter(
             parameter=parameter,
             shard=shard,
             partial=path in stage.partial,
             counted=name == path and (shard is None or place.tp % shard.copies == 0),
-            place=place,
+            shape=shape,
+            region=TensorSlice.whole(shape) if shard is None else shard.region(place.tp, place.ep),
         )
     return here
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,15 +21,15 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.optim.state import DeviceRejection, packed_state, unpacked_state
+from nxdt_core.engine.model import TokenValues
+from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.parameters import check_loadable
-from nxdt_core.errors.training import OptimizerNeedsWholeParameters, OptimizerStateDoesNotFit
-from nxdt_core.models.loss import cross_entropies
-from nxdt_core.models.random.rounding import rounded_block
-from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
-from nxdt_core.protocols.objective import Objective, ObjectiveOutput
+from nxdt_core.errors.optimizers import OptimizerNeedsWholeParameters
+from nxdt_core.models.random.positions import rounded_block
+from nxdt_core.protocols.batch import Batch
+from nxdt_core.protocols.objective import Objective
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
-from nxdt_core.protocols.parallel_model import ParallelModel, ParallelOptimizer, StepLoss, TokenMeasure
+from nxdt_core.protocols.parallel_model import ParallelModel, StepLoss, TokenMeasure
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_core.protocols.tensor_shards import LocalShard, TensorSlice
@@ -36,7 +37,6 @@ from nxdt_plugin_nxd.layout import LocalParameter, Stage, parameters_of, round_t
 from nxdt_plugin_nxd.lazy_device import end_of_step
 from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.passes import ComputeContext, GlobalBatch, Pipeline
-from nxdt_plugin_nxd.translation import MeshCoordinates
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,12 +48,12 @@ class TrainedTensor:
     """The parameter itself where nothing is divided and no master is kept."""
     part: int
     parts: int
-    group: dist.ProcessGroup | None
-    """Ranks that have the other parts."""
+    groups: tuple[dist.ProcessGroup, ...]
+    """Ranks that have other elements of the parameter."""
 
     def region(self) -> TensorSlice:
         """Return the place of its elements in the whole parameter."""
-        outer, size = self.local.region(), self.tensor.shape[0] if self.tensor.ndim else 0
+        outer, size = self.local.region, self.tensor.shape[0] if self.tensor.ndim else 0
         if self.parts == 1:
             return outer
         offsets = (outer.offsets[0] + self.part * size, *outer.offsets[1:])
@@ -63,15 +63,10 @@ class TrainedTensor:
         """Return a tensor of this one's shape as a checkpoint takes it."""
         return self.local.local_shard(value) if self.parts == 1 else LocalShard(value, self.local.shape, self.region())
 
-    def placed(self, tensor_group: dist.ProcessGroup | None, expert_group: dist.ProcessGroup | None) -> ParameterShard:
+    def placed(self) -> ParameterShard:
         """Return the optimizer's record of where this parameter is."""
-        over = [tensor_group] if self.local.shard is not None else []
-        over += [expert_group] if self.local.distributed else []
-        over += [self.group] if self.parts > 1 else []
-        groups = tuple(group for group in over if group is not None)
-        return ParameterShard(
-            shape=self.local.shape, region=self.region(), groups=groups, matrix=len(self.local.shape) >= 2
-        )
+        shape = self.local.shape
+        return ParameterShard(shape=shape, region=self.region(), groups=self.groups, matrix=len(shape) >= 2)
 
     @torch.no_grad()
     def give(self, groups: object, rounding: tuple[int, str] | None = None) -> None:
@@ -101,19 +96,17 @@ class NxdModel(ParallelModel):
     def __init__(
         self,
         stage: Stage,
-        place: MeshCoordinates,
-        around: ComputeContext,
+        compute: ComputeContext,
         precision: PrecisionPolicy,
         *,
         sequence_parallel: bool,
     ) -> None:
         """``stage`` has its weights; where masters are kept, in their dtype. Collective in a pipeline."""
-        self._stage, self._place, self._around = stage, place, around
-        self.device, self.plan = around.device, stage.plan
+        self._stage, self._compute, place = stage, compute, compute.place
+        self.device, self.plan = compute.device, stage.plan
         self.added, self.data_ranks = stage.added, place.sizes.dp
-        self.tensor_group = parallel_state.get_tensor_model_parallel_group() if place.sizes.tp > 1 else None
-        self.expert_group = parallel_state.get_expert_model_parallel_group() if place.sizes.ep > 1 else None
-        """Ranks that share tensors, and experts; None where there is one."""
+        tensor_group = parallel_state.get_tensor_model_parallel_group() if place.sizes.tp > 1 else None
+        expert_group = parallel_state.get_expert_model_parallel_group() if place.sizes.ep > 1 else None
         self.local: Mapping[str, LocalParameter] = parameters_of(stage, place)
         """Parameters of this rank by global name."""
         self.trained: dict[str, TrainedTensor] = {}
@@ -129,14 +122,20 @@ class NxdModel(ParallelModel):
                 part, parts = place.expert_dp, place.sizes.efsdp
                 group = parallel_state.get_expert_data_parallel_group()
             elif place.sizes.zero_stage:
-                part, parts, group = place.dp, place.sizes.dp, around.data_group
+                part, parts, group = place.dp, place.sizes.dp, compute.data_group
             if parts == 1 or parameter.ndim == 0 or parameter.shape[0] % parts:
                 part, parts = 0, 1
             tensor = parameter
             if parts > 1 or self._masters:
                 values = parameter.detach().chunk(parts)[part] if parts > 1 else parameter.detach()
                 tensor = nn.Parameter(values.to(torch.float32 if self._masters else parameter.dtype, copy=True))
-            self.trained[name] = TrainedTensor(local=local, tensor=tensor, part=part, parts=parts, group=group)
+            over = (
+                tensor_group if local.shard is not None else None,
+                expert_group if local.distributed else None,
+                group if parts > 1 else None,
+            )
+            groups = tuple(group for group in over if group is not None)
+            self.trained[name] = TrainedTensor(local=local, tensor=tensor, part=part, parts=parts, groups=groups)
         # On a device, the Neuron runtime rounds; environment variables enable it.
         self._rounds_on_host = precision.stochastic_rounding and computes_on_host()
         if self._masters:
@@ -159,7 +158,7 @@ class NxdModel(ParallelModel):
         self._metric_names: dict[type, tuple[str, ...]] = {}
         self._step = 0
         sizes = place.sizes
-        self._pipeline = Pipeline(stage.modules, place, around) if sizes.pp > 1 else None
+        self._pipeline = Pipeline(stage.modules, compute) if sizes.pp > 1 else None
         tied = stage.plan.tied if sizes.pp > 1 else ()
         # Collective: every stage calls it, and those in between get none.
         self._tied_group = parallel_state.create_pg_with_ranks([0, sizes.pp - 1]) if tied else None
@@ -188,7 +187,7 @@ class NxdModel(ParallelModel):
     def _run(self, micro_batches: Sequence[Batch], objective: Objective, *, scale: int | None) -> StepLoss:
         """Run forward, and backward of each loss times ``scale`` where there is one."""
         self._set_training(scale is not None)
-        batch = GlobalBatch(micro_batches, objective, self._around, self._step, self._metric_names)
+        batch = GlobalBatch(micro_batches, objective, self._compute, self._step, self._metric_names)
         if self._pipeline is not None:
             self._pipeline.run(batch.micro_batches, batch.step_context, batch.loss, scale=scale)
             return batch.result()
@@ -220,7 +219,7 @@ class NxdModel(ParallelModel):
         padded = functional.pad(input_ids, (0, -length % self._sequence_multiple))  # no token sees a later one
         batch = Batch(input_ids=padded, labels=padded)
         if self._pipeline is None:
-            return whole_logits(self._logits(batch.to(self._around.device), StepContext()))[:, :length]
+            return whole_logits(self._logits(batch.to(self._compute.device), StepContext()))[:, :length]
         outputs: list[torch.Tensor] = []
 
         def collect(logits: Any, *_: object) -> torch.Tensor:
@@ -228,16 +227,16 @@ class NxdModel(ParallelModel):
             return outputs[0].sum()
 
         self._pipeline.run([batch], lambda _: StepContext(), collect)
-        shape = max(self._around.ranks.all_gather_object(tuple(outputs[0].shape) if outputs else ()), key=len)
+        shape = max(self._compute.ranks.all_gather_object(tuple(outputs[0].shape) if outputs else ()), key=len)
         return self._from_last_stage(outputs[0] if outputs else None, shape)[:, :length]
 
     def _from_last_stage(self, value: torch.Tensor | None, shape: Sequence[int]) -> torch.Tensor:
         """Return what the last pipeline stage has, on every rank. Collective in a pipeline."""
-        if self._around.pipeline_group is None:
+        if self._compute.pipeline_group is None:
             assert value is not None
             return value
-        result = torch.zeros(shape, device=self._around.device) if value is None else value.float()
-        dist.all_reduce(result, group=self._around.pipeline_group)
+        result = torch.zeros(shape, device=self._compute.device) if value is None else value.float()
+        dist.all_reduce(result, group=self._compute.pipeline_group)
         return result
 
     def _set_training(self, mode: bool) -> None:
@@ -245,7 +244,7 @@ class NxdModel(ParallelModel):
             module.train(mode)
 
     def _logits(self, batch: Batch, step: StepContext) -> Any:
-        with self._around.computing():
+        with self._compute.autocast():
             return self._stage.modules[0](batch.input_ids, batch.position_ids, batch.document_ids, step=step)
 
     # Weights
@@ -288,7 +287,7 @@ class NxdModel(ParallelModel):
             groups = parallel_state.get_data_parallel_group(as_list=as_list)
             experts = parallel_state.get_expert_data_parallel_group(as_list=as_list)
         for name, trained in self.trained.items():
-            rounding = (self._around.seed, f"rounding\0{self._step}\0{name}") if self._rounds_on_host else None
+            rounding = (self._compute.seed, f"rounding\0{self._step}\0{name}") if self._rounds_on_host else None
             trained.give(experts if trained.local.distributed else groups, rounding)
 
     def parameter_norm(self) -> torch.Tensor:
@@ -324,7 +323,7 @@ class NxdModel(ParallelModel):
             # Over the ranks that hold the same experts; each has summed what the tokens of its expert parallel ranks
             # ask of its experts. All else is summed over those ranks, too.
             bucket_allreduce_gradients(list(sums.values()))
-            if self._place.sizes.ep > 1:
+            if self._compute.place.sizes.ep > 1:
                 others = [grad for name, grad in sums.items() if not self.local[name].distributed]
                 bucket_allreduce_gradients(others, reduce_over_ep_group=True)
         norm = _norm([(local.parameter, sums.get(name)) for name, local in self.local.items()])
@@ -390,8 +389,8 @@ _BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim
 Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
 
 
-class NxdOptimizer(ParallelOptimizer):
-    """See :class:`nxdt_core.protocols.parallel_model.ParallelOptimizer`."""
+class NxdOptimizer(TorchOptimizer):
+    """The torch engine's optimizer over plain tensors, whose places in the whole parameters the model knows."""
 
     def __init__(self, model: NxdModel, build: Build, groups: Sequence[ParameterGroup], *, lr: float) -> None:
         """``lr`` is the peak that a rank without anything to train reports.
@@ -400,89 +399,40 @@ class NxdOptimizer(ParallelOptimizer):
             OptimizerNeedsWholeParameters: the optimizer takes parts for wholes, or copies for parts.
         """
         self._model = model
-        self._trained = {name: model.trained[name] for group in groups for name in group["names"]}
-        over = model.tensor_group, model.expert_group
-        placed: list[ParameterGroup] = []
-        for group in groups:
-            tensors = [self._trained[name] for name in group["names"]]
-            shards = [trained.placed(*over) for trained in tensors]
-            placed.append({**group, "params": [trained.tensor for trained in tensors], "shards": shards})
-        self.inner = build(placed) if placed else torch.optim.SGD([{"params": []}], lr)
+        trained = {name: model.trained[name] for group in groups for name in group["names"]}
+
+        def placed(of_tensors: list[ParameterGroup]) -> torch.optim.Optimizer:
+            return build([{**group, "shards": [trained[n].placed() for n in group["names"]]} for group in of_tensors])
+
+        super().__init__(
+            placed,
+            [{**group, "params": [trained[name].tensor for name in group["names"]]} for group in groups],
+            partial(model.finish_gradients, None),
+            after_step=model.weights_changed,
+            before_step=model.begin_step,
+            lr=lr,
+            never_waits=profile_of(model.device).never_waits,
+        )
         # Some optimizers take parts for wholes, and others copies for parts.
-        cut = [name for name, trained in self._trained.items() if trained.parts > 1 or trained.local.shard is not None]
-        copied = [name for name in cut if (shard := self._trained[name].local.shard) is not None and shard.copies > 1]
+        cut = [name for name, tensor in trained.items() if tensor.parts > 1 or tensor.local.shard is not None]
+        copied = [name for name in cut if (shard := trained[name].local.shard) is not None and shard.copies > 1]
         refused = cut if isinstance(self.inner, _OF_THE_WHOLE) else copied
         if refused and not isinstance(self.inner, _BY_ELEMENT):
             raise OptimizerNeedsWholeParameters(optimizer=type(self.inner).__name__, parameters=refused)
-        self._peaks = [float(group["lr"]) for group in self.inner.param_groups]
-        updated = {name: trained.tensor for name, trained in self._trained.items()}
-        waits = not profile_of(model.device).never_waits
-        self._rejection = None if waits else DeviceRejection(updated, updated, self.inner)
-        self._rejected: torch.Tensor | None = None
-        self.skipped_steps: torch.Tensor | int = 0
-        """Steps that were not applied since their loss or gradient was not finite."""
-
-    def begin_step(self, step: int) -> None:
-        """Set the number of the coming update."""
-        self._model.begin_step(step)
-
-    def set_lr_factor(self, factor: float) -> None:
-        """Set each group's learning rate to its peak times ``factor``."""
-        for group, peak in zip(self.inner.param_groups, self._peaks, strict=True):
-            group["lr"] = peak * factor
 
     def clip_grad_norm(self, max_norm: float | None) -> torch.Tensor:
         """Return the 2-norm of all gradients before clipping. Collective."""
         return self._model.finish_gradients(max_norm)
 
-    def reject_unless_finite(self, loss: torch.Tensor, grad_norm: torch.Tensor) -> None:
-        """Let the coming :meth:`step` leave the weights as they are unless both scalars are finite, and count that."""
-        self._rejected = ~torch.isfinite(loss + grad_norm)
-        self.skipped_steps = self.skipped_steps + self._rejected.to(torch.int64)
-
     def step(self) -> None:
         """Update, then clear the gradients."""
-        rejected, self._rejected = self._rejected, None
-        if rejected is not None and self._rejection is not None:
-            with self._rejection.undoing(rejected):
-                self.inner.step()
-            self._model.weights_changed()
-        elif rejected is None or not bool(rejected):
-            self.inner.step()
-            self._model.weights_changed()
+        super().step()
         self._model.clear_gradients()
         end_of_step(self._model.device)
 
-    def state_dict(self) -> dict[str, torch.Tensor | LocalShard]:
-        """Return ``<parameter name>/<state name>`` → tensor, sharded as the parameter where it has its shape."""
-        if self._rejection is not None:
-            self._rejection.settle()
-        state: dict[str, torch.Tensor | LocalShard] = {}
-        for name, trained in self._trained.items():
-            for leaf, value in unpacked_state(self.inner, trained.tensor).items():
-                if isinstance(value, torch.Tensor):
-                    local = value.shape == trained.tensor.shape
-                    state[f"{name}/{leaf}"] = trained.local_shard(value) if local else value
-        return state
+    def _saved(self, name: str, value: torch.Tensor) -> torch.Tensor | LocalShard:
+        trained = self._model.trained[name]
+        return trained.local_shard(value) if value.shape == trained.tensor.shape else value
 
-    def load_state_dict(self, state: Mapping[str, torch.Tensor | LocalShard]) -> None:
-        """Put ``state`` back under this optimizer's parameters.
-
-        Raises:
-            OptimizerStateDoesNotFit: state of a parameter that is not here.
-        """
-        unknown = sorted({key.rpartition("/")[0] for key in state} - self._trained.keys())
-        if unknown:
-            raise OptimizerStateDoesNotFit(parameters=unknown)
-        if self._rejection is not None:
-            self._rejection.forget()
-        by_name: dict[str, dict[str, torch.Tensor]] = {}
-        for key, value in state.items():
-            name, _, leaf = key.rpartition("/")
-            loaded, tensor = elements(value), self._trained[name].tensor
-            # Counters of steps stay on the host: on a lazy device each would be read back at every step.
-            device = loaded.device if loaded.ndim == 0 else tensor.device
-            by_name.setdefault(name, {})[leaf] = loaded.to(device, copy=True)
-        for name, leaves in by_name.items():
-            tensor = self._trained[name].tensor
-            self.inner.state[tensor].update(packed_state(self.inner, tensor, leaves))
+    def _loaded(self, name: str, value: torch.Tensor | LocalShard) -> torch.Tensor:
+        return elements(value)

@@ -49,19 +49,17 @@ class ComputeContext:
 
     device: torch.device
     seed: int
-    data_ranks: int
-    data_rank: int
+    place: MeshCoordinates
     data_group: dist.ProcessGroup | None
     """Ranks that read different samples; None where there is one."""
     pipeline_group: dist.ProcessGroup | None
     ranks: RankAgreement
-    autocast: torch.dtype | None = None
+    dtype: torch.dtype | None = None
+    """Dtype of matrix products; None: that of the parameters."""
 
-    def computing(self) -> AbstractContextManager[object]:
-        """Surround forward and the loss, never backward."""
-        if self.autocast is None:
-            return nullcontext()
-        return torch.autocast(self.device.type, dtype=self.autocast)
+    def autocast(self) -> AbstractContextManager[object]:
+        """Return the context of forward and the loss; backward runs outside of it."""
+        return nullcontext() if self.dtype is None else torch.autocast(self.device.type, dtype=self.dtype)
 
 
 class GlobalBatch:
@@ -71,33 +69,29 @@ class GlobalBatch:
         self,
         micro_batches: Sequence[Batch],
         objective: Objective,
-        around: ComputeContext,
+        compute: ComputeContext,
         step: int,
         metric_names: dict[type, tuple[str, ...]],
     ) -> None:
         """Sum the weight over the data parallel ranks; pipeline ranks read the same samples.
 
-        Args:
-            micro_batches: on the host.
-            objective: the loss.
-            around: of the run.
-            step: number of the step, which dropout depends on.
-            metric_names: those of each kind of objective, which the pipeline ranks agree on once.
+        ``micro_batches`` are on the host. Dropout depends on ``step``. Pipeline ranks agree once on ``metric_names``,
+        by kind of objective.
         """
-        self._objective, self._around, self._step, self._metric_names = objective, around, step, metric_names
+        self._objective, self._compute, self._step, self._metric_names = objective, compute, step, metric_names
         of_batches = [
             torch.cat([objective.weight(batch).reshape(-1), batch.tokens().reshape(1)]).float()
             for batch in micro_batches
         ]
-        weights = torch.stack(of_batches).sum(0).to(around.device)
-        if around.data_group is not None:
-            dist.all_reduce(weights, group=around.data_group)
+        weights = torch.stack(of_batches).sum(0).to(compute.device)
+        if compute.data_group is not None:
+            dist.all_reduce(weights, group=compute.data_group)
         self.weight = weights[0]
         divisors = torch.where(weights > 0, weights, torch.ones_like(weights))
         self._divisors, self._tokens = divisors[:-1], divisors[-1]
         self.micro_batches: list[Batch] = []
         """With the numbers of their rows; ranks hold equally many, one after the other."""
-        row = around.data_rank * sum(batch.input_ids.shape[0] for batch in micro_batches)
+        row = compute.place.dp * sum(batch.input_ids.shape[0] for batch in micro_batches)
         for batch in micro_batches:
             self.micro_batches.append(replace(batch, first_row=row))
             row += batch.input_ids.shape[0]
@@ -107,18 +101,18 @@ class GlobalBatch:
     def step_context(self, batch: Batch) -> StepContext:
         """Return what the passes of a micro-batch on the device depend on in addition to it."""
         return StepContext(
-            numbers=step_numbers(self._around.seed, self._step, batch),
+            numbers=step_numbers(self._compute.seed, self._step, batch),
             ids=batch.input_ids,
             padding=batch.padding_mask(),
             labels=batch.labels,
             # The library divides summed gradients by the data parallel ranks: those of auxiliary losses, too.
-            aux_loss_scale=self._around.data_ranks / self._tokens,
+            aux_loss_scale=self._compute.place.sizes.dp / self._tokens,
             vocabulary_loss=sharded_cross_entropies,
         )
 
     def loss(self, logits: object, batch: Batch, step: StepContext) -> torch.Tensor:
         """Return the share of one micro-batch in the loss of the global batch."""
-        with self._around.computing():
+        with self._compute.autocast():
             output: ObjectiveOutput = called_with_step(self._objective, step, logits, batch)
         loss = self._mean(output.loss_sum)
         self._losses.append(loss.detach())
@@ -128,17 +122,17 @@ class GlobalBatch:
 
     def result(self) -> StepLoss:
         """Return loss and metrics of the global batch, equal on all ranks. Collective."""
-        around = self._around
+        compute = self._compute
         totals = {name: torch.stack(values).sum() for name, values in self._metrics.items()}
         names, kind = tuple(totals), type(self._objective)
-        if around.pipeline_group is not None:  # only the last stage of a pipeline knows them by itself
+        if compute.pipeline_group is not None:  # only the last stage of a pipeline knows them by itself
             if kind not in self._metric_names:
-                self._metric_names[kind] = max(around.ranks.all_gather_object(names), key=len)
+                self._metric_names[kind] = max(compute.ranks.all_gather_object(names), key=len)
             names = self._metric_names[kind]
-        sums = torch.zeros(1 + len(names), device=around.device)
+        sums = torch.zeros(1 + len(names), device=compute.device)
         if self._losses:
             sums += torch.stack([torch.stack(self._losses).sum(), *(totals[name] for name in names)]).to(sums)
-        for group in (around.pipeline_group, around.data_group):  # ranks without the last stage add zeros
+        for group in (compute.pipeline_group, compute.data_group):  # ranks without the last stage add zeros
             if group is not None:
                 dist.all_reduce(sums, group=group)
         metrics = dict(zip(names, sums[1:], strict=True))
@@ -158,12 +152,12 @@ Contexts = Callable[[Batch], StepContext]
 class Pipeline:
     """Runs micro-batches through the stages, together with the other pipeline ranks."""
 
-    def __init__(self, modules: Sequence[nn.Module], place: MeshCoordinates, around: ComputeContext) -> None:
+    def __init__(self, modules: Sequence[nn.Module], compute: ComputeContext) -> None:
         """``modules``: this rank's stages, in their order."""
-        self._sizes = sizes = place.sizes
-        numbers = stages_of_rank(place.pp, sizes.pp, sizes.vpp, sizes.schedule)
+        self._sizes = sizes = compute.place.sizes
+        numbers = stages_of_rank(compute.place.pp, sizes.pp, sizes.vpp, sizes.schedule)
         self._stages = {
-            number: _Stage(module, around, last=number == sizes.stages - 1)
+            number: _Stage(module, compute, last=number == sizes.stages - 1)
             for number, module in zip(numbers, modules, strict=True)
         }
         self._models: dict[tuple[object, ...], NxDPPModel] = {}
@@ -202,9 +196,9 @@ class Pipeline:
 class _Stage(nn.Module):
     """A stage as the library calls it: with ids, or with what the stage before gave."""
 
-    def __init__(self, module: nn.Module, around: ComputeContext, *, last: bool) -> None:
+    def __init__(self, module: nn.Module, compute: ComputeContext, *, last: bool) -> None:
         super().__init__()
-        self.module, self._around, self._device, self._last = module, around, around.device, last
+        self.module, self._compute, self._device, self._last = module, compute, compute.device, last
         self._forward: Iterator[tuple[Batch, StepContext]] = iter(())
         self._losses: Iterator[tuple[Batch, StepContext]] = iter(())
         self._consume: Consume | None = None
@@ -222,7 +216,7 @@ class _Stage(nn.Module):
         positions = batch.position_ids  # those of a part of the sequence could not be counted
         if positions is None:
             positions = torch.arange(batch.input_ids.shape[1], device=self._device).expand_as(batch.input_ids)
-        with self._around.computing():
+        with self._compute.autocast():
             output = self.module(hidden, positions, batch.document_ids, step=step)
         return (output,) if self._last else output
 

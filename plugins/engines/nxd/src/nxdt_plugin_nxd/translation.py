@@ -44,12 +44,8 @@ class Shard:
     """Parts along the first dimension, which numbers experts."""
 
     def region(self, rank: int, expert_rank: int = 0) -> TensorSlice:
-        """Return the place of a rank's elements in the whole parameter.
-
-        Args:
-            rank: tensor parallel.
-            expert_rank: expert parallel; of effect on experts alone.
-        """
+        """Return the place of a tensor parallel rank's elements in the whole parameter; experts also depend on the
+        expert parallel rank."""
         offsets, shape = [0] * len(self.shape), list(self.shape)
         for dim, parts, part in (
             (self.dim, self.parts, rank // self.copies),
@@ -92,12 +88,8 @@ def translate(
 ) -> Translation:
     """Return what becomes of a pipeline stage over tensor or expert parallel ranks, or both.
 
-    Args:
-        module: of one stage, on the meta device.
-        plan: of the model.
-        tp: ranks that share matrices.
-        ep: ranks that share experts.
-        sequence_parallel: whether activations between tensor blocks are parts of the sequence.
+    ``module`` is one stage, on the meta device. With ``sequence_parallel``, activations between tensor blocks are parts
+    of the sequence.
 
     Raises:
         PlanNotExpressible: the plan asks for something that the engine does not do.

@@ -23,14 +23,14 @@ class LightningLogger(Callback):
     """
 
     def __init__(self, config: LoggerConfig, run_dir: Path) -> None:
-        known = sorted(name for name in loggers.__all__ if name != "Logger")
-        if config.logger not in known:
-            reason, advice = "Lightning has no logger of this name", f"Choose one of {', '.join(known)}"
+        names = sorted(name for name in loggers.__all__ if name != "Logger")
+        if config.logger not in names:
+            reason, advice = "Lightning has no logger of this name", f"Choose one of {', '.join(names)}"
             raise LoggerCannotStart(logger=config.logger, reason=reason, advice=advice)
-        made: Any = getattr(loggers, config.logger)
-        place = {"save_dir": str(run_dir)} if "save_dir" in inspect.signature(made).parameters else {}
+        logger: Any = getattr(loggers, config.logger)
+        place = {"save_dir": str(run_dir)} if "save_dir" in inspect.signature(logger).parameters else {}
         try:
-            self._logger: loggers.Logger = made(**{**place, **config.options})
+            self._logger: loggers.Logger = logger(**{**place, **config.options})
             _ = getattr(self._logger, "experiment", None)  # which connects
         except Exception as error:
             advice = f"See the arguments of {config.logger}"

@@ -22,7 +22,6 @@ from nxdt_core.run.callbacks.metrics import scalars
 from nxdt_core.train import TrainSession, build
 from nxdt_core.train.data import UNNAMED, RunData, StepInput, TrainLoader
 from nxdt_core.train.loop import ValidationMetrics
-from nxdt_core.train.state import TrainState
 from nxdt_core.train.step import StepResult
 from nxdt_plugin_lightning.errors import NotOurBatch, NotOurStrategy
 
@@ -45,13 +44,10 @@ class NxdtModule(pl.LightningModule):
         self.automatic_optimization = False
         self.config = config
         self.session = TrainSession(config)
-        """Session that the steps work on; its engine is the strategy's."""
+        """Session that the steps work on, with the counters of the run; its engine is the strategy's."""
         self._logs_metrics = logs_metrics
         self._validation: ValidationMetrics | None = None
         self._validated = ExitStack()
-        self.saved: Manifest | None = None
-        """The newest checkpoint of this process."""
-        self._resume: tuple[CheckpointStore, Manifest] | None = None
 
     @property
     def engine(self) -> ParallelEngine:
@@ -84,51 +80,36 @@ class NxdtModule(pl.LightningModule):
     def objective(self, objective: Objective) -> None:
         self.session.objective = objective
 
-    @property
-    def train_state(self) -> TrainState:
-        """Counters of the run."""
-        return self.session.state
-
-    @property
-    def resumed(self) -> Manifest | None:
-        """The checkpoint whose run this one resumes."""
-        return self.session.resumed
-
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Return this rank's parameters under their global names, DTensors where sharded; none before
         :meth:`configure_model`."""
         model = self.session.built_model
-        found = () if model is None else model.named_parameters()
-        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in found)
-
-    def resume_from(self, storage: CheckpointStore, manifest: Manifest) -> None:
-        """Load a checkpoint once model and optimizer exist; called by the strategy."""
-        self._resume = (storage, manifest)
+        parameters = () if model is None else model.named_parameters()
+        return ((f"{prefix}.{name}" if prefix else name, parameter) for name, parameter in parameters)
 
     def configure_model(self) -> None:
         """Build the model, unless it is there already."""
         if self.session.built_model is None:
             self.session.engine = self.engine
-            self.session.build_model(resumes=None if self._resume is None else self._resume[1])
+            resumes: tuple[CheckpointStore, Manifest] | None = getattr(self.trainer.strategy, "resumes", None)
+            self.session.build_model(resumes=None if resumes is None else resumes[1])
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         """Build the optimizer."""
         self.session.build_optimizer()
         return self.session.optimizer.inner
 
-    def load_resumed(self) -> None:
-        """Load the checkpoint that ``resume_from`` named."""
-        if self._resume is not None:
-            self.session.load_checkpoint(*self._resume)
+    def load_saved(self, storage: CheckpointStore, manifest: Manifest) -> None:
+        """Load a checkpoint into model and optimizer; called by the strategy."""
+        self.session.load_checkpoint(storage, manifest)
 
     def save(self, uri: str, *, lightning: dict[str, Any]) -> Manifest:
         """Commit a checkpoint of everything under the root or step that ``uri`` names."""
         storage, _ = build.locate(self.config, uri)
         horizon = self.session.config.run.model.optim.sched.max_steps
-        self.saved = self.session.save(storage, extra={"lightning": lightning, "horizon": horizon})
-        return self.saved
+        return self.session.save(storage, extra={"lightning": lightning, "horizon": horizon})
 
     def training_step(self, batch: StepInput, batch_idx: int) -> None:
         """Run one optimizer step on one global batch.
@@ -150,7 +131,7 @@ class NxdtModule(pl.LightningModule):
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Collect garbage where ``trainer.gc_interval`` says so; callbacks have done their work of the step."""
-        self.session.collections.after_step(self.train_state.step)
+        self.session.collections.after_step(self.session.state.step)
 
     def on_train_end(self) -> None:
         """Let garbage be collected as before."""
@@ -201,8 +182,8 @@ class NxdtModule(pl.LightningModule):
         Scalars, equal on all ranks. Text is what ``nxdt generate`` writes.
         """
         _check_batch(batch)
-        found = self.session.evaluate_batch(batch)
-        return {"loss": found.loss, "weight": found.weight, **found.metrics}
+        step_loss = self.session.evaluate_batch(batch)
+        return {"loss": step_loss.loss, "weight": step_loss.weight, **step_loss.metrics}
 
     def _log_validation(self, stage: str) -> None:
         validation, self._validation = self._validation, None
@@ -225,10 +206,9 @@ class NxdtDataModule(pl.LightningDataModule):
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         self.data = RunData(config)
-        """Tokenizer, sets and their sizes; empty before :meth:`prepare`."""
-        self.train_loader: TrainLoader | None = None
+        """Tokenizer, sets and their sizes; empty before :meth:`setup`."""
 
-    def prepare(self) -> None:
+    def setup(self, stage: str) -> None:
         """Read tokenizer and data, so that errors in them are reported before a model is built.
 
         Raises:
@@ -237,14 +217,9 @@ class NxdtDataModule(pl.LightningDataModule):
         """
         self.data.prepare(test=True)
 
-    def setup(self, stage: str) -> None:
-        """Call :meth:`prepare`, as a hook of Lightning."""
-        self.prepare()
-
     def train_dataloader(self) -> TrainLoader:
         """Return an endless loader; the trainer's ``max_steps`` ends it."""
-        self.train_loader = self._session.train_loader()
-        return self.train_loader
+        return self._session.train_loader()
 
     def val_dataloader(self) -> list[TrainLoader]:
         """Return one pass over each set; empty where the configuration names no validation data."""
@@ -263,12 +238,12 @@ class NxdtDataModule(pl.LightningDataModule):
         return self.val_dataloader()
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-        """``batch`` as it is: micro-batches go to the device one at a time."""
+        """Return ``batch`` as it is: micro-batches go to the device one at a time."""
         return batch
 
     @property
     def _session(self) -> TrainSession:
-        """The module's, which reads these data."""
+        """Return the module's session, which reads these data."""
         trainer: Any = self.trainer
         session: TrainSession = trainer.lightning_module.session
         session.data = self.data

@@ -26,11 +26,13 @@ from pytorch_lightning.trainer import call
 from torch.distributed.nn.functional import all_gather as all_gather_with_gradients
 
 from nxdt_core import checkpoint
+from nxdt_core.checkpoint import Manifest
 from nxdt_core.checkpoint.read.status import newest_first
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.devices import profile_of
 from nxdt_core.distributed.environment import read_rank_environment
 from nxdt_core.protocols.engine import ParallelEngine
+from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.train import build, start_engine
 from nxdt_plugin_lightning.errors import NotOurModule, TrainerArgumentsIgnored
 from nxdt_plugin_lightning.module import NxdtModule
@@ -103,14 +105,14 @@ class EngineAccelerator(Accelerator):
 
 def asked_processes(trainer: pl.Trainer) -> tuple[int, int]:
     """Return ``devices`` and ``num_nodes`` as they were given; ``trainer.num_devices`` is 1 for any own strategy."""
-    given = trainer._accelerator_connector
-    devices = given._devices_flag
+    connector = trainer._accelerator_connector
+    devices = connector._devices_flag
     count = len(devices) if isinstance(devices, list) else int(devices) if str(devices).isdecimal() else 1
-    return count, int(given._num_nodes_flag)
+    return count, int(connector._num_nodes_flag)
 
 
 def _ignored(trainer: pl.Trainer, world_size: int, passes: int | None) -> Iterator[tuple[str, str]]:
-    """Arguments, and what does their work here; ``passes`` are those of the configuration."""
+    """Yield arguments, and what does their work here; ``passes`` are those of the configuration."""
     precision = trainer.precision
     if precision != "32-true":
         yield f"precision={precision!r}", "precision.type in the configuration"
@@ -128,7 +130,7 @@ def _ignored(trainer: pl.Trainer, world_size: int, passes: int | None) -> Iterat
         yield f"trainer.max_epochs={passes} of the configuration", "trainer.max_steps in the configuration"
     owners: tuple[object, ...] = (trainer.lightning_module, *trainer.callbacks)  # type: ignore[attr-defined]
     for owner in owners:
-        unfit = (each.__name__ for each in type(owner).__mro__ if each.__module__.startswith("pytorch_lightning"))
+        unfit = (cls.__name__ for cls in type(owner).__mro__ if cls.__module__.startswith("pytorch_lightning"))
         yield from ((type(owner).__name__, _UNFIT[name]) for name in unfit if name in _UNFIT)
         stock = pl.Callback if isinstance(owner, pl.Callback) else pl.LightningModule
         for hook, instead in _UNCALLED.items():
@@ -202,6 +204,8 @@ class NxdtStrategy(Strategy):
             self.engine = engine
         self._started, self._broken = engine is not None, False
         self._launcher: ScriptLauncher | None = None
+        self.resumes: tuple[CheckpointStore, Manifest] | None = None
+        """The checkpoint that the trainer was given; it is loaded once model and optimizer exist."""
         self.cluster_environment = StartedProcesses()
         complete_variables()
         if engine is None and not self._may_launch:
@@ -209,7 +213,7 @@ class NxdtStrategy(Strategy):
 
     @cached_property
     def engine(self) -> ParallelEngine:
-        """The configured one; built once the processes run.
+        """Return the configured one, built once the processes run.
 
         Raises:
             WorldSizeMismatch: their number is not that of the configuration.
@@ -354,7 +358,7 @@ class NxdtStrategy(Strategy):
         storage, step = build.locate(self.config, str(checkpoint_path))
         trusted = build.trusted_keys(self.config)
         manifest = checkpoint.find_checkpoint(storage, step, warn=_log.warning, trusted=trusted)
-        self._module.resume_from(storage, manifest)
+        self.resumes = storage, manifest
         saved = checkpoint.load_state(storage, manifest)
         lightning: dict[str, Any] = saved["extra"].get("lightning", {})
         if "lightning" not in saved["extra"]:  # no run of ours wrote it: Lightning's loops, at the step
@@ -375,7 +379,9 @@ class NxdtStrategy(Strategy):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights, optimizer state, counters and generators of the checkpoint found before."""
-        self._module.load_resumed()
+        assert self.resumes is not None
+        resumes, self.resumes = self.resumes, None
+        self._module.load_saved(*resumes)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Do nothing: optimizer state is loaded together with the weights."""
@@ -384,7 +390,7 @@ class NxdtStrategy(Strategy):
         """Delete the step that ``filepath`` names, or every step of the root that it names."""
         if self.is_global_zero:
             storage, step = build.locate(self.config, str(filepath))
-            steps = [each.step for each in newest_first(storage, names_only=True)] if step is None else [step]
+            steps = [status.step for status in newest_first(storage, names_only=True)] if step is None else [step]
             for number in steps:
                 checkpoint.delete_step(storage, number)
 
@@ -447,7 +453,6 @@ class NxdtStrategy(Strategy):
 
 def complete_variables() -> None:
     """Set ``RANK`` in a process of :class:`ScriptLauncher`: Lightning's launcher leaves it out."""
-    given = os.environ
-    if "RANK" in given or not {"NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"} <= given.keys():
-        return
-    given["RANK"] = str(int(given["NODE_RANK"]) * int(given["LOCAL_WORLD_SIZE"]) + int(given["LOCAL_RANK"]))
+    if "RANK" not in os.environ and {"NODE_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"} <= os.environ.keys():
+        node, count, local = (int(os.environ[name]) for name in ("NODE_RANK", "LOCAL_WORLD_SIZE", "LOCAL_RANK"))
+        os.environ["RANK"] = str(node * count + local)

@@ -7,11 +7,11 @@ from nxdt_core.api import Component, MigrationComponent, hookimpl
 
 @hookimpl
 def nxdt_formats() -> list[Component]:
-    """Checkpoints of neuronx-distributed."""
+    """Declare checkpoints of neuronx-distributed."""
     return [
         Component(
             name="neuronx",
-            target="nxdt_plugin_migrate.checkpoint.format:NeuronxFormat",
+            target="nxdt_plugin_migrate.checkpoint.layout:NeuronxFormat",
             summary="a checkpoint of NxD Training with model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
         )
     ]

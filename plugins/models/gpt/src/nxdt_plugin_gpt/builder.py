@@ -201,7 +201,7 @@ class GPTBuilder(ModelBuilder):
 
 
 def norms_of(config: GPTConfig) -> tuple[str, ...]:
-    """Patterns of the modules that normalise."""
+    """Return the patterns of the modules that normalise."""
     more = {"post_ln": (), "normformer": (f"{_LAYER}.attention_output_norm", f"{_MLP}.norm", "norm")}
     return (
         f"{_LAYER}.attention_norm",

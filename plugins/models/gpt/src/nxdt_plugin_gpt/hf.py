@@ -184,8 +184,8 @@ def family_of(hf_config: Mapping[str, Any]) -> HFFamily:
     for family in FAMILIES:
         if family.model_type == kind:
             return family
-    known = " and ".join(repr(family.model_type) for family in FAMILIES)
-    raise HFUnsupported(model="gpt", key="model_type", found=kind, supported=known)
+    supported = " and ".join(repr(family.model_type) for family in FAMILIES)
+    raise HFUnsupported(model="gpt", key="model_type", found=kind, supported=supported)
 
 
 def config_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:

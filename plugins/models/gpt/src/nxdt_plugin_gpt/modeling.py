@@ -105,10 +105,12 @@ class GPTLayer(nn.Module):
         """``hidden`` [batch, seq, hidden] to the same shape."""
         if self.block_type == "post_ln":
             hidden = self.attention_norm(hidden + self._attend(hidden, rotary, document_ids, step))
-            normalised: torch.Tensor = self.mlp_norm(hidden + self._transform(hidden, step))
+            normalised: torch.Tensor = self.mlp_norm(hidden + self.mlp_dropout(self.mlp(hidden, step), step))
             return normalised
         attended = hidden + self._attend(self.attention_norm(hidden), rotary, document_ids, step)
-        return attended + self._transform(self.mlp_norm(hidden if self.block_type == "gpt_j" else attended), step)
+        inner = self.mlp(self.mlp_norm(hidden if self.block_type == "gpt_j" else attended), step)
+        result: torch.Tensor = attended + self.mlp_dropout(inner, step)
+        return result
 
     def _attend(
         self,
@@ -121,10 +123,6 @@ class GPTLayer(nn.Module):
         if self.attention_output_norm is not None:
             attended = self.attention_output_norm(attended)
         added: torch.Tensor = self.attention_dropout(attended, step)
-        return added
-
-    def _transform(self, hidden: torch.Tensor, step: StepContext | None) -> torch.Tensor:
-        added: torch.Tensor = self.mlp_dropout(self.mlp(hidden, step), step)
         return added
 
 

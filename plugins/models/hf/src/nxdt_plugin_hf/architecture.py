@@ -84,7 +84,7 @@ def _attend(
         sinks = {} if s_aux is None else {"sinks": s_aux()}
         attended: torch.Tensor = core(query, key, value, document_ids, **sinks)
         return attended.transpose(1, 2).contiguous(), None  # of which some models take a view
-    unknown = {name for name, given in others.items() if given is not None and name not in _HARMLESS}
+    unknown = {name for name, argument in others.items() if argument is not None and name not in _HARMLESS}
     name = next((name for name, parameter in module.named_parameters(recurse=False) if parameter is s_aux), None)
     if s_aux is not None and name is None:
         unknown.add("s_aux")
@@ -196,11 +196,11 @@ def read_architecture(values: Mapping[str, Any], *, scores: bool = False) -> Arc
         raise HFUnsupported(model=model_type, key="quantization_config", found=quantized, supported="None or MXFP4")
     labels = {"id2label": None, "label2id": None, "num_labels": 1} if scores else {}
     plain = read_floats({key: value for key, value in {**values, **labels}.items() if key not in _NOT_OF_THE_MODEL})
+    theirs = f"transformers' {model_type}"
     try:
         config = transformers.CONFIG_MAPPING[model_type].from_dict(plain)
     except ImportError as error:
-        wanted = f"transformers' {model_type}"
-        raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
+        raise PackageMissing(wanted=theirs, reason=str(error), package=error.name or _TRANSFORMERS) from error
     except Exception as error:  # checks in a model's code may raise any exception
         reason = " ".join(str(error).split())
         raise ConfigurationRefused(model_type=model_type, reason=reason.rstrip(".")) from error
@@ -225,6 +225,5 @@ def read_architecture(values: Mapping[str, Any], *, scores: bool = False) -> Arc
             )
         model_class = (mapping if scores else transformers.MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
     except ImportError as error:
-        wanted = f"transformers' {model_type}"
-        raise PackageMissing(wanted=wanted, reason=str(error), package=error.name or _TRANSFORMERS) from error
+        raise PackageMissing(wanted=theirs, reason=str(error), package=error.name or _TRANSFORMERS) from error
     return Architecture(config=config, model_class=model_class, scores=scores)

@@ -7,7 +7,7 @@ its conversion are tried on small copies.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -93,8 +93,13 @@ class HFBuilder(ModelBuilder):
         return self.facts.init_rules
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Return :meth:`nxdt_plugin_hf.facts.ModelFacts.flops_per_token`."""
-        return self.facts.flops_per_token(sequence_length)
+        """Return 6 for each weight that a token is multiplied with (embeddings are looked up), and for each layer 6 for
+        each channel of query and value heads and position that is seen: PaLM's convention (arXiv:2204.02311, appendix
+        B), within the window where a layer has one."""
+        calls = self.facts.calls.values()
+        seen = ((call, min(sequence_length, call.window or sequence_length)) for call in calls)
+        attention = sum(call.heads * (call.key_width + call.value_width) * positions for call, positions in seen)
+        return 6.0 * (self.facts.multiplied + attention)
 
     def config_to_hf(self) -> dict[str, Any]:
         """Return what transformers would write, with keys that transformers 4 calls otherwise under both names."""
@@ -109,45 +114,36 @@ class HFBuilder(ModelBuilder):
         return written
 
     def hf_key_map(self) -> Sequence[KeyMap]:
-        """Return :func:`nxdt_plugin_hf.builder.key_map` of the model."""
-        experts = self.facts.experts
-        return key_map(self.architecture, {n: experts.get(n.rpartition(".")[0]) for n in self.facts.parameters})
+        """Return one entry per kind of parameter.
 
-
-_EXPERTS = 2
-
-
-def key_map(architecture: Architecture, parameters: Mapping[str, str | None]) -> tuple[KeyMap, ...]:
-    """Return one entry per kind of parameter.
-
-    Args:
-        architecture: of the model.
-        parameters: name of each → path of the experts that it belongs to.
-
-    Raises:
-        DirectoryFormUnknown: the directory has some in another form.
-    """
-    with torch.device("meta"):
-        model = architecture.plain()
-    entries: dict[str, KeyMap] = {}
-    for name, experts in parameters.items():
-        pattern = pattern_of(name)
-        if pattern not in entries:
+        Raises:
+            DirectoryFormUnknown: the directory has some in another form.
+        """
+        with torch.device("meta"):
+            model = self.architecture.plain()
+        entries: dict[str, KeyMap] = {}
+        for name in self.facts.parameters:
+            pattern, experts = pattern_of(name), self.facts.experts.get(name.rpartition(".")[0])
+            if pattern in entries:
+                continue
             if experts is None:
                 entries[pattern] = KeyMap(name=pattern, hf_names=(_written(model, name),))
             else:
                 entries[pattern] = _written_experts(model, name, experts)
-    return tuple(entries.values())
+        return tuple(entries.values())
+
+
+_EXPERTS = 2
 
 
 def _written(model: PreTrainedModel, name: str) -> str:
     owner, _, leaf = name.removesuffix(".weight").rpartition(".")
     if leaf in model.get_submodule(owner)._parameters:  # values of heads, which have a module here
         name = name.removesuffix(".weight")
-    found = list(_reverted(model, name, torch.zeros(1, device=HOST)))
-    if len(found) != 1:
+    written = list(_reverted(model, name, torch.zeros(1, device=HOST)))
+    if len(written) != 1:
         raise _other_form(model, name)
-    return pattern_of(found[0][0])
+    return pattern_of(written[0][0])
 
 
 def _written_experts(model: PreTrainedModel, name: str, experts: str) -> KeyMap:

@@ -37,13 +37,13 @@ class HFModelConfig(Section):
     @property
     def values(self) -> dict[str, Any]:
         """``hf_config`` with what the other keys change."""
-        given = {
+        changed = {
             "num_hidden_layers": self.num_layers,
             "hidden_size": self.hidden_size,
             "max_position_embeddings": self.max_position_embeddings,
             "vocab_size": self.vocab_size,
         }
-        return dict(self.hf_config) | {key: value for key, value in given.items() if value is not None}
+        return dict(self.hf_config) | {key: value for key, value in changed.items() if value is not None}
 
     def check(self) -> Iterator[tuple[str, str]]:
         """Yield (key, problem) for what shows without transformers."""

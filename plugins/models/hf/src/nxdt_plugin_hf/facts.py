@@ -82,12 +82,8 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     """Translate ``tp_plan`` of ``model``.
 
     A pattern that names nothing in the model is left out: plans name parts that only some configurations have. Experts
-    are cut by our plan for them where theirs cuts them at all.
-
-    Args:
-        model: whole, with the plan of its class and of its configuration.
-        calls: of its attention.
-        layers: path of its layers.
+    are sharded by our plan for them where theirs shards them at all. ``calls`` are those of attention, and ``layers``
+    is the path of the layers.
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     sinks = [path for path, module in modules.items() if isinstance(module, HeadValues)]  # cut with their heads
@@ -101,8 +97,8 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     cut = {pattern for pattern, style in theirs.items() if style == TENSOR_STYLE}
     if not any(f"{pattern}.".startswith(f"{layers}.") for pattern in theirs):  # it has none for layers (gpt-oss)
         cut = {pattern_of(path) for path, _ in routed_experts(model)}
-    known = (*_STYLES, *_FROM_PATHS, TENSOR_STYLE)
-    unknown = {pattern: style for pattern, style in theirs.items() if style not in known}
+    readable = (*_STYLES, *_FROM_PATHS, TENSOR_STYLE)
+    unknown = {pattern: style for pattern, style in theirs.items() if style not in readable}
     styles = {pattern: _STYLES[style] for pattern, style in theirs.items() if style in _STYLES}
     path, call = next(iter(calls.items()))
     attention = pattern_of(path)
@@ -142,16 +138,16 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
     # Heads, unless attention sees all of them on each rank, and what has weights [heads, width], one row for each
     # sharded head: modules in attention, and the sinks.
     inner = {p: s for p, s in styles.items() if p not in (model.embedding_path, model.head_path)}
-    own = {p: s for p, s in inner.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
-    makers = [pattern for pattern, style in own.items() if style == "column"]
+    projections = {p: s for p, s in inner.items() if p.rpartition(".")[0] == attention and s in ("column", "row")}
+    makers = [pattern for pattern, style in projections.items() if style == "column"]
     heads: AttentionHeads | None = None
     if makers:
         widths = (call.key_width, call.value_width)
         shapes = {(count, width) for count in (call.heads, call.kv_heads) for width in widths}
         inside = [name for name in modules if name.startswith(f"{path}.") and pattern_of(name) not in inner]
         rows = {name: {tuple(p.shape) for p in modules[name].parameters(recurse=False)} for name in inside}
-        norms = [pattern_of(name) for name, found in rows.items() if found and found <= shapes]
-        norms += dict.fromkeys(f"{attention}.{each.sinks}" for each in calls.values() if each.sinks is not None)
+        norms = [pattern_of(name) for name, sizes in rows.items() if sizes and sizes <= shapes]
+        norms += dict.fromkeys(f"{attention}.{other.sinks}" for other in calls.values() if other.sinks is not None)
         styles |= dict.fromkeys(norms, "heads")
         key_value = tuple(pattern for pattern in (*makers, *norms) if pattern.rpartition(".")[2][0] in "kv")
         heads = AttentionHeads(
@@ -159,7 +155,7 @@ def tensor_plan(model: CausalLM, calls: Mapping[str, AttentionCall], layers: str
             kv_heads=call.kv_heads,
             query=tuple(pattern for pattern in (*makers, *norms) if pattern not in key_value),
             key_value=key_value,
-            output=tuple(pattern for pattern, style in own.items() if style == "row"),
+            output=tuple(pattern for pattern, style in projections.items() if style == "row"),
         )
     blocks = tuple(dict.fromkeys(pattern.rpartition(".")[0] for pattern in inner))
     ends = dict.fromkeys(pattern_of(block) for block in around)
@@ -240,12 +236,7 @@ _TOKENS = 4
 
 
 def pipeline_plan(model: CausalLM, layers: str, hidden_size: int) -> tuple[PipelinePlan | None, str]:
-    """Translate ``pp_plan`` of ``model``.
-
-    Args:
-        model: whole, on the meta device; not changed.
-        layers: path of its layers.
-        hidden_size: width of what travels.
+    """Translate ``pp_plan`` of ``model``, which is whole and on the meta device, and is not changed.
 
     Returns:
         The plan, or None and why there is none.
@@ -326,8 +317,8 @@ class ModelFacts:
             if depth in (1, 2) and any(True for _ in module.parameters()):
                 classes.setdefault(type(module).__name__, {})[pattern_of(path)] = None
         parts = (module for module in model.modules() if not isinstance(module, nn.Embedding))
-        own = (named for part in parts for named in part.named_parameters(recurse=False))
-        dense = sum(p.numel() for name, p in own if p.ndim == 2 and not name.endswith(BIAS))
+        parameters = (named for part in parts for named in part.named_parameters(recurse=False))
+        dense = sum(p.numel() for name, p in parameters if p.ndim == 2 and not name.endswith(BIAS))
         experts = ((model.get_submodule(path), top_k) for path, top_k in experts_per_token.items())
         routed = sum(p.numel() // len(p) * n for part, n in experts for p in part.parameters() if p.ndim == 3)
         norms = tuple(dict.fromkeys(pattern_of(path) for path, module in model.named_modules() if is_norm(module)))
@@ -366,14 +357,6 @@ class ModelFacts:
             multiplied=dense + routed,
         )
 
-    def flops_per_token(self, sequence_length: int) -> float:
-        """6 for each weight that a token is multiplied with (embeddings are looked up), and for each layer 6 for each
-        channel of query and value heads and position that is seen: PaLM's convention (arXiv:2204.02311, appendix B),
-        within the window where a layer has one."""
-        seen = ((call, min(sequence_length, call.window or sequence_length)) for call in self.calls.values())
-        attention = sum(call.heads * (call.key_width + call.value_width) * positions for call, positions in seen)
-        return 6.0 * (self.multiplied + attention)
-
 
 _STD = 0.02
 """Default standard deviation of transformers, where a configuration names none."""
@@ -391,9 +374,9 @@ def init_rules(architecture: Architecture, model: CausalLM) -> tuple[InitRule, .
     std = getattr(cast("PreTrainedModel", model).config, "initializer_range", None) or _STD
     rules: dict[str, InitRule] = {}
     for path, module in model.named_modules():
-        own = {name: pattern_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
-        own |= {n: pattern_of(f"{path}.{n}.weight") for n, p in module.named_children() if isinstance(p, HeadValues)}
-        if isinstance(module, HeadValues) or all(pattern in rules for pattern in own.values()):
+        kinds = {name: pattern_of(f"{path}.{name}") for name, _ in module.named_parameters(recurse=False)}
+        kinds |= {n: pattern_of(f"{path}.{n}.weight") for n, p in module.named_children() if isinstance(p, HeadValues)}
+        if isinstance(module, HeadValues) or all(pattern in rules for pattern in kinds.values()):
             continue
         alone = copy.deepcopy(module)  # with the parameters that transformers' initialisation expects in it
         for name, part in list(alone.named_children()):
@@ -401,11 +384,11 @@ def init_rules(architecture: Architecture, model: CausalLM) -> tuple[InitRule, .
                 delattr(alone, name)
                 alone.register_parameter(name, part.weight)
         # What begins as random numbers; norms of single heads, matrices, do not.
-        matrices = {name for name in own if not is_norm(module) and not name.endswith(BIAS)}
-        parameters = {name: alone.get_parameter(name) for name in own}
+        matrices = {name for name in kinds if not is_norm(module) and not name.endswith(BIAS)}
+        parameters = {name: alone.get_parameter(name) for name in kinds}
         drawn = {name: name in matrices and p.ndim >= 2 and p.requires_grad for name, p in parameters.items()}
         constants = {} if all(drawn.values()) else _constants(model, alone)
-        for name, pattern in own.items():
+        for name, pattern in kinds.items():
             if drawn[name] or math.isnan(constants.get(name, 0.0)):
                 rules[pattern] = InitRule(pattern=pattern, distribution="normal", std=std)
             elif name in constants:
@@ -432,7 +415,7 @@ class _Literals(TorchFunctionMode):
 
 @torch.no_grad()
 def _constants(model: CausalLM, alone: nn.Module) -> dict[str, float]:
-    """Parameters of ``alone`` that its initialisation fills with one number, or with random ones: NaN."""
+    """Return the number with which its initialisation fills each parameter of ``alone``; of random ones NaN."""
     if isinstance(alone, nn.Linear):  # its matrix may be large; transformers' own rule for all
         return {"bias": 0.0}
     if isinstance(alone, SwiGLUExperts):  # which transformers does not know
@@ -445,11 +428,11 @@ def _constants(model: CausalLM, alone: nn.Module) -> dict[str, float]:
                 parameter.fill_(float("nan"))
             cast("PreTrainedModel", model)._init_weights(alone)
             tried.append({name: p.clone() for name, p in alone.named_parameters(recurse=False) if p.numel()})
-    found = {}
+    constants = {}
     for name, first in tried[0].items():
         number = first.flatten()[0]
         if bool((first == number).all()):
-            found[name] = float(number)
+            constants[name] = float(number)
         elif bool(first.isfinite().all()) and not torch.equal(first, tried[1][name]):
-            found[name] = float("nan")
-    return found
+            constants[name] = float("nan")
+    return constants

@@ -42,12 +42,7 @@ _TOKENS = 4
 
 
 def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the path and module of each block around experts; none where they are in a layer itself.
-
-    Args:
-        model: with our experts.
-        layers: path of the layers.
-    """
+    """Yield the path and module of each block around our experts; none where they are in one of ``layers`` itself."""
     for path, _ in routed_experts(model):
         block = path.rpartition(".")[0]
         if block.startswith(f"{layers}.") and "." in block.removeprefix(f"{layers}."):
@@ -194,7 +189,7 @@ def _problem(theirs: Any) -> str | None:
 
 
 def _tried() -> tuple[torch.Tensor, torch.Tensor]:
-    """Gate and up [4, 8]."""
+    """Return a gate and an up, [4, 8]."""
     gate, up = torch.linspace(-9, 9, 64, device=HOST).view(4, 16).chunk(2, dim=-1)
     return gate, up
 
@@ -245,11 +240,11 @@ class RouterBalance:
     coefficient: float
 
     def ask(self, base: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-        """Before forward: let transformers keep the routers' logits."""
+        """Let transformers keep, before forward, the routers' logits."""
         return args, {**kwargs, "output_router_logits": torch.is_grad_enabled()}
 
     def join(self, base: nn.Module, args: Any, output: Any) -> Any:
-        """After forward: let backward through the hidden states also follow the loss.
+        """Let, after forward, backward through the hidden states also follow the loss.
 
         transformers adds a mean over tokens to a mean; ours are sums (:mod:`nxdt_core.models.moe.layer`).
         """

@@ -136,7 +136,7 @@ def _words(error: Exception) -> str:
 
 
 def pattern_of(path: str) -> str:
-    """``model.layers.3.mlp`` as ``model.layers.*.mlp``."""
+    """Return ``model.layers.*.mlp`` of ``model.layers.3.mlp``."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
@@ -180,12 +180,12 @@ class CausalLM(nn.Module):
         if self.embedding_scale is not None and not isinstance(embedding, nn.Identity):
             # Rounded to the dtype first, as transformers does.
             hidden = hidden * hidden.new_full((), self.embedding_scale)
-        given = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
+        inputs = {"inputs_embeds": hidden, "position_ids": position_ids, "document_ids": document_ids}
         head = self.get_submodule(self.head_path)
         if self.scores or isinstance(head, nn.Identity):  # without a head, the result is hidden states
-            return cast(torch.Tensor, head(cast("PreTrainedModel", self).base_model(**given, use_cache=False)[0]))
+            return cast(torch.Tensor, head(cast("PreTrainedModel", self).base_model(**inputs, use_cache=False)[0]))
         theirs: Any = type(self)
-        return cast(torch.Tensor, theirs.forward(self, **given, use_cache=False).logits)
+        return cast(torch.Tensor, theirs.forward(self, **inputs, use_cache=False).logits)
 
     @torch.no_grad()
     def reset_buffers(self) -> None:
@@ -198,8 +198,8 @@ class CausalLM(nn.Module):
         for path, module in self.named_modules():
             computed = [name for name in module._non_persistent_buffers_set if getattr(module, name) is not None]
             for name in computed:
-                found = getattr(module, name)
-                unset = torch.full_like(found, float("nan"), dtype=torch.float32)
+                buffer = getattr(module, name)
+                unset = torch.full_like(buffer, float("nan"), dtype=torch.float32)
                 module.register_buffer(name, unset, persistent=False)
             if computed:
                 model._init_weights(module)
@@ -219,7 +219,7 @@ class NumberedLayers(nn.ModuleDict):
         """Layers of the whole model."""
 
     def __getitem__(self, key: Any) -> Any:
-        """The layer of a number, here or elsewhere; those of a slice as a list; a module by its key."""
+        """Return the layer of a number, here or elsewhere; those of a slice as a list; a module by its key."""
         if isinstance(key, slice):
             return [self[number] for number in range(self.count)[key]]
         if isinstance(key, int):
@@ -227,20 +227,18 @@ class NumberedLayers(nn.ModuleDict):
         return super().__getitem__(key)
 
     def __iter__(self) -> Iterator[Any]:
-        """The layers, as a ``ModuleList`` does; ``keys()`` are the numbers."""
+        """Yield the layers, as a ``ModuleList`` does; ``keys()`` are the numbers."""
         return iter(self[:])
 
     def __len__(self) -> int:
-        """Layers of the whole model."""
+        """Return the number of layers of the whole model."""
         return self.count
 
 
 def build_model(architecture: Architecture, calls: Mapping[str, AttentionCall]) -> CausalLM:
     """Return the model on the current device, mostly meta; attention, experts, dropouts and layers are ours.
 
-    Args:
-        architecture: of the model.
-        calls: what its attention modules compute, from :func:`nxdt_plugin_hf.modeling.trace_model`.
+    ``calls`` of :func:`trace_model` say what its attention modules compute.
 
     Raises:
         UnsupportedArchitecture: its embedding or its head is not what it should be.

@@ -65,33 +65,33 @@ class AdamW8bit(torch.optim.Optimizer, PackedState):
         blocks = self._blocks(parameter)
         if blocks is None or not state:
             return state
-        found = {name: value for name, value in state.items() if not name.endswith("_scale")}
+        whole_state = {name: value for name, value in state.items() if not name.endswith("_scale")}
         for name, signed in _MEANS.items():
             codes, scales = state[name], state[f"{name}_scale"]
             whole = torch.empty_like(codes, dtype=torch.float32)
             for part in _parts(codes):
                 whole[part] = dequantised(codes[part], scales[part], blocks, signed=signed)
-            found[name] = whole.to(HOST)
-        return found
+            whole_state[name] = whole.to(HOST)
+        return whole_state
 
     def packed(self, parameter: torch.Tensor, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return what :meth:`unpacked` returned as this optimizer keeps it, bitwise the same."""
         blocks = self._blocks(parameter)
         if blocks is None:
             return dict(state)
-        found: dict[str, Any] = {}
+        packed_state: dict[str, Any] = {}
         for name, value in state.items():
             if name not in _MEANS:
-                found[name] = value
+                packed_state[name] = value
                 continue
-            found |= _nothing(name, parameter, blocks)
+            packed_state |= _nothing(name, parameter, blocks)
             for part in _parts(parameter):
                 codes, scales = quantised(value[part], blocks, signed=_MEANS[name])
-                found[name][part], found[f"{name}_scale"][part] = codes, scales
-        return found
+                packed_state[name][part], packed_state[f"{name}_scale"][part] = codes, scales
+        return packed_state
 
     def _blocks(self, parameter: torch.Tensor) -> RowBlocks | None:
-        """The blocks of a parameter whose state is in 8 bits. The whole shape decides, in any layout."""
+        """Return the blocks of a parameter whose state is in 8 bits. The whole shape decides, in any layout."""
         shard, config = self._shards[parameter], self._config
         elements = math.prod(shard.shape)
         if len(shard.shape) < 2 or shard.shape[-1] < config.block_size or elements < max(1, config.min_8bit_size):
@@ -115,12 +115,12 @@ class AdamW8bit(torch.optim.Optimizer, PackedState):
             _adamw(weight, grad, (state["exp_avg"], state["exp_avg_sq"]), group, float(state["step"]))
             return
         for part in _parts(parameter):
-            held = {name: (state[name][part], state[f"{name}_scale"][part]) for name in _MEANS}
-            means = [dequantised(*held[name], blocks, signed=signed).to(wide) for name, signed in _MEANS.items()]
+            packed = {name: (state[name][part], state[f"{name}_scale"][part]) for name in _MEANS}
+            means = [dequantised(*packed[name], blocks, signed=signed).to(wide) for name, signed in _MEANS.items()]
             _adamw(weight[part], grad[part], means, group, float(state["step"]))
             for (name, signed), mean in zip(_MEANS.items(), means, strict=True):
-                for target, found in zip(held[name], quantised(mean, blocks, signed=signed), strict=True):
-                    target.copy_(found)
+                for target, values in zip(packed[name], quantised(mean, blocks, signed=signed), strict=True):
+                    target.copy_(values)
 
 
 def _adamw(
@@ -139,7 +139,7 @@ def _adamw(
 
 
 def _nothing(name: str, parameter: torch.Tensor, blocks: RowBlocks) -> dict[str, torch.Tensor]:
-    """A running mean of zeros."""
+    """Return a running mean of zeros."""
     zeros = torch.zeros(1, parameter.shape[-1], device=parameter.device)
     codes, scales = quantised(zeros, blocks, signed=_MEANS[name])
     rows = parameter.shape[:-1]

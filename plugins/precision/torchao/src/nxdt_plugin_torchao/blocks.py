@@ -61,13 +61,7 @@ class RowBlocks:
 
     @classmethod
     def of(cls, shard: ParameterShard, width: int, size: int) -> RowBlocks:
-        """Return the blocks of ``size`` elements.
-
-        Args:
-            shard: place of the rows in the whole.
-            width: elements of a row here, those that fill it up included.
-            size: elements of a block.
-        """
+        """Return the blocks of ``size`` elements; ``width`` counts elements that fill a row up, too."""
         return cls(size, shard.region.offsets[-1] % size, width)
 
     @property

@@ -1,6 +1,6 @@
-"""The sections of the policy ``float8`` and of the optimizer ``adamw_8bit``.
+"""The sections of the policy ``float8`` and of the optimizer ``adamw_8bit``, and the policy.
 
-No torch here: it is imported when a model is laid out.
+torch is imported when a model is laid out.
 """
 
 from __future__ import annotations
@@ -80,6 +80,8 @@ def float8(config: Float8Config) -> PrecisionPolicy:
 
 @dataclass(frozen=True, slots=True)
 class _Products:
+    """The products of one section; policies of equal sections are equal."""
+
     scaling: str
     skip: tuple[str, ...]
     gathers: bool

@@ -74,7 +74,7 @@ class Float8Product:
         return True
 
     def __call__(self, hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[..., in] times [out, in] transposed: [..., out]."""
+        """Return [..., in] times [out, in] transposed, [..., out]."""
         dtype = compute_dtype(hidden)
         rows = hidden.to(dtype).flatten(0, -2)  # as backward scales them, so that a graph has their maximum once
         result: torch.Tensor = functional_call(self._layer, {"weight": weight.to(dtype)}, (rows,))

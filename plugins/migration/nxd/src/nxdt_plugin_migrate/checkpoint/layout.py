@@ -1,4 +1,4 @@
-"""Files of a checkpoint of NxD: names and markers, nothing is opened.
+"""The format ``neuronx``: names and markers of the files of a checkpoint of NxD. No torch, nothing is opened.
 
 ::
 
@@ -27,6 +27,7 @@ from pathlib import Path
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
+from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_plugin_migrate.errors import NeuronxRanksMissing, NeuronxUnfinished, NeuronxUnreadable
 
 _MODEL = (
@@ -64,12 +65,8 @@ class NeuronxLayout:
         """Return the name of the file with the weights of a rank, relative to the directory."""
         return self.template.format(dp=0, tp=tp, pp=pp, ep=ep)
 
-    def model_file(self, tp: int, pp: int, ep: int = 0) -> Path:
-        """Return the file with the weights of a rank."""
-        return self.directory / self.model_name(tp, pp, ep)
-
     def optimizer_file(self, dp: int, tp: int, pp: int) -> Path:
-        """Optimizer state of a rank."""
+        """Return the file with the optimizer state of a rank."""
         return self.directory / _OPTIMIZER[0].format(dp=dp, tp=tp, pp=pp)
 
     def of_other_ranks(self, *, tp: int, pp: int, ep: int) -> NxdtError:
@@ -81,9 +78,22 @@ class NeuronxLayout:
         return NeuronxRanksMissing(path=str(self.directory), tp=tp, pp=pp, files=missing)
 
 
-def is_neuronx(path: Path) -> bool:
-    """Return whether ``path`` is such a checkpoint, or a directory of some."""
-    return _is_one(path) or bool(_tags(path))
+class NeuronxFormat(CheckpointFormat):
+    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`: what neuronx-distributed saves."""
+
+    def recognises(self, path: Path) -> bool:
+        """Return whether ``path`` is a checkpoint of NxD Training, or a directory of some."""
+        return _is_one(path) or bool(_tags(path))
+
+    def open(self, path: Path) -> CheckpointReader:
+        """Return the reader of the checkpoint at ``path``.
+
+        Raises:
+            NxdtError: see :class:`~nxdt_plugin_migrate.checkpoint.reader.NeuronxCheckpoint`.
+        """
+        from nxdt_plugin_migrate.checkpoint.reader import NeuronxCheckpoint  # imports torch
+
+        return NeuronxCheckpoint(path)
 
 
 def find_layout(path: Path) -> NeuronxLayout:

@@ -38,7 +38,7 @@ _TABLES = ("inv_freq",)
 
 
 def parameters_of(names: Iterable[str]) -> list[str]:
-    """``names`` without buffers."""
+    """Return ``names`` without buffers."""
     return [name for name in names if not name.endswith(_TABLES)]
 
 
@@ -60,7 +60,7 @@ class Merger:
         self._adjacent: bool | None = None
 
     def merge(self, stages: Stages) -> dict[str, LazyTensor]:
-        """Whole tensors by Hugging Face name.
+        """Return whole tensors by Hugging Face name.
 
         Raises:
             NeuronxMisfit: shards do not make up a tensor, or one has a name that is not known.
@@ -105,7 +105,7 @@ class Merger:
         raise parts[0].misfit("how tensors of this name are cut is not known")
 
     def _by_head(self, prefix: str, kinds: str, form: str, parts: list[LazyTensor]) -> Iterable[LazyTensor]:
-        """Megatron's projection, in which the rows of one head are adjacent, those of its query, key and value."""
+        """Split Megatron's projection, in which the query, key and value rows of one head are adjacent."""
         whole = concatenated(parts, 0, f"{prefix}{kinds}_proj.{form}")
         if whole.name in self._shapes:
             return [whole]
@@ -182,8 +182,8 @@ class Merger:
         return leaf.changed(lambda tensor: self._in_order(tensor, padded), shape)
 
     def _in_order(self, tensor: torch.Tensor, padded: int) -> torch.Tensor:
-        """The query heads of the model, in its order, of ``tensor`` [padded · size, …]; those beyond the model's fill
-        up the last slots of each key head."""
+        """Return the query heads of the model, in its order, of ``tensor`` [padded · size, …]; others fill up
+        the last slots of each key head."""
         copies = self._keys[0][1] if self._keys else 1
         if copies == 1 and padded == self._heads.query_heads:
             return tensor
@@ -223,7 +223,7 @@ def _are_copies(heads: torch.Tensor, slots: list[list[int]]) -> bool:
 
 
 def _halves(stem: str, form: str, parts: Sequence[LazyTensor]) -> list[LazyTensor]:
-    """The gate and the up projection, of which each rank holds a share of the one above a share of the other."""
+    """Return the gate and the up projection, of which each rank holds a share of the one above a share of the other."""
     rows = [part.shape[0] // 2 for part in parts]
     if any(part.shape[0] % 2 for part in parts):
         raise parts[0].misfit("its two halves are of different sizes")

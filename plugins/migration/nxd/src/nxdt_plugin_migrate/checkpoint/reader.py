@@ -114,10 +114,8 @@ class NeuronxCheckpoint(CheckpointReader):
         self._check_ranks(weights, shapes)
         optimizer = self._optimizer(weights, weights_only)
         merger = Merger(heads, shapes, path)
-        families = {"weights": merger.merge(weights)}
-        if optimizer is not None:
-            families |= {name: merger.merge(stages) for name, stages in optimizer.families.items()}
-        model = families.pop("weights")
+        model, optimizer_families = merger.merge(weights), {} if optimizer is None else optimizer.families
+        families = {name: merger.merge(stages) for name, stages in optimizer_families.items()}
         model = families.pop(MASTER, model)
         if weights_only:
             families.clear()
@@ -181,7 +179,7 @@ class NeuronxCheckpoint(CheckpointReader):
         ranks: list[dict[str, LazyTensor]] = []
         lora: object = None
         for ep in range(self._layout.ep):
-            file = RankFile(self._layout.model_file(tp, pp, ep))
+            file = RankFile(self._layout.directory / self._layout.model_name(tp, pp, ep))
             content = file.content["model"] if isinstance(file.content.get("model"), dict) else file.content
             lora = content.get("lora_config") or lora
             tensors = {name: value for name, value in content.items() if name != "lora_config"}
@@ -252,7 +250,7 @@ class NeuronxCheckpoint(CheckpointReader):
         return _whole(fitted[source.hf_names[0]].dtype, source.shape)
 
     def _fitted(self, leaf: LazyTensor, shape: tuple[int, ...], source: Source) -> LazyTensor:
-        """The leaf in the shape that the model wants, without rows that pad the vocabulary."""
+        """Return the leaf in the shape that the model has, without rows that pad the vocabulary."""
         surplus = leaf.shape[0] - shape[0] if leaf.shape and shape else 0
         if leaf.name.endswith(_VOCABULARY) and 0 < surplus < _PADDING * self._layout.tp:
             leaf = leaf.rows(0, shape[0], leaf.name)

@@ -41,7 +41,7 @@ class LazyTensor:
     """False where the checkpoint refers to a tensor that it does not hold."""
 
     def rows(self, start: int, count: int, name: str) -> LazyTensor:
-        """``count`` rows from ``start`` on, as a leaf of another name."""
+        """Return ``count`` rows from ``start`` on, as a leaf of another name."""
         read = self.read
         return replace(self, name=name, shape=(count, *self.shape[1:]), read=lambda: read()[start : start + count])
 
@@ -222,7 +222,7 @@ def _tensor(path: Path) -> torch.Tensor:
 
 
 def _check(tensor: torch.Tensor, path: Path) -> None:
-    """A tensor may claim, by strides of zero or no storage at all, to be larger than its file."""
+    """Refuse a tensor that claims, by strides of zero or no storage at all, to be larger than its file."""
     plain = tensor.layout is torch.strided and tensor.device == HOST
     if not plain or tensor.dtype not in _DTYPES:
         raise NeuronxFileDamaged(path=str(path), reason=f"it holds a tensor of {tensor.dtype} that is not plain")

@@ -38,14 +38,6 @@ def is_section(value: object) -> bool:
     return isinstance(value, Mapping) and bool(value)
 
 
-def at(values: Mapping[str, Any], path: str) -> Any:
-    """Return the value at a key path, or None where there is none."""
-    value: Any = values
-    for name in path.split("."):
-        value = value.get(name) if isinstance(value, Mapping) else None
-    return value
-
-
 @dataclass(slots=True, kw_only=True)
 class Setting:
     """One key that is not a section, and its value."""
@@ -100,7 +92,7 @@ class Document:
         return any(self.settings[path].value not in (None, False, 0, "", [], {}) for path in self.below(section))
 
     def remark(self, path: str, reason: str) -> None:
-        """Say something about a key that stays as it is."""
+        """Add a reason to a key that stays as it is."""
         self.settings[path].reasons.append(reason)
 
     def move(self, path: str, target: str, reason: str = "") -> None:
@@ -257,13 +249,7 @@ def _collect(node: Any, path: str, text: str, values: dict[str, str]) -> None:
 
 
 def render(document: Document, head: tuple[str, ...], tail: tuple[str, ...]) -> str:
-    """Return the YAML text.
-
-    Args:
-        document: The settings.
-        head: Comment lines above them.
-        tail: Comment lines below them.
-    """
+    """Return the YAML text of the settings between ``head`` and ``tail``, which are lines of comments."""
     tree = _nested(document.settings)
     lines = [*_comment_lines(head, ""), *_lines(tree, "", document), *(("", *_comment_lines(tail, "")) if tail else ())]
     return "\n".join(lines) + "\n"

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from nxdt_core.config import load, read_file
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem, UnknownKey
+from nxdt_core.config import check, read_file
+from nxdt_core.errors.configuration import ConfigProblem, UnknownKey
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.migration import MigratedConfig, Verdict
 from nxdt_plugin_migrate.config.detect import FRAMEWORKS, refuse_others, require
-from nxdt_plugin_migrate.config.document import TO_SET, Document, at, entries, plain, read_document, render
+from nxdt_plugin_migrate.config.document import TO_SET, Document, entries, plain, read_document, render
 from nxdt_plugin_migrate.config.nemo import from_nemo, from_nnm
 from nxdt_plugin_migrate.config.nxdt import from_nxdt
 from nxdt_plugin_migrate.config.renamed_keys import NEUTRAL, has_key
@@ -38,7 +38,7 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
     file = document.value(_MODEL_CONFIG)
     extra = [f"{_MODEL_CONFIG}={directory.absolute() / file}"] if isinstance(file, str) and file != TO_SET else []
     while True:
-        problems = _problems(plain(document), extra, kernel)
+        problems = check(plain(document), extra, kernel=kernel)
         refused = [
             problem
             for problem in problems
@@ -55,14 +55,6 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
             else:
                 verdict: Verdict = "unsupported" if document.asks(problem.key) else "off"
                 document.drop(problem.key, verdict, f"nxdt has no such key{near}")
-
-
-def _problems(values: Mapping[str, Any], overrides: Sequence[str], kernel: Kernel) -> tuple[ConfigProblem, ...]:
-    try:
-        load(values, overrides, kernel=kernel)
-    except ConfigError as error:
-        return error.problems
-    return ()
 
 
 _T5_TUNING = ("src_file_name", "max_src_seq_length", "task_name")
@@ -102,8 +94,8 @@ def migrate(
 
     Args:
         source: The file.
-        target: Where the caller will write the text.
-        framework: One of the three.
+        target: Where the caller will write the text; relative paths start there.
+        framework: ``nxdt``, ``nemo`` or ``nnm``.
         kernel: Its plugins say what can be kept.
         overrides: Key path → value of the command line; keys of nxdt alone are not looked at.
 
@@ -114,16 +106,17 @@ def migrate(
     """
     written = read_file(source).written
     refuse_others(written, framework, source)
+    values = dict(entries(written))
     for name, marks in () if framework == "nxdt" else _OTHERS:
         for mark in marks:
             # Sections of data and tokenizers are below ``model`` in most files.
             places = [(key,) if key.startswith("model.") else (f"model.{key}", key) for key in mark.split(" and ")]
-            keys = [next((key for key in place if at(written, key) is not None), "") for place in places]
+            keys = [next((key for key in place if values.get(key) is not None), "") for place in places]
             if all(keys):
                 models = sorted(component.record.name for component in kernel.registry.all("model"))
                 raise NoDecoder(source=str(source), model=name, keys=keys, models=models)
     require(written, framework, source)
-    written_keys = {path for path, value in entries(written) if not isinstance(value, Mapping)}
+    written_keys = {path for path, value in values.items() if not isinstance(value, Mapping)}
     taken = {key: value for key, value in (overrides or {}).items() if key in written_keys or has_key(framework, key)}
     document = read_document(read_file(source, taken, _SECTIONS), overrides or ())
     for path in _SECTIONS:

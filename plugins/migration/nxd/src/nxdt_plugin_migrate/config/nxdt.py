@@ -204,7 +204,7 @@ def _sections_of(document: Document, section: str) -> list[str]:
 
 
 def _schedule(document: Document) -> None:
-    """More constant steps than the run has: NeMo's cosine then falls to its end in the step behind the warm-up."""
+    """Shorten constant steps beyond the run's end: NeMo's cosine then falls to its end right behind the warm-up."""
     constant, warmup = f"{_SCHEDULE}.constant_steps", document.value(f"{_SCHEDULE}.warmup_steps") or 0
     count, end = document.value(constant), document.value(_SCHEDULE_END) or document.value("trainer.max_steps")
     if not all(isinstance(number, int) for number in (count, warmup, end)) or not count or warmup + count <= end:
@@ -244,7 +244,7 @@ def _recompute(document: Document, kernel: Kernel) -> None:
 
 
 def _pipeline(document: Document) -> None:
-    """Names of layers as the models here have them; cuts where layers do not divide."""
+    """Name layers as the models here have them, and write cuts where layers do not divide."""
     cuts: Any = document.value("model.pipeline_cuts")
     if isinstance(cuts, list) and any(str(cut).startswith("model.") for cut in cuts):
         named = [str(cut).removeprefix("model.") for cut in cuts]
@@ -264,7 +264,7 @@ def _pipeline(document: Document) -> None:
 
 
 def stage_ends(layers: int, stages: int) -> list[int]:
-    """Last layers of all stages but the final one; those in the middle take one more, for the ends have other work."""
+    """Return the last layers of all stages but the final one; middle ones take more, since the ends do other work."""
     least, more = divmod(layers, stages)
     first = (stages - more) // 2
     sizes = [least + (first <= stage < first + more) for stage in range(stages)]
@@ -357,7 +357,7 @@ def name_model(document: Document) -> None:
 
 
 def _megatron(document: Document) -> tuple[str, str]:
-    """The plugin of the very architecture, else that of all Megatron's: the same weights, but other formats."""
+    """Return the plugin of the architecture, else that of all Megatron's: the same weights, but other formats."""
     if any(document.value(f"model.{key}") not in usual for key, usual in _LLAMA_SHAPED.items()):
         return "gpt", "model_source: megatron"
     for section, name in (("model.moe", "mixtral"), ("model.sliding_window_size", "mistral")):

@@ -224,18 +224,15 @@ LLAMA_NAMES: Mapping[str, str] = {
 }
 """Keys of NxD Training's ``megatron`` models → of the plugins for Llama, Mistral and Mixtral."""
 
-_STRATEGY = (
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "virtual_pipeline_model_parallel_size",
-    "context_parallel_size",
-    "expert_model_parallel_size",
-    "sequence_parallel",
-    "pipeline_model_parallel_split_rank",
-)
-
 MOVED: Mapping[str, str] = {
-    **{f"model.{key}": f"distributed_strategy.{key}" for key in _STRATEGY},
+    **{
+        f"model.{key}": f"distributed_strategy.{key}"
+        for key in (
+            *("tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size"),
+            *("context_parallel_size", "expert_model_parallel_size", "sequence_parallel"),
+            "pipeline_model_parallel_split_rank",
+        )
+    },
     "model.micro_batch_size": "data.micro_batch_size",
     "model.global_batch_size": "data.global_batch_size",
     "model.tokenizer": "data.tokenizer",
