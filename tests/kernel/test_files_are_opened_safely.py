@@ -49,7 +49,7 @@ ALLOWED = {
         "document.move(path, target, 'NxD Training finds it by searching the whole file for its name')",
         f"{MIGRATE}/nemo.py: document.move(f'{{_LORA}}.{{old}}', f'adapter.{{new}}')",
         f"{MIGRATE}/nemo.py: document.move(theirs, ours)",
-        f"{NXD_CORE}/rank_files.py: torch.save(_in_nxd_names(held, config), file)",
+        f"{NXD_CORE}/rank_files.py: torch.save(_in_nxd_names(content, config), file)",
     },
     "installed files: packages, their metadata and data": {
         f"{CORE}/cli/explain.py: path.read_text(encoding='utf-8')",
