@@ -379,7 +379,7 @@ class RecordFiles(Section):
         }[split]
         return named if single is None else (single,)
 
-    def check(self) -> Iterator[tuple[str, str]]:
+    def check(self) -> Iterator[tuple[str, str | NxdtError]]:
         """Yield what cannot work with any files, as (key, message)."""
         for named, single in _SPELLINGS:
             if getattr(self, named) and getattr(self, single) is not None:
