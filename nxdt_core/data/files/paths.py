@@ -169,7 +169,8 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
         if not matching and path.exists() and not path.is_dir():
             raise DataFileUnreadable(path=str(path), reason="it is not a file, and files are read more than once")
         if not matching:
-            raise DataFileNotFound(key=key, path=str(pattern), candidates=similar_files(path))
+            near, directory = similar_files(path), path.is_dir()
+            raise DataFileNotFound(key=key, path=str(pattern), candidates=near, directory=directory)
         files += matching
     return files
 
