@@ -15,7 +15,7 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
-from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent
+from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent, StoreComponent
 from nxdt_core.config.schema import (
     SLOTS,
     DistributedStrategyConfig,
@@ -28,6 +28,7 @@ from nxdt_core.config.schema import (
 from nxdt_core.config.section import FORMS, PartOf, Section, keys_of, seconds_of
 from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import either
 from nxdt_core.errors.configuration import (
     BadComponentChoice,
     BadComponentConfig,
@@ -62,7 +63,7 @@ BATCH, MICRO_BATCH = "data.global_batch_size", "data.micro_batch_size"
 _SP, _ZERO, _ZERO_STAGE = (f"{_STRATEGY}.{name}" for name in ("sequence_parallel", "zero1", "zero_stage"))
 _GRANULARITY, _RECOMPUTE = "model.activations_checkpoint_granularity", "model.activations_checkpoint_recompute"
 _WARMUP, _HORIZON = f"{_SCHEDULE}.warmup_steps", f"{_SCHEDULE}.max_steps"
-_LAST, _ACCELERATOR = "trainer.max_steps", "trainer.accelerator"
+_LAST, _ACCELERATOR, _URI = "trainer.max_steps", "trainer.accelerator", "checkpoint.uri"
 _STRATEGY_KEYS = {name: f"{_STRATEGY}.{name}" for name in keys_of(DistributedStrategyConfig)}
 
 
@@ -248,6 +249,16 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
     if given(weights) and given(source, "") is None:
         reason = f"weight_init_only takes the weights of a checkpoint, and {source} names none"
         yield excluded(weights, reason=reason, advice=f"Set {source}.")
+    store, uri, address = checked.components.get("store"), given(_URI), "checkpoint.storage.name"
+    if store is not None and isinstance(store.component.record, StoreComponent) and _URI in checked.values:
+        scheme = uri.partition("://")[0].lower() if uri is not None and "://" in uri else "file"
+        if scheme not in (schemes := store.component.record.uri_schemes):
+            served, given_as = (
+                either([f"{name}://" for name in schemes]),
+                "a path" if scheme == "file" else f"{scheme}://…",
+            )
+            reason = f"the store {store.component.record.name!r} is for {served} addresses, and {_URI} is {given_as}"
+            yield excluded(address, _URI, reason=reason, advice=f"Leave {address} out: {_URI} decides.")
     masters, rounded = "checkpoint.use_master_weights_in_ckpt", "checkpoint.save_bf16"
     if given(masters) and given(rounded):
         reason = f"it wants float32 as the model's weights, and {rounded}: true wants bfloat16"

@@ -7,6 +7,11 @@ REFUSED = [
     ("llama-tiny", ("trainer.accelerator=gpu",), "P001"),
     ("llama-tiny", ("checkpoint.uri=file://host/x",), "S005"),
     ("llama-tiny", ("checkpoint.uri=s3://x/y",), "S107"),
+    (
+        "llama-tiny",
+        ("checkpoint.storage.name=s3",),
+        "the store 's3' is for s3:// addresses, and checkpoint.uri is a path",
+    ),
     ("llama-tiny", ("checkpoint.use_master_weights_in_ckpt=true", "precision.type=bf16SR"), "T030"),
     ("llama-tiny", ("model.loss_chunk_tokens=32", "objective.label_smoothing=0.1"), "C016"),
     ("llama-tiny", ("model.score_head=true",), "M095"),
