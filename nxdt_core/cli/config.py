@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,20 @@ import click
 
 from nxdt_core.cli.terminal import print_facts
 from nxdt_core.cli.verb import SuggestingGroup, as_json, attributes, config_arguments, print_json, print_note, say, verb
-from nxdt_core.config.hub import name_of
-from nxdt_core.config.section import Written, is_model, keys_of
+from nxdt_core.config.hub import HUB_SCHEME
+from nxdt_core.config.schema import SLOTS, RunConfig
+from nxdt_core.config.section import StartsAtFile, Written, is_model, keys_of, marked
 from nxdt_core.config.tree import dotted
+from nxdt_core.data.tokenizers.config import HuggingFaceTokenizerConfig
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.chats import TemplateRefuses
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ValuesNotSet
+from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.errors.models import VocabularyTooSmall
+from nxdt_core.protocols.mesh import MeshSizes
+from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.system.paths import PACKAGE_SCHEME, resolve_path
 from nxdt_core.system.visible_text import visible
 
 if TYPE_CHECKING:
@@ -25,6 +33,8 @@ if TYPE_CHECKING:
 
 _ENDS = {"eos": "end-of-text", "pad": "padding"}
 _BAR, _END = "\\|", "\n"
+_PATHS = (Written, StartsAtFile)
+"""Marks of keys that are paths."""
 _MEANINGS: dict[str, str] = {
     "mapped": "kept under its name",
     "renamed": "kept under another name",
@@ -51,8 +61,7 @@ def check_layout(config: ResolvedConfig) -> None:
     from nxdt_core.kernel.plugin import BUILTIN
 
     record, run = config.selected("model").component.record, config.run
-    world_size = run.trainer.devices * run.trainer.num_nodes
-    sizes = run.distributed_strategy.mesh_sizes(world_size)
+    sizes = _mesh_sizes(config)
     wanted = record.tried_before_launch if isinstance(record, ModelComponent) else False
     if wanted is None:
         wanted = max(sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1
@@ -66,7 +75,7 @@ def check_layout(config: ResolvedConfig) -> None:
     from nxdt_core.train.plan import plan
 
     build.model_builder(config).plan()
-    if world_size == 1 and not tries_objective:
+    if sizes.world_size == 1 and not tries_objective:
         return
     try:
         plan(config)
@@ -74,16 +83,75 @@ def check_layout(config: ResolvedConfig) -> None:
         return
 
 
-def data_notes(config: ResolvedConfig) -> list[str]:
-    """Return a note for each path of the training data that leads to no file, be it a pattern or without an ending."""
-    section = config.selected("dataset").config
-    cls: Any = type(section)
+def check_parts(config: ResolvedConfig) -> None:
+    """Build what a run builds before it reads data: the store, the chat template, an objective of a plugin, and the
+    model without memory where the configuration names parts of it.
+
+    torch is imported for the last two alone.
+
+    Raises:
+        NxdtError: one of them cannot be built, or a name matches no part of the model.
+    """
+    from nxdt_core.checkpoint import locate
+    from nxdt_core.data.chat.templates import ChatKeys, is_template, named_template
+    from nxdt_core.kernel.plugin import BUILTIN
+
+    run, data = config.run, config.selected("dataset").config
+    if run.checkpoint.enabled:
+        locate(config.checkpoint_uri, config.kernel, config.selected("store").config)
+    if isinstance(data, ChatKeys):
+        if config.components["tokenizer"] is None:
+            raise DataNeedsTokenizer(dataloader=config.selected("dataset").component.record.name)
+        file = data.chat_template_file
+        if is_template(data.chat_template or "") or (file is not None and resolve_path(file).is_file()):
+            from nxdt_core.data.chat.rendering import TemplateRunner
+
+            template = named_template(data)
+            assert template is not None
+            with suppress(TemplateRefuses):  # it may take the conversations of the data
+                TemplateRunner(template, {}).run([{"role": "user", "content": "Hello?"}], place="a greeting")
+    scores = getattr(config.selected("model").config, "score_head", False)
+    overrides, cuts = run.model.optim.param_groups or (), run.model.pipeline_cuts
+    names_parts = config.components["adapter"] or run.model.trainable or overrides or cuts
+    if not (scores or names_parts or config.selected("objective").component.plugin != BUILTIN):
+        return
+    from nxdt_core.train import build
+
+    build.objective(config)
+    if not names_parts:
+        return
+    from nxdt_core.engine.parameters import check_overrides
+    from nxdt_core.engine.pipeline.split import stage_layers
+    from nxdt_core.engine.weights import build_whole
+
+    whole = build_whole(build.model_builder(config), build.adapters(config))
+    named = whole.module.named_parameters(remove_duplicate=False)
+    check_overrides(overrides, [name for name, parameter in named if parameter.requires_grad], RankAgreement())
+    sizes, pipeline = _mesh_sizes(config), whole.plan.pipeline
+    if cuts and pipeline is not None and sizes.stages > 1:
+        layers = whole.module.get_submodule(pipeline.layers).named_children()
+        stage_layers([f"{pipeline.layers}.{name}" for name, _ in layers], sizes.stages, cuts)
+
+
+def _mesh_sizes(config: ResolvedConfig) -> MeshSizes:
+    trainer = config.run.trainer
+    return config.run.distributed_strategy.mesh_sizes(trainer.devices * trainer.num_nodes)
+
+
+def file_notes(config: ResolvedConfig) -> list[str]:
+    """Return a note for each path to read that leads to no file, be it a pattern or without an ending."""
+    places = list(marked(_PATHS, RunConfig, config.to_values(), ()))
+    for slot in SLOTS:
+        selected = config.components[slot.kind]
+        if selected is not None and selected.config is not None and slot.kind != "tokenizer":  # which has its own note
+            section = tuple(slot.section.split("."))
+            places += marked(_PATHS, type(selected.config), config.tree.get(section), section)
+    texts = {dotted(path): str(config.tree.get(path)) for path, mark in places if mark is StartsAtFile}
     return [
-        f"data.{name}: {path} is not on this machine"
-        for name, key in (keys_of(cls) if section is not None else {}).items()
-        if not any(isinstance(mark, Written) for mark in key.marks)
-        for path in _paths(getattr(section, name))
-        if not (is_placeholder(path) or name_of(path) or path.exists() or glob(str(path)) or glob(f"{path}.*"))
+        f"{key}: {text} is not on this machine"
+        for key, text in texts.items()
+        if not (is_placeholder(text) or text.startswith(HUB_SCHEME) or "://" in text.removeprefix(PACKAGE_SCHEME))
+        if not ((path := resolve_path(text)).exists() or glob(str(path)) or glob(f"{path}.*"))
     ]
 
 
@@ -111,7 +179,9 @@ def vocabulary_notes(config: ResolvedConfig) -> list[str]:
     if selected is None or selected.config is None:
         return []
     paths = [*_paths(selected.config)]
-    if not paths or any(map(is_placeholder, paths)):  # which are reported as values to set
+    if any(map(is_placeholder, paths)):  # which are reported as values to set
+        return []
+    if not paths and isinstance(selected.config, HuggingFaceTokenizerConfig):  # it may have to be downloaded
         return []
     if absent := [path for path in paths if not path.exists()]:
         return [f"data.tokenizer: {absent[0]} is not on this machine; its vocabulary is not compared with the model's"]
@@ -277,14 +347,16 @@ def config() -> None:
 def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_output: bool) -> None:
     """Check a configuration: report every mistake at once, with file and line, or show what would run.
 
-    A model of transformers (model.name=hf) is also built without memory, in the layout of the run. The exit status is
+    A model of transformers (model.name=hf) is also built without memory, in the layout of the run. Devices are checked
+    by nxdt train, and files that are not on this machine are notes: another machine may train. The exit status is
     1 where a recipe has values that only you know, such as the paths of your data, and 2 where something is wrong.
     """
     from nxdt_core.config import load
 
     try:
         resolved = load(source, overrides)
-        notes = [*resolved.notes, *data_notes(resolved), *vocabulary_notes(resolved)]
+        notes = [*resolved.notes, *file_notes(resolved), *vocabulary_notes(resolved)]
+        check_parts(resolved)
         check_layout(resolved)
     except NxdtError as error:
         if not json_output:

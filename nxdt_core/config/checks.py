@@ -12,9 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
+from pathlib import PurePath
 from typing import Any
 
-from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent
+from nxdt_core.api import CAPABILITIES, AdapterComponent, ModelComponent, StoreComponent
 from nxdt_core.config.schema import (
     SLOTS,
     DistributedStrategyConfig,
@@ -27,6 +28,7 @@ from nxdt_core.config.schema import (
 from nxdt_core.config.section import FORMS, PartOf, ScheduleSection, Section, keys_of, seconds_of
 from nxdt_core.config.tree import Origin, Tree, dotted, join, plain
 from nxdt_core.errors import NxdtError
+from nxdt_core.errors.base import either
 from nxdt_core.errors.configuration import (
     BadComponentChoice,
     BadComponentConfig,
@@ -39,7 +41,8 @@ from nxdt_core.errors.configuration import (
     Place,
     WrongValue,
 )
-from nxdt_core.errors.launch import WorldDoesNotDivide
+from nxdt_core.errors.launch import UnknownAccelerator, WorldDoesNotDivide
+from nxdt_core.errors.optimizers import NoMasterWeights
 from nxdt_core.errors.plugins import ComponentUnusable
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.hookspecs import ValidateConfigContext
@@ -60,7 +63,7 @@ BATCH, MICRO_BATCH = "data.global_batch_size", "data.micro_batch_size"
 _SP, _ZERO, _ZERO_STAGE = (f"{_STRATEGY}.{name}" for name in ("sequence_parallel", "zero1", "zero_stage"))
 _GRANULARITY, _RECOMPUTE = "model.activations_checkpoint_granularity", "model.activations_checkpoint_recompute"
 _WARMUP, _HORIZON = f"{_SCHEDULE}.warmup_steps", f"{_SCHEDULE}.max_steps"
-_LAST = "trainer.max_steps"
+_LAST, _ACCELERATOR, _URI = "trainer.max_steps", "trainer.accelerator", "checkpoint.uri"
 _STRATEGY_KEYS = {name: f"{_STRATEGY}.{name}" for name in keys_of(DistributedStrategyConfig)}
 
 
@@ -123,6 +126,10 @@ def find_problems(checked: Checked, kernel: Kernel, *, asks_plugins: bool) -> li
         with suppress(Exception, SystemExit):  # what fails here fails again, with its traceback, in a run
             checked = replace(checked, policy=precision.component.load_target()(precision.config))
     problems = list(find_impossible(checked))
+    accelerator, known = checked.values.get(_ACCELERATOR, "auto"), kernel.registry.names("device")
+    if accelerator not in ("auto", *known):  # whether this machine has it is for a run to see
+        error = UnknownAccelerator(accelerator=accelerator, known=known)
+        problems.append(BadComponentChoice(**checked.place(_ACCELERATOR), error=error))
     engine = components.get("engine")
     if engine is not None:
         with _guarded(engine.component, checked.place("parallel_engine.name"), "rules", problems):
@@ -134,8 +141,11 @@ def find_problems(checked: Checked, kernel: Kernel, *, asks_plugins: bool) -> li
         if selected is not None and isinstance(selected.config, Section):
             with _guarded(selected.component, checked.place(slot.section), "check", problems):
                 for key, message in selected.config.check():
-                    end = "" if message.endswith((".", "!", "?")) else "."
                     place = checked.place(join(slot.section, key))
+                    if isinstance(message, NxdtError):
+                        problems.append(BadComponentChoice(**place, error=message))
+                        continue
+                    end = "" if message.endswith((".", "!", "?")) else "."
                     problems.append(ComponentFinding(**place, message=f"{message}{end}"))
     if not asks_plugins:
         return problems
@@ -196,6 +206,12 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
     ):
         if value_of(key) == 0:
             yield excluded(key, reason="0 trains nothing", advice=advice)
+    for keys in (("exp_manager.name", "name"), ("exp_manager.version",)):
+        directory = PurePath(str(given(keys[0]) or ""))
+        if given("exp_manager.explicit_log_dir") is None and (directory.is_absolute() or ".." in directory.parts):
+            reason = f"the directory '{directory}' of the run would not be in exp_manager.exp_dir"
+            advice = "Take out '..' and a leading '/'. exp_manager.explicit_log_dir names a directory anywhere."
+            yield excluded(*keys, reason=reason, advice=advice)
     local, whole = "exp_manager.log_local_rank_0_only", "exp_manager.log_global_rank_0_only"
     if value_of(local) and value_of(whole):
         reason = f"it wants a log of each node, and {whole} one of the run"
@@ -233,10 +249,33 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
     if value_of(weights) and value_of(source, "") is None:
         reason = f"weight_init_only takes the weights of a checkpoint, and {source} names none"
         yield excluded(weights, reason=reason, advice=f"Set {source}.")
+    store, uri, address = checked.components.get("store"), given(_URI), "checkpoint.storage.name"
+    if store is not None and isinstance(store.component.record, StoreComponent) and _URI in checked.values:
+        scheme = uri.partition("://")[0].lower() if uri is not None and "://" in uri else "file"
+        if scheme not in (schemes := store.component.record.uri_schemes):
+            served, given_as = (
+                either([f"{name}://" for name in schemes]),
+                "a path" if scheme == "file" else f"{scheme}://…",
+            )
+            reason = f"the store {store.component.record.name!r} is for {served} addresses, and {_URI} is {given_as}"
+            yield excluded(address, _URI, reason=reason, advice=f"Leave {address} out: {_URI} decides.")
     masters, rounded = "checkpoint.use_master_weights_in_ckpt", "checkpoint.save_bf16"
     if value_of(masters) and value_of(rounded):
         reason = f"it wants float32 as the model's weights, and {rounded}: true wants bfloat16"
         yield excluded(masters, rounded, reason=reason, advice="Keep one of them; a resume is exact with either.")
+    policy = checked.policy
+    if (
+        given(masters)
+        and policy is not None
+        and not policy.master_weights
+        and policy.parameters in ("bfloat16", "float16")
+    ):
+        error = NoMasterWeights(precision=policy.name, dtype=policy.parameters)
+        yield BadComponentChoice(**checked.place(masters, "precision.type"), error=error)
+    chunks, smoothing = "model.loss_chunk_tokens", "objective.label_smoothing"
+    if given(chunks) is not None and given(smoothing) and given("objective.name") == "causal_lm":
+        reason = f"it smooths logits, and with {chunks} the head returns losses"
+        yield excluded(smoothing, chunks, reason=reason, advice=f"Set {smoothing} to 0, or {chunks} to null.")
     narrow, optimizer = "precision.optimizer_state", "model.optim.name"
     if value_of(narrow) == "bfloat16" and value_of(optimizer) == "adamw_fp32OptState":
         reason = f"it says bfloat16, and {optimizer}: adamw_fp32OptState says float32"

@@ -21,7 +21,7 @@ from typing import Annotated, Any, ClassVar, Final, Self, TypeVar, Union, get_ar
 from pydantic import BaseModel, ConfigDict, SecretStr
 
 from nxdt_core.config.tree import KeyPath, join, walk
-from nxdt_core.errors.base import either
+from nxdt_core.errors.base import NxdtError, either
 
 __all__ = [
     "FORMS",
@@ -70,9 +70,9 @@ class Section(BaseModel):
         """Return the section with other values, which are not checked."""
         return self.model_copy(update=values)
 
-    def check(self) -> Iterable[tuple[str, str]]:
+    def check(self) -> Iterable[tuple[str, str | NxdtError]]:
         """Yield (key, problem) for each combination that cannot work; the key is relative to the section. Called once
-        the types are right."""
+        the types are right. An error keeps its code."""
         return ()
 
     @classmethod

@@ -303,6 +303,8 @@ def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[T
         reason = ", ".join(part for part in parts if part) or " ".join(str(error).split())
         if parts[0] == "while scanning an alias":
             reason = "'*' begins the name of an anchor there; quote a text that begins with it: '*.jsonl'"
+        elif mark is not None and re.match(r" *\t", "".join(text.split("\n")[mark.line : mark.line + 1])):
+            reason = "a tab indents the line, and YAML takes spaces alone"
         place = document.origin(mark).at("") if mark is not None else Place(place=source, line=0, key="")
         if "maximum nesting depth" in reason:  # libyaml 0.2.6 reads ahead, and is the first to notice
             return nothing, [YamlTooLarge(**place, reason=_TOO_DEEP)]

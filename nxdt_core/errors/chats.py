@@ -93,7 +93,7 @@ TemplateMissing = NxdtError.define(
 TemplateUnknown = NxdtError.define(
     "NXDT-D314",
     "A name that no shipped template has.",
-    "data.chat_template: there is no template {name!r}.",
+    "There is no chat template {name!r} (data.chat_template).",
     "Templates are {known:list99}.{hint} A file is named by data.chat_template_file.",
     also=lambda error: {"hint": _hint(error.name, error.known)},
     example={"name": "chatmll", "known": ("chatml", "gemma", "llama2", "llama3", "mistral", "plain", "zephyr")},

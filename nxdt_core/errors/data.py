@@ -15,10 +15,10 @@ def nearby_paths(error: Any) -> dict[str, str]:
 DataFileNotFound = NxdtError.define(
     "NXDT-D001",
     "A file or pattern of the data section that matches nothing.",
-    "{key}: nothing is found at '{path}'{near}.",
+    "{key}: no file is found at '{path}'{near}.",
     "Correct the path; a relative path starts at the directory of the file that names it.",
-    defaults={"candidates": ()},
-    also=nearby_paths,
+    defaults={"candidates": (), "directory": False},
+    also=lambda error: {"near": f"{', which is a directory' if error.directory else ''}{nearby_paths(error)['near']}"},
     example={"key": "data.train_files", "path": "shrot.txt", "candidates": ("short.txt",)},
 )
 
@@ -123,7 +123,8 @@ DataChanged = NxdtError.define(
     "NXDT-D010",
     "A checkpoint whose data is not the data of this run, so that its position means nothing.",
     "The checkpoint was made with {aspect} {saved!r}; this run has {found!r}.",
-    "Restore the data, tokenizer and settings of that run to resume it, or start a new run from its weights.",
+    "Restore the data, tokenizer and settings of that run to resume it, or start a new run from its weights: another "
+    "name=…, that checkpoint as checkpoint.resume_from, and checkpoint.weight_init_only=true.",
 )
 
 DataFileChanged = NxdtError.define(

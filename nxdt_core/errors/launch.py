@@ -9,7 +9,7 @@ from nxdt_core.errors.base import NxdtError
 UnknownAccelerator = NxdtError.define(
     "NXDT-P001",
     "A device type that no profile describes.",
-    "trainer.accelerator names no device type: {accelerator!r}.",
+    "There is no device type {accelerator!r} (trainer.accelerator).",
     "Write one of {known:list}, or auto.",
     example={"accelerator": "gpu", "known": ("cpu", "cuda", "neuron")},
 )

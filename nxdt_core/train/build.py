@@ -26,7 +26,7 @@ from nxdt_core.errors.launch import TensorPlanUnusable
 from nxdt_core.errors.layouts import ShardNotComputed
 from nxdt_core.errors.models import HeadDoesNotFit, SequenceTooLongForModel, VocabularyTooSmall
 from nxdt_core.errors.ranks import WorldSizeMismatch
-from nxdt_core.errors.training import CannotWriteRunDirectory, NoMasterWeights, TrainableEmpty
+from nxdt_core.errors.training import CannotWriteRunDirectory, TrainableEmpty
 from nxdt_core.kernel.plugin import BUILTIN, LOCAL
 from nxdt_core.models.patterns import matches_within
 from nxdt_core.protocols.adapter import Adapter
@@ -251,13 +251,9 @@ def precision(config: ResolvedConfig) -> PrecisionPolicy:
 
     Raises:
         ConfigError: the engine does not declare what it asks for.
-        NoMasterWeights: float32 weights are to be saved, and it keeps none.
     """
     selected = config.selected("precision")
     policy: PrecisionPolicy = selected.component.load_target()(selected.config)
-    wanted = config.run.checkpoint.use_master_weights_in_ckpt
-    if wanted and not policy.master_weights and policy.parameters in ("bfloat16", "float16"):
-        raise NoMasterWeights(precision=policy.name, dtype=policy.parameters)
     return policy
 
 

@@ -22,7 +22,7 @@ from nxdt_core.data.files.paths import decode, read_bytes
 from nxdt_core.data.files.records import Place, UnusedFields, read_records, unread
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.chats import UnknownRecord
-from nxdt_core.errors.data import NoAnswerToJudge, NothingToJudge, PromptMissing, QuestionTooLong
+from nxdt_core.errors.data import EmptyTextFile, NoAnswerToJudge, NothingToJudge, PromptMissing, QuestionTooLong
 from nxdt_core.errors.models import SequenceTooLongForModel
 from nxdt_core.errors.training import CannotGenerate
 from nxdt_core.kernel import Kernel
@@ -149,11 +149,14 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any], str | Messages
     or a list of messages, or a list ``messages``.
 
     Raises:
+        EmptyTextFile: a text has no line.
         PromptMissing: a record has neither.
         NxdtError: as of :func:`~nxdt_core.data.files.records.read_records`.
     """
     if path.suffix == ".txt":
         lines = decode(path, read_bytes(path)).replace("\r\n", "\n").split("\n")  # splitlines cuts at U+2028, too
+        if not any(lines):
+            raise EmptyTextFile(path=str(path))
         yield from ((f"{path}:{number}", {"prompt": line}, line) for number, line in enumerate(lines, 1) if line)
         return
     records, _ = read_records([path], "--prompts", example='{"prompt": "..."}')

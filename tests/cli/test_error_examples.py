@@ -10,7 +10,7 @@ import pytest
 from nxdt_core.cli.app import root
 from nxdt_core.cli.explain import error_codes, explanations
 from nxdt_core.errors import NxdtError
-from nxdt_core.errors.configuration import ConfigError, ConfigProblem
+from nxdt_core.errors.configuration import BadComponentChoice, ConfigError, ConfigProblem
 from nxdt_core.kernel import Kernel, PluginPolicy
 from nxdt_core.kernel.registry import Registry
 
@@ -118,6 +118,7 @@ def test_a_mistake_gives_the_example_of_its_code(code, tmp_path, monkeypatch):
     with pytest.raises(NxdtError) as raised:
         root.main(list(words), standalone_mode=False)
     problems = raised.value.problems if isinstance(raised.value, ConfigError) else [raised.value]
+    problems = [each.error if isinstance(each, BadComponentChoice) else each for each in problems]
     error = next(each for each in problems if each.code == code)
     row = error_codes()[code][1]
     example = row(**row.example)

@@ -91,6 +91,13 @@ def test_a_record_without_a_prompt_is_named_before_a_model_is_loaded(record, sai
     assert said in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "content"), [("a.txt", ""), ("a.txt", "\n\r\n"), ("a.jsonl", "")])
+def test_a_file_without_prompts_is_an_error_before_a_model_is_loaded(capsys, tmp_path, name, content):
+    (tmp_path / name).write_text(content, newline="")
+    assert main(["generate", "nowhere", "--prompts", str(tmp_path / name)]) == 2
+    assert f"{tmp_path / name} holds no " in " ".join(capsys.readouterr().err.split())
+
+
 @pytest.mark.parametrize("words", [(), ("a", "--prompts", "b.txt"), ("a", "--top-p", "0"), ("a", "--min-p", "1.5")])
 def test_options_that_cannot_be_are_refused(words, capsys):
     assert main(["generate", "nowhere", *words]) == 2

@@ -39,7 +39,7 @@ def test_defaults_select_the_builtins(load, good):
         ("model.optim.sched=cosine", "schedule", "CosineAnnealing"),
         ("checkpoint.uri=memory://a/b", "store", "memory"),
         ("checkpoint.uri=/plain/path", "store", "local"),
-        ("checkpoint.storage={name: memory, parts: 2}", "store", "memory"),
+        ("checkpoint={uri: memory://a, storage: {name: memory, parts: 2}}", "store", "memory"),
         ("precision=autocast", "precision", "autocast"),
         ("objective=causal_lm", "objective", "causal_lm"),
         ("parallel_engine=builtin:torch", "engine", "torch"),

@@ -20,7 +20,7 @@ SYNTAX = {
     ),
     "tabs": (
         "a:\n\tb: 1\n",
-        "run.yaml:2: not valid YAML: while scanning for the next token, found character that cannot start any token."
+        "run.yaml:2: not valid YAML: a tab indents the line, and YAML takes spaces alone."
         " Correct that line or the one above it. [NXDT-C004]",
     ),
     "two documents": (

@@ -145,6 +145,20 @@ def test_a_commit_that_the_cache_has_needs_no_request(server, nxdt):
     assert len(server.requests) == asked
 
 
+def test_a_chat_template_may_be_a_file_of_the_hub(server, nxdt):
+    template = b"{% for m in messages %}<|im_start|>{{ m.role }} says {{ m.content }}<|im_end|>{% endfor %}"
+    server.commit("dataset", "owner/templates", {"says.jinja": template, "other.jinja": b""})
+    named = "data.train_files=[chats.jsonl] data.chat_template_file=hf:owner/templates"
+    (checked, _), (status, text), (wrong, said) = nxdt(
+        f"config check run.yaml {named}/says.jinja",
+        f"data preview run.yaml {named}/says.jinja -n 1",
+        f"config check run.yaml {named}",
+    )
+    assert (checked, status, "assistant says" in text) == (0, 0, True), text
+    assert (wrong, "'hf:owner/templates' is not the name of files on the hub" in said) == (2, True), said
+    assert "other.jinja" not in server.read
+
+
 def test_a_branch_that_moves_during_a_load_means_one_commit(server, nxdt):
     first = head(server)
 
@@ -232,7 +246,7 @@ def test_teachers_and_reward_models_are_written_with_their_commits(server, tmp_p
     (_, taught), (_, rewarded), _ = run_commands(
         [
             (*show, "objective={name: distill, teacher: hf:owner/small}"),
-            (*show, f"objective={{name: grpo, {rewards}}}", "data.name=prompts"),
+            (*show, f"objective={{name: grpo, max_completion_length: 8, {rewards}}}", "data.name=prompts"),
         ],
         server.environment(tmp_path / "cache"),
         tmp_path,

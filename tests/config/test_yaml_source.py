@@ -73,6 +73,13 @@ def test_documents_that_are_no_plain_data_are_refused(text, found):
     assert problems[0].place == "f:1"
 
 
+@pytest.mark.parametrize("text", ["a:\n\tb: 1\n", "a:\n  b: 1\n \tc: 2\n"])
+def test_a_tab_that_indents_is_named(text):
+    _, (problem,) = parse_yaml(text, "f")
+    assert (problem.code, problem.reason) == ("NXDT-C004", "a tab indents the line, and YAML takes spaces alone")
+    assert problem.line == text.count("\n")
+
+
 BOMB = "\n".join(
     [
         "a0: &a0 [x, x, x, x, x, x, x, x, x, x]",

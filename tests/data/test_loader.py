@@ -207,6 +207,7 @@ def test_a_state_of_other_data_is_refused_naming_both(by_index, change, saved, f
         other.load_state_dict(state)
     assert saved in str(caught.value)
     assert found in str(caught.value)
+    assert "checkpoint.weight_init_only=true" in caught.value.do()
     assert other.consumed_samples == 0
 
 

@@ -33,6 +33,7 @@ from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, deco
 from nxdt_core.checkpoint.signing import TrustedKeys, claimed_signer
 from nxdt_core.checkpoint.storage import explained_os_errors, scheme_of
 from nxdt_core.config.tree import parse_yaml
+from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
@@ -270,6 +271,8 @@ def nothing_at(storage: CheckpointStore, statuses: Sequence[CheckpointStatus]) -
     below = path / "checkpoints"
     if below.is_dir():
         return f"it is the directory of a run, whose checkpoints are in {below}"
+    if runs := sorted(below.parent.name for below in path.glob("*/checkpoints")):
+        return f"it is a directory of runs; name one of {listing(runs)}"
     if scheme_of(storage.uri) != "file" or path.exists():
         return "no run has saved anything there"
     owner = path.parent

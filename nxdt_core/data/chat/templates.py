@@ -13,7 +13,9 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from nxdt_core.config.hub import complete
 from nxdt_core.data.files.paths import RecordFiles, decode, read_bytes
+from nxdt_core.errors.base import NxdtError
 from nxdt_core.errors.chats import TemplateUnknown
 from nxdt_core.errors.data import DataFileNotFound
 from nxdt_core.protocols.tokenizer import Tokenizer
@@ -48,11 +50,14 @@ class ChatKeys(RecordFiles):
     special_tokens_in_text: bool = False
     """Let a message's text spell special tokens, which then are those tokens; otherwise such a record is refused."""
 
-    def check(self) -> Iterator[tuple[str, str]]:
+    def check(self) -> Iterator[tuple[str, str | NxdtError]]:
         """Yield what cannot work with any files, as (key, message)."""
         yield from RecordFiles.check(self)
         if self.chat_template is not None and self.chat_template_file is not None:
             yield "chat_template_file", "chat_template is given too; keep one of the two"
+        name = self.chat_template
+        if name is not None and not is_template(name) and name not in (known := template_names()):
+            yield "chat_template", TemplateUnknown(name=name, known=known)
         try:
             date.fromisoformat(self.template_date)
         except ValueError:
@@ -91,10 +96,11 @@ def named_template(keys: ChatKeys, tokenizer: Tokenizer | None = None) -> ChatTe
 
     Raises:
         SpecialTokenMissing: ``data.add_bos`` asks for a token that the tokenizer lacks.
-        TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8: of what is named.
+        TemplateUnknown, DataFileNotFound, DataFileUnreadable, TextNotUtf8, HubError: of what is named.
     """
     if keys.chat_template_file is not None:
         file = resolve_path(keys.chat_template_file)
+        complete(file)
         if not file.is_file():
             raise DataFileNotFound(key="data.chat_template_file", path=str(keys.chat_template_file))
         return ChatTemplate(decode(file, read_bytes(file)), str(keys.chat_template_file))

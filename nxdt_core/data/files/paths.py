@@ -173,7 +173,8 @@ def expand(patterns: Iterable[Path | str], key: str) -> list[Path]:
         if not matching and path.exists() and not path.is_dir():
             raise DataFileUnreadable(path=str(path), reason="it is not a file, and files are read more than once")
         if not matching:
-            raise DataFileNotFound(key=key, path=str(pattern), candidates=similar_files(path))
+            near, directory = similar_files(path), path.is_dir()
+            raise DataFileNotFound(key=key, path=str(pattern), candidates=near, directory=directory)
         files += matching
     return files
 
@@ -379,7 +380,7 @@ class RecordFiles(Section):
         files, directory = (getattr(self, key) for key in _SPELLINGS[split])
         return files if directory is None else (directory,)
 
-    def check(self) -> Iterator[tuple[str, str]]:
+    def check(self) -> Iterator[tuple[str, str | NxdtError]]:
         """Yield what cannot work with any files, as (key, message)."""
         for named, single in _SPELLINGS.values():
             if getattr(self, named) and getattr(self, single) is not None:

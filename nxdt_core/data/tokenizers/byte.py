@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING
 
 from nxdt_core.data.tokenizers.config import ByteTokenizerConfig
-from nxdt_core.data.tokenizers.files import located
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
+
+if TYPE_CHECKING:  # `nxdt config check` asks for the size of the vocabulary, and imports no numpy
+    import numpy as np
+    from numpy.typing import NDArray
 
 _BYTES = 256
 _SPELLED = {_BYTES: "<bos>", _BYTES + 1: "<eos>", _BYTES + 2: "<pad>"}
@@ -33,6 +34,8 @@ class ByteTokenizer(Tokenizer):
 
     def encode_to_arrays(self, texts: Sequence[str]) -> Iterator[NDArray[np.uint8]]:
         """Yield the same in arrays of one byte per token, a hundred times as fast."""
+        import numpy as np
+
         return (np.frombuffer(text.encode("utf-8", "replace"), dtype=np.uint8) for text in texts)
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -41,6 +44,8 @@ class ByteTokenizer(Tokenizer):
 
     def locate(self, texts: Sequence[str]) -> list[LocatedIds]:
         """Return the ids of :meth:`encode` with their positions; the bytes of a character share its position."""
+        from nxdt_core.data.tokenizers.files import located
+
         valid = [text.encode("utf-8", "replace").decode() for text in texts]
         return [located(text, ids, [1] * len(ids)) for text, ids in zip(valid, map(self.encode, valid), strict=True)]
 

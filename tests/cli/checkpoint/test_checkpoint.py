@@ -1,6 +1,7 @@
 """``nxdt checkpoint list`` and ``verify`` over a store with a good, an unfinished and a damaged checkpoint."""
 
 import json
+import shutil
 from datetime import UTC, datetime
 
 
@@ -18,6 +19,16 @@ def test_list_json_has_the_promised_shape(nxdt, store):
     assert rows[2]["created"] is None
     assert rows[0]["uri"].endswith("store/step-00000010")
     assert rows[0]["size_bytes"] > 8000
+
+
+def test_a_directory_of_runs_is_told_from_an_empty_one(nxdt, store, tmp_path):
+    runs = tmp_path / "runs"
+    for name in ("second", "first"):
+        shutil.copytree(store, runs / name / "checkpoints")
+    (runs / "notes").mkdir()
+    said = " ".join(nxdt("checkpoint", "list", str(runs)).stderr.split())
+    assert said.endswith("it is a directory of runs; name one of 'first', 'second'.")
+    assert nxdt("checkpoint", "list", str(runs / "notes")).stderr.endswith("no run has saved anything there.\n")
 
 
 def test_list_prints_a_table(nxdt, store):

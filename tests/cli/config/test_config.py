@@ -133,3 +133,12 @@ def test_schema_is_json_and_knows_the_plugins(nxdt):
 
 def _both(recipe, again):
     return (str(recipe), "trainer.max_steps=9"), (str(again),)
+
+
+def test_a_name_that_leaves_the_directory_of_runs_is_refused_where_it_is_written(nxdt, recipe):
+    recipe.write_text(f"name: ../../x\n{recipe.read_text()}")
+    done = nxdt("config", "check", str(recipe))
+    assert done.returncode == 2
+    assert "run.yaml:1: name: the directory '../../x' of the run would not be in" in " ".join(done.stderr.split())
+    assert done.stderr.count("NXDT-C016") == 2, "once, with how to read more"
+    assert nxdt("config", "check", str(recipe), "exp_manager.explicit_log_dir=../x").returncode == 0

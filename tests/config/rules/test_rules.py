@@ -40,11 +40,32 @@ IMPOSSIBLE = {
         {"precision.optimizer_state": "bfloat16", "model.optim.name": "adamw_fp32OptState"},
         "it says bfloat16, and model.optim.name: adamw_fp32OptState says float32.",
     ),
+    "a name above": (
+        {"exp_manager.name": "../x"},
+        "the directory '../x' of the run would not be in exp_manager.exp_dir.",
+    ),
+    "an absolute name": (
+        {"exp_manager.name": "/x/y", "exp_manager.explicit_log_dir": None},
+        "the directory '/x/y' of the run would not be in exp_manager.exp_dir.",
+    ),
+    "a version above": (
+        {"exp_manager.name": "x", "exp_manager.version": ".."},
+        "the directory '..' of the run would not be in exp_manager.exp_dir.",
+    ),
+    "smoothed losses": (
+        {"objective.name": "causal_lm", "objective.label_smoothing": 0.1, "model.loss_chunk_tokens": 64},
+        "it smooths logits, and with model.loss_chunk_tokens the head returns losses.",
+    ),
     "positions": (
         {"data.seq_length": 128, "model.max_position_embeddings": 64},
         "sequences have 128 tokens, the model has positions for 64 (model.max_position_embeddings).",
     ),
 }
+
+
+@pytest.mark.parametrize("name", ["a", "a/b", "a b", "..a", "."])
+def test_a_run_may_be_anywhere_in_the_directory_of_runs(name):
+    assert not list(find_impossible(Checked({"exp_manager.name": name}, Tree.of({}, COMMAND_LINE))))
 
 
 @pytest.mark.parametrize(("values", "sentence"), IMPOSSIBLE.values(), ids=IMPOSSIBLE)

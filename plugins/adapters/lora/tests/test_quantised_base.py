@@ -14,6 +14,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nxdt_core.engine.compile import compile_layers
 from nxdt_core.engine.precision import quantise_frozen
+from nxdt_core.errors.configuration import ConfigError
 from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.models.quantised import QuantisedWeight
 from nxdt_core.train.plan import plan
@@ -168,7 +169,7 @@ def test_weights_that_have_no_codes_are_named(start):
     name = "'layers.0.attention.q_proj'"
     with raises(BaseNotQuantised, match="the adapter freezes no weight of a linear layer"):
         start("wide", {"base_dtype": "nf4", "enable_lora": False})
-    with raises(BaseNotQuantised, match="pissa decomposes the weights themselves"):
+    with pytest.raises(ConfigError, match="pissa decomposes the weights themselves"):
         start("wide", {"base_dtype": "nf4", "init_lora_weights": "pissa"})
     run = start("llama", {})
     with raises(BaseNotQuantised, match=f"{name} has float64 weights"):

@@ -372,7 +372,7 @@ def test_tokenizers_that_cannot_serve_are_refused(load, chats_file):
     bracketed = "{% for m in messages %}{{ m.content }}[/END]{% endfor %}"
     with raises(TemplateNeedsToken, match=r"writes \[/END\]"):
         load(chats_file, chat_template=bracketed)
-    with raises(TemplateUnknown, match=r"no template 'chatlm'[\s\S]*Did you mean 'chatml'"):
+    with raises(TemplateUnknown, match=r"no chat template 'chatlm'[\s\S]*Did you mean 'chatml'"):
         load(chats_file, chat_template="chatlm")
 
 

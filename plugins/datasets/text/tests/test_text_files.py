@@ -174,7 +174,7 @@ def test_package_paths_lead_to_shipped_data():
 
 def test_a_missing_file_is_named_with_its_key_and_what_lies_nearby(tmp_path):
     written(tmp_path / "corpus.txt", "x")
-    with raises(DataFileNotFound, match=r"data\.train_files: nothing is found at .*corpsu\.txt") as caught:
+    with raises(DataFileNotFound, match=r"data\.train_files: no file is found at .*corpsu\.txt") as caught:
         expand([tmp_path / "corpsu.txt"], "data.train_files")
     assert str(tmp_path / "corpus.txt") in str(caught.value)
 
@@ -187,7 +187,7 @@ def test_a_pipe_is_no_file(tmp_path):
 
 def test_a_directory_is_no_file_and_its_files_are_named(tmp_path):
     written(tmp_path / "corpus.txt", "x")
-    with raises(DataFileNotFound, match=r"corpus\.txt"):
+    with raises(DataFileNotFound, match=r"key: no file is found at '.*', which is a directory; .*corpus\.txt'"):
         expand([tmp_path], "key")
 
 

@@ -154,8 +154,9 @@ def test_under_an_adapter_the_frozen_base_may_be_the_reference_of_each_step(smal
     wanted, found = rows(precomputed), rows(each_step)
     assert wanted[4]["rewards/margins"] != 0
     assert found == {step: pytest.approx(row, abs=1e-6) for step, row in wanted.items()}
+    without = ("adapter.name=lora", "adapter.enable_lora=false")
     with pytest.raises(NxdtError, match="A032"):
-        train(small("objective.precompute_ref_log_probs=false", name="without"))
+        train(small(*without, "objective.precompute_ref_log_probs=false", name="without"))
 
 
 def test_the_reference_of_a_run_that_begins_with_an_adapter_is_that_model_or_refused(small):

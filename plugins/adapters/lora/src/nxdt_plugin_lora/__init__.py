@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.api import AdapterComponent, CliCommand, hookimpl
+from nxdt_core.api import AdapterComponent, CliCommand, ConfigFinding, hookimpl
 
 if TYPE_CHECKING:
-    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
+    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext, ValidateConfigContext
 
 
 @hookimpl
@@ -40,6 +40,18 @@ def nxdt_cli() -> list[CliCommand]:
             summary="Write the LoRA adapter of a checkpoint as a directory that peft loads.",
         ),
     ]
+
+
+@hookimpl
+def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
+    """Report a start that decomposes weights which are codes."""
+    section = context.config["adapter"]
+    if context.components.get("adapter") != "lora:lora" or section["base_dtype"] is None:
+        return
+    if section["enable_lora"] and section["init_lora_weights"] == "pissa":
+        message = f"pissa decomposes the weights themselves, and adapter.base_dtype {section['base_dtype']} keeps codes"
+        remedy = "Leave adapter.base_dtype out, or set another init_lora_weights."
+        yield ConfigFinding(key="adapter.init_lora_weights", message=message, remedy=remedy)
 
 
 @hookimpl

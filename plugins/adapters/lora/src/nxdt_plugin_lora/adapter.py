@@ -18,7 +18,6 @@ from nxdt_core.checkpoint.signing import refuse_foreign
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.distributed.placement import is_dtensor, local_shard_of
 from nxdt_core.errors.checkpoints import AdapterOfAnotherBase
-from nxdt_core.errors.layouts import BaseNotQuantised
 from nxdt_core.errors.models import WeightsDoNotFit
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.adapter import Adapter, SavedAdapter
@@ -82,7 +81,6 @@ class LoraAdapter(Adapter):
         """Set what depends on the base's weights (DoRA's norms, PiSSA's start), and load the adapter to start from.
 
         Raises:
-            BaseNotQuantised: the weights that PiSSA decomposes are codes.
             BaseIsNoReference: that adapter changes the base, which the objective takes for the model of the beginning.
         """
         lora = self.config
@@ -90,10 +88,6 @@ class LoraAdapter(Adapter):
             ranks.on_rank_zero(lambda: write_options(lora, config.run_dir))
         if not lora.enable_lora:
             return
-        dtype = config.run.adapter.base_dtype
-        if lora.init_lora_weights == "pissa" and dtype is not None:
-            reason = "init_lora_weights: pissa decomposes the weights themselves"
-            raise BaseNotQuantised(dtype=dtype, reason=reason, instead="Or set another init_lora_weights")
         if (lora.use_dora or lora.init_lora_weights == "pissa") and not changes_base(model, ranks):
             set_initial_values(model, ranks)  # else they came with the updates
         if lora.load_lora_from_ckpt:

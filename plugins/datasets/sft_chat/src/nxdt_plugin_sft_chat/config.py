@@ -10,6 +10,7 @@ from pydantic import Field
 
 from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.data.chat.templates import ChatKeys
+from nxdt_core.errors import NxdtError
 
 Truncation = Literal["refuse", "drop", "keep_start", "keep_end"]
 
@@ -65,7 +66,7 @@ class ChatConfig(ChatKeys):
             dev_choose_samples=source.dev_choose_samples or self.dev_choose_samples,
         )
 
-    def check(self) -> Iterator[tuple[str, str]]:
+    def check(self) -> Iterator[tuple[str, str | NxdtError]]:
         """Yield what cannot work with any files, as (key, message)."""
         named = [key for key in ("train", "validation", "test") if self.files(key)]
         if self.sources and named:

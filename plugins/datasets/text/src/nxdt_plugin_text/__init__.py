@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from nxdt_core.api import Component, hookimpl
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from nxdt_core.api import Component, ConfigFinding, hookimpl
+
+if TYPE_CHECKING:
+    from nxdt_core.kernel.hookspecs import ValidateConfigContext
 
 
 @hookimpl
@@ -16,3 +22,11 @@ def nxdt_datasets() -> list[Component]:
             summary="plain text or JSONL files, tokenised and packed on the fly",
         )
     ]
+
+
+@hookimpl
+def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
+    """Report texts that nothing turns into tokens."""
+    if context.components["dataset"] == "text:text" and "tokenizer" not in context.components:
+        message, remedy = "the data are texts, and no tokenizer is named", "Set data.tokenizer.library, such as byte."
+        yield ConfigFinding(key="data.tokenizer", message=message, remedy=remedy)

@@ -92,7 +92,7 @@ def nxdt_components() -> Mapping[str, Iterable[Component]]:
 
 @hookimpl
 def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
-    """Report rewards that do not work, and a dataset of nxdt that has no prompts."""
+    """Report rewards that do not work, a dataset of nxdt without prompts, and answers that leave no room for these."""
     if context.config["objective"]["name"] not in ("grpo", "grpo:grpo"):
         return
     dataset = context.kernel.registry.get("dataset", context.components["dataset"])
@@ -101,6 +101,11 @@ def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFindi
             f"the dataset {dataset.record.name!r} has no prompts, and the objective 'grpo' generates answers to them"
         )
         yield ConfigFinding(key="data.name", message=message, remedy="Set data.name to prompts.")
+    most, length = context.config["objective"]["max_completion_length"], context.config["data"]["seq_length"]
+    if most >= length:
+        message = f"an answer of {most} tokens leaves no room for its prompt in data.seq_length {length}"
+        remedy = "Raise data.seq_length, or make it smaller by what prompts need."
+        yield ConfigFinding(key="objective.max_completion_length", message=message, remedy=remedy)
     rewards = context.config["objective"]["rewards"]
     engine = context.kernel.registry.get("engine", context.components["engine"]).record
     named = [entry.get("name") if isinstance(entry, Mapping) else entry for entry in rewards]

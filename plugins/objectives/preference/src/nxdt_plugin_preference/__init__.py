@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from nxdt_core.api import Component, hookimpl
+from nxdt_core.api import Component, ConfigFinding, hookimpl
 
 if TYPE_CHECKING:
-    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext
+    from nxdt_core.kernel.hookspecs import ConfigDefaultsContext, ValidateConfigContext
 
 
 @hookimpl
@@ -49,6 +49,34 @@ def nxdt_datasets() -> list[Component]:
             summary="prompts with an answer that is desirable or not",
         ),
     ]
+
+
+@hookimpl
+def nxdt_validate_config(context: ValidateConfigContext) -> Iterator[ConfigFinding]:
+    """Report a dataset of nxdt without the answers that the loss compares, a reference that would train, and prompts
+    that leave no room for answers."""
+    (plugin, _, objective), data = context.components["objective"].partition(":"), context.config["data"]
+    dataset = context.kernel.registry.get("dataset", context.components["dataset"])
+    if plugin == "preference":
+        wanted = "unpaired-preference" if objective == "kto" else "preference"
+        if dataset.dist.startswith("nxdt-plugin-") and dataset.qualified_name != f"preference:{wanted}":
+            takes = "labelled answers" if objective == "kto" else "pairs of answers"
+            message = f"the objective {objective!r} takes {takes}, and the dataset {dataset.record.name!r} has none"
+            remedy = f"Set data.name to {wanted}, or choose another objective."
+            yield ConfigFinding(key="data.name", message=message, remedy=remedy)
+        key = "objective.precompute_ref_log_probs"
+        if (
+            not context.config["objective"].get("precompute_ref_log_probs", True)
+            and "adapter" not in context.components
+        ):
+            message = "the reference of each step is the frozen base of an adapter, and the run has none"
+            yield ConfigFinding(key=key, message=message, remedy="Set it to true, or adapter.name to lora.")
+    if dataset.qualified_name in ("preference:preference", "preference:unpaired-preference"):
+        longest, length = data["max_prompt_length"], data["seq_length"]
+        if longest is not None and longest >= length:
+            message = f"a prompt of {longest} tokens leaves no room for answers in data.seq_length {length}"
+            remedy = "Make it smaller than data.seq_length by what answers need."
+            yield ConfigFinding(key="data.max_prompt_length", message=message, remedy=remedy)
 
 
 @hookimpl

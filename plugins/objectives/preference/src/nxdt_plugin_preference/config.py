@@ -7,6 +7,7 @@ from typing import Literal
 
 from nxdt_core.config.section import NonNegativeFloat, PositiveInt, Section
 from nxdt_core.data.chat.templates import ChatKeys
+from nxdt_core.errors import NxdtError
 
 RewardLoss = Literal["nca_pair", "bco_pair", "sppo_hard", "apo_zero", "apo_down", "discopop"]
 """Forms in which the rewards of the two answers count separately."""
@@ -138,7 +139,7 @@ class UnpairedConfig(ChatKeys):
     """Tokens that a prompt keeps at least where it is cut; ``null``: half of ``data.seq_length``. If this does not
     suffice, answers are cut at their end."""
 
-    def check(self) -> Iterator[tuple[str, str]]:
+    def check(self) -> Iterator[tuple[str, str | NxdtError]]:
         """Yield what cannot work with any files, as (key, message)."""
         yield from ChatKeys.check(self)
         if self.max_prompt_length is not None and self.truncation_mode == "refuse":
