@@ -42,8 +42,8 @@ from nxdt_core.errors.configuration import (
     WrongValue,
 )
 from nxdt_core.errors.launch import UnknownAccelerator, WorldDoesNotDivide
-from nxdt_core.errors.optimizers import NoMasterWeights
 from nxdt_core.errors.plugins import ComponentUnusable
+from nxdt_core.errors.training import NoMasterWeights
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.kernel.hookspecs import ValidateConfigContext
 from nxdt_core.kernel.registry import Registry
@@ -207,8 +207,8 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         if value_of(key) == 0:
             yield excluded(key, reason="0 trains nothing", advice=advice)
     for keys in (("exp_manager.name", "name"), ("exp_manager.version",)):
-        directory = PurePath(str(given(keys[0]) or ""))
-        if given("exp_manager.explicit_log_dir") is None and (directory.is_absolute() or ".." in directory.parts):
+        directory = PurePath(str(value_of(keys[0]) or ""))
+        if value_of("exp_manager.explicit_log_dir") is None and (directory.is_absolute() or ".." in directory.parts):
             reason = f"the directory '{directory}' of the run would not be in exp_manager.exp_dir"
             advice = "Take out '..' and a leading '/'. exp_manager.explicit_log_dir names a directory anywhere."
             yield excluded(*keys, reason=reason, advice=advice)
@@ -249,7 +249,7 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
     if value_of(weights) and value_of(source, "") is None:
         reason = f"weight_init_only takes the weights of a checkpoint, and {source} names none"
         yield excluded(weights, reason=reason, advice=f"Set {source}.")
-    store, uri, address = checked.components.get("store"), given(_URI), "checkpoint.storage.name"
+    store, uri, address = checked.components.get("store"), value_of(_URI), "checkpoint.storage.name"
     if store is not None and isinstance(store.component.record, StoreComponent) and _URI in checked.values:
         scheme = uri.partition("://")[0].lower() if uri is not None and "://" in uri else "file"
         if scheme not in (schemes := store.component.record.uri_schemes):
@@ -265,7 +265,7 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         yield excluded(masters, rounded, reason=reason, advice="Keep one of them; a resume is exact with either.")
     policy = checked.policy
     if (
-        given(masters)
+        value_of(masters)
         and policy is not None
         and not policy.master_weights
         and policy.parameters in ("bfloat16", "float16")
@@ -273,7 +273,7 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         error = NoMasterWeights(precision=policy.name, dtype=policy.parameters)
         yield BadComponentChoice(**checked.place(masters, "precision.type"), error=error)
     chunks, smoothing = "model.loss_chunk_tokens", "objective.label_smoothing"
-    if given(chunks) is not None and given(smoothing) and given("objective.name") == "causal_lm":
+    if value_of(chunks) is not None and value_of(smoothing) and value_of("objective.name") == "causal_lm":
         reason = f"it smooths logits, and with {chunks} the head returns losses"
         yield excluded(smoothing, chunks, reason=reason, advice=f"Set {smoothing} to 0, or {chunks} to null.")
     narrow, optimizer = "precision.optimizer_state", "model.optim.name"
