@@ -13,8 +13,6 @@
 from __future__ import annotations
 
 import re
-import secrets
-from datetime import UTC, datetime
 
 __all__ = ["SECTIONS", "step_of"]
 
@@ -52,11 +50,6 @@ def manifest_key(step: int) -> str:
 def signature_key(step: int, attempt: str) -> str:
     """Return the signature of the manifest that commits ``attempt``."""
     return f"{attempt_prefix(step, attempt)}manifest.sig"
-
-
-def new_attempt() -> str:
-    """Return a name that no other save uses; sorts by time of day, for people."""
-    return f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(4)}"
 
 
 def attempt_prefix(step: int, attempt: str) -> str:

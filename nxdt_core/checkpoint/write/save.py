@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -26,7 +27,6 @@ from nxdt_core.checkpoint.format.file_names import (
     SECTIONS,
     attempt_prefix,
     digests_name,
-    new_attempt,
     state_name,
     step_name,
     step_prefix,
@@ -307,7 +307,8 @@ def save(
     def begin() -> tuple[str, str]:
         with explained_os_errors(where):
             replaces.append(prepare_step(storage, step))
-        return new_attempt(), datetime.now(UTC).isoformat(timespec="seconds")
+        now = datetime.now(UTC)  # the name of an attempt is that of no other, and sorts by time for people
+        return f"{now:%Y%m%dT%H%M%S}-{secrets.token_hex(4)}", now.isoformat(timespec="seconds")
 
     def write() -> tuple[Mapping[TensorKey, TensorPart], Mapping[str, FileEntry]]:
         listing, mine = plan.assignment.listings[rank], plan.assignment.mine
