@@ -8,7 +8,6 @@ from itertools import groupby
 import numpy as np
 from numpy.typing import NDArray
 
-from nxdt_core.data.tokenizers.config import ByteTokenizerConfig
 from nxdt_core.data.tokenizers.files import located
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
@@ -23,9 +22,6 @@ class ByteTokenizer(Tokenizer):
     bos_id: int | None = _BYTES
     eos_id: int | None = _BYTES + 1
     pad_id: int | None = _BYTES + 2
-
-    def __init__(self, config: ByteTokenizerConfig | None = None) -> None:
-        """There is nothing to configure; ``config`` is what the kind's call passes."""
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of ``text``; a lone surrogate, which UTF-8 cannot express, becomes a question mark."""
