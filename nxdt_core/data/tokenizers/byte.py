@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING
 
-from nxdt_core.data.tokenizers.config import ByteTokenizerConfig
 from nxdt_core.protocols.tokenizer import LocatedIds, Tokenizer
 
 if TYPE_CHECKING:  # `nxdt config check` asks for the size of the vocabulary, and imports no numpy
@@ -24,9 +23,6 @@ class ByteTokenizer(Tokenizer):
     bos_id: int | None = _BYTES
     eos_id: int | None = _BYTES + 1
     pad_id: int | None = _BYTES + 2
-
-    def __init__(self, config: ByteTokenizerConfig | None = None) -> None:
-        """There is nothing to configure; ``config`` is what the kind's call passes."""
 
     def encode(self, text: str) -> list[int]:
         """Return the bytes of ``text``; a lone surrogate, which UTF-8 cannot express, becomes a question mark."""

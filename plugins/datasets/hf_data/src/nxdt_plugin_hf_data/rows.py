@@ -102,6 +102,11 @@ class TokenColumns:
     position_ids: TokenColumn | None = None
     """Positions of tokens; where they do not count on, another document begins. None: each row is one document."""
 
+    def row(self, index: int) -> tuple[NDArray[np.integer], NDArray[np.integer] | None, NDArray[np.int64] | None]:
+        """Return the tokens of a row, their labels and their documents, as of :meth:`documents`."""
+        labels = None if self.labels is None else self.labels.row(index)
+        return self.input_ids.row(index), labels, self.documents(index, index + 1)
+
     def learnt(self, begin: int, end: int) -> NDArray[np.bool_]:
         """Return, for each token of the rows from ``begin`` to ``end``, whether it has a label and is not padding."""
         places = slice(*self.input_ids.offsets[[begin, end]].tolist())
@@ -365,14 +370,7 @@ class RowDataset(MapDataset):
     def __getitem__(self, index: int, /) -> Sample:
         if not 0 <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
-        columns = self._columns
-        return row_sample(
-            columns.input_ids.row(index),
-            None if columns.labels is None else columns.labels.row(index),
-            columns.documents(index, index + 1),
-            seq_length=self._seq_length,
-            packing=self._packing,
-        )
+        return row_sample(*self._columns.row(index), seq_length=self._seq_length, packing=self._packing)
 
     def fingerprint(self) -> str:
         """Digest of the source and the sequence length, and of what differs from the default packing."""

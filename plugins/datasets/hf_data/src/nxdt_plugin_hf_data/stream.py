@@ -243,20 +243,15 @@ class FileStream(IterableDataset):
                 if self._text:
                     framing = self._framing()
                     texts = text_column(table, self._text_key, str(path), first)
-                    documents = encode_documents(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id)
-                    for place, ids in zip(places, documents, strict=False):
-                        if len(ids):
-                            yield Row(place=place, path=path, ids=ids)
+                    encoded = encode_documents(texts, framing.tokenizer, bos_id=framing.bos_id, eos_id=framing.eos_id)
+                    for place, tokens in zip(places, encoded, strict=False):
+                        if len(tokens):
+                            yield Row(place=place, path=path, ids=tokens)
                     continue
                 columns = self._checked(path, first, table)
                 for place, row in zip(places, range(batch.num_rows), strict=False):
-                    yield Row(
-                        place=place,
-                        path=path,
-                        ids=columns.input_ids.row(row),
-                        labels=None if columns.labels is None else columns.labels.row(row),
-                        documents=columns.documents(row, row + 1),
-                    )
+                    ids, labels, documents = columns.row(row)
+                    yield Row(place=place, path=path, ids=ids, labels=labels, documents=documents)
 
     def _checked(self, path: Path, first: int, table: pa.Table) -> TokenColumns:
         """Return the columns, whose tokens and labels that are learnt are of the vocabulary."""

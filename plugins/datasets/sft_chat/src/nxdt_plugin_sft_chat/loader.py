@@ -216,8 +216,7 @@ def gather(
         trained = chat.cut(chat.trained)
         for row, part in enumerate((chat, trained)):
             roles[row] += np.bincount(part.roles, minlength=len(_NAMES))
-            by_turn = enumerate(np.bincount(part.turns).tolist())
-            turns[row].update({turn: count for turn, count in by_turn if turn and count})
+            turns[row].update(dict(enumerate(np.bincount(part.turns).tolist())))
     if first is not None and truncation == "refuse":
         place = str(first.place)
         raise ChatTooLong(place=place, tokens=len(first), seq_length=seq_length, count=too_long, longest=longest)
@@ -296,11 +295,10 @@ class ChatDataset(MapDataset):
             tokens = self._chats.tokens[begin:end].astype(np.int64)
             until = at + len(tokens) - 1
             ids[at:until] = tokens[:-1]
-            labels[at:until] = np.where(self._chats.trained[begin + 1 : end], tokens[1:], IGNORE_INDEX)
+            trained = self._chats.trained[begin + 1 : end]
+            labels[at:until] = np.where(trained, tokens[1:], IGNORE_INDEX)
             if weights is not None:
-                weights[at:until] = np.where(
-                    self._chats.trained[begin + 1 : end], self._chats.weights[begin + 1 : end], 0
-                )
+                weights[at:until] = np.where(trained, self._chats.weights[begin + 1 : end], 0)
             positions[at:until] = np.arange(until - at)
             documents[at:until] = number
             at = until
@@ -309,7 +307,7 @@ class ChatDataset(MapDataset):
         )
 
     def fingerprint(self) -> str:
-        """Return a report of the conversations, and of how they are put into samples."""
+        """Return a digest of the conversations, and of how they are put into samples."""
         sizes = np.array([len(sample) for sample in self._samples], np.int64)
         return digest(self._source, self._seq_length, sizes, np.concatenate(self._samples))
 

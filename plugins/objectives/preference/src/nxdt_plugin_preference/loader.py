@@ -81,16 +81,12 @@ class PairArrays:
             and is_array(self.settings, "U", 1)
         )
 
-    def parts(self, pair: int) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+    def parts(self, pair: int) -> list[NDArray[np.int64]]:
         """Return the tokens of the prompt and of the answers of both rows."""
+        numbers = (3 * pair, 3 * pair + 1, 3 * pair + 2)
         if len(self.others):
-            second = 2 * int(self.others[pair]) + 1
-            return self._part(2 * pair), self._part(2 * pair + 1), self._part(second)
-        return self._part(3 * pair), self._part(3 * pair + 1), self._part(3 * pair + 2)
-
-    def _part(self, number: int) -> NDArray[np.int64]:
-        begin, end = self.starts[number : number + 2]
-        return self.tokens[begin:end].astype(np.int64)
+            numbers = (2 * pair, 2 * pair + 1, 2 * int(self.others[pair]) + 1)
+        return [self.tokens[self.starts[at] : self.starts[at + 1]].astype(np.int64) for at in numbers]
 
     @property
     def _sizes(self) -> NDArray[np.int64]:
