@@ -10,7 +10,7 @@ import torch
 from nxdt_core.config import ResolvedConfig
 from nxdt_core.config.schema import RunConfig, TrainerConfig
 from nxdt_core.distributed.devices import DeviceProfile, register_profile
-from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
+from nxdt_core.errors.launch import BadDeviceProfile
 from nxdt_core.kernel.plugin import BUILTIN
 
 _KIND = "device"
@@ -22,7 +22,6 @@ def register_profile_of(config: ResolvedConfig) -> None:
     ``auto`` means the accelerator that torch finds. Building an engine does this first.
 
     Raises:
-        UnknownAccelerator: no installed plugin describes the type.
         AmbiguousComponent: several do, and ``plugins.prefer`` names none of them.
         BadDeviceProfile: what the plugin's record names is not a profile of that type.
     """
@@ -32,8 +31,6 @@ def register_profile_of(config: ResolvedConfig) -> None:
         if accelerator is None or accelerator.type not in registry.names(_KIND):
             return
         wanted = accelerator.type
-    elif wanted not in (names := registry.names(_KIND)):
-        raise UnknownAccelerator(accelerator=wanted, known=names)
     component = registry.get(_KIND, wanted)
     if component.plugin == BUILTIN:
         return
