@@ -247,7 +247,6 @@ def register_profile_of(config: ResolvedConfig) -> None:
     ``auto`` means the accelerator that torch finds. Building an engine does this first.
 
     Raises:
-        UnknownAccelerator: no installed plugin describes the type.
         AmbiguousComponent: several do, and ``plugins.prefer`` names none of them.
         BadDeviceProfile: what the plugin's record names is not a profile of that type.
     """
@@ -257,8 +256,6 @@ def register_profile_of(config: ResolvedConfig) -> None:
         if accelerator is None or accelerator.type not in registry.names("device"):
             return
         wanted = accelerator.type
-    elif wanted not in (names := registry.names("device")):
-        raise UnknownAccelerator(accelerator=wanted, known=names)
     component = registry.get("device", wanted)
     if component.plugin == BUILTIN:
         return

@@ -111,7 +111,7 @@ def engine(config: ResolvedConfig) -> ParallelEngine:
 
     Raises:
         ConfigError: the engine, the model or the optimizer does not declare what the run asks of them.
-        UnknownAccelerator, BadDeviceProfile: see :func:`register_profile_of`.
+        BadDeviceProfile: see :func:`register_profile_of`.
     """
     check_capabilities(config, world_size=Ranks.from_environment().world_size)
     register_profile_of(config)

@@ -18,7 +18,7 @@ from nxdt_core.data.chat.conversation import Conversation, ignored_fields
 from nxdt_core.data.chat.records import read_record
 from nxdt_core.data.chat.rendering import Messages, ReservedTokens, prompt_ids, runner_of, stop_ids
 from nxdt_core.data.chat.templates import ChatKeys
-from nxdt_core.data.files.paths import decode, read_bytes
+from nxdt_core.data.files.paths import decode, expand, read_bytes
 from nxdt_core.data.files.records import Place, UnusedFields, read_records, unread
 from nxdt_core.data.tokens import text_ids
 from nxdt_core.errors.chats import UnknownRecord
@@ -154,10 +154,11 @@ def prompts_in(path: Path) -> Iterator[tuple[str, dict[str, Any], str | Messages
         NxdtError: as of :func:`~nxdt_core.data.files.records.read_records`.
     """
     if path.suffix == ".txt":
-        lines = decode(path, read_bytes(path)).replace("\r\n", "\n").split("\n")  # splitlines cuts at U+2028, too
-        if not any(lines):
-            raise EmptyTextFile(path=str(path))
-        yield from ((f"{path}:{number}", {"prompt": line}, line) for number, line in enumerate(lines, 1) if line)
+        for file in expand([path], "--prompts"):
+            lines = decode(file, read_bytes(file)).replace("\r\n", "\n").split("\n")  # splitlines cuts at U+2028, too
+            if not any(lines):
+                raise EmptyTextFile(path=str(file))
+            yield from ((f"{file}:{number}", {"prompt": line}, line) for number, line in enumerate(lines, 1) if line)
         return
     records, _ = read_records([path], "--prompts", example='{"prompt": "..."}')
     for place, record in records:

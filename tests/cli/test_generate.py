@@ -98,6 +98,14 @@ def test_a_file_without_prompts_is_an_error_before_a_model_is_loaded(capsys, tmp
     assert f"{tmp_path / name} holds no " in " ".join(capsys.readouterr().err.split())
 
 
+@pytest.mark.parametrize("ending", ["txt", "jsonl"])
+def test_a_file_of_prompts_that_is_not_there_is_named_with_what_lies_nearby(capsys, tmp_path, ending):
+    (tmp_path / f"prompts.{ending}").write_text("A")
+    assert main(["generate", "nowhere", "--prompts", str(tmp_path / f"prompt.{ending}")]) == 2
+    said = " ".join(capsys.readouterr().err.split())
+    assert f"--prompts: no file is found at '{tmp_path}/prompt.{ending}'; found nearby: '{tmp_path}/prompts" in said
+
+
 @pytest.mark.parametrize("words", [(), ("a", "--prompts", "b.txt"), ("a", "--top-p", "0"), ("a", "--min-p", "1.5")])
 def test_options_that_cannot_be_are_refused(words, capsys):
     assert main(["generate", "nowhere", *words]) == 2

@@ -12,7 +12,8 @@ from nxdt_testing.errors import raises
 
 from nxdt_core.config import ResolvedConfig, load
 from nxdt_core.distributed.devices import HOST, PROFILES, current_device, register_profile_of
-from nxdt_core.errors.launch import BadDeviceProfile, UnknownAccelerator
+from nxdt_core.errors.configuration import ConfigError
+from nxdt_core.errors.launch import BadDeviceProfile
 from nxdt_core.errors.plugins import AmbiguousComponent
 from nxdt_core.train import build
 
@@ -89,9 +90,8 @@ def test_building_an_engine_registers_it(tmp_path: Path, implementation: str) ->
 
 
 def test_a_type_that_nobody_describes_is_refused_with_those_that_are_known(tmp_path: Path) -> None:
-    config = config_with(tmp_path, "slide_rule", name="abacus", target="abacus_device:PROFILE")
-    with raises(UnknownAccelerator, match=r"(?s)'slide_rule'.*abacus.*neuron"):
-        build.engine(config)
+    with pytest.raises(ConfigError, match=r"(?s)trainer.accelerator: .*'slide_rule'.*abacus.*neuron.*\[NXDT-P001\]"):
+        config_with(tmp_path, "slide_rule", name="abacus", target="abacus_device:PROFILE")
 
 
 @pytest.mark.parametrize(

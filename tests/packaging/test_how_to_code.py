@@ -46,6 +46,7 @@ def test_yaml_has_known_keys_and_values(page, number, kernel, tmp_path, monkeypa
     block = yaml.safe_load(blocks(page, "yaml")[number])
     around = "recipe:llama-tiny-grpo" if page == "grpo" else "recipe:llama-tiny"
     longer = () if "base" in block else ("model.max_position_embeddings=1024",)
+    longer += ("data.seq_length=1024",) if page == "grpo" else ()
     found = check({"base": around, "name": "run", **block}, longer, kernel=kernel)
     assert [each.row() for each in found if "/models/" not in each.what()] == []
 
