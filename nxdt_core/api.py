@@ -71,11 +71,6 @@ _COMMAND = re.compile(f"{_NAME.pattern}( {_NAME.pattern})?")
 _TARGET = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 
-def _check(record: object, field: str, value: object, pattern: re.Pattern[str]) -> None:
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise BadComponentRecord(record=type(record).__name__, field=field, found=value)
-
-
 CAPABILITIES: Final[Mapping[str, Mapping[str, str]]] = {
     "engine": {
         "dp": "trains on several data parallel ranks, which read different samples",
@@ -110,6 +105,30 @@ selected components do not declare is an error, never silently ignored. One proc
 none. What an engine lacks of something that it declares, such as a pipeline schedule, its
 :attr:`EngineComponent.rules` refuse.
 """
+_KINDS = (
+    ("model", "protocols.model:ModelBuilder", "model.name", "architectures"),
+    ("dataset", "protocols.dataset:DatasetSplits", "data.name", "sources of training samples"),
+    ("tokenizer", "protocols.tokenizer:Tokenizer", "data.tokenizer.library", "text to ids and back"),
+    ("optimizer", "protocols.optimizer:OptimizerFactory", "model.optim.name", "update rules"),
+    ("schedule", "protocols.schedule:ScheduleFactory", "model.optim.sched.name", "learning-rate schedules"),
+    ("precision", "protocols.precision:PrecisionFactory", "precision.type", "dtypes of a run"),
+    ("store", "protocols.store:CheckpointStore", "checkpoint.uri", "stores of checkpoint files"),
+    ("format", "protocols.format:CheckpointFormat", "nxdt checkpoint import --format", "checkpoints of other programs"),
+    ("migration", "protocols.migration:Migration", "nxdt config migrate --from", "configurations of other programs"),
+    ("metric", "protocols.evaluation:Metric", "nxdt evaluate FILES", "figures of answers"),
+    ("task", "protocols.evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model"),
+    ("adapter", "protocols.adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
+    ("objective", "protocols.objective:Objective", "objective.name", "losses"),
+    ("engine", "protocols.engine:ParallelEngine", "parallel_engine.name", "runtimes that shard"),
+    ("device", "distributed.devices:DeviceProfile", "trainer.accelerator", "facts about device types"),
+    ("launcher", "protocols.launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
+    ("callback", "callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
+)
+
+
+def _check(record: object, field: str, value: object, pattern: re.Pattern[str]) -> None:
+    if not isinstance(value, str) or not pattern.fullmatch(value):
+        raise BadComponentRecord(record=type(record).__name__, field=field, found=value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,25 +298,6 @@ _RECORDS: dict[str, type[Component]] = {
     "adapter": AdapterComponent,
     "engine": EngineComponent,
 }
-_KINDS = (
-    ("model", "protocols.model:ModelBuilder", "model.name", "architectures"),
-    ("dataset", "protocols.dataset:DatasetSplits", "data.name", "sources of training samples"),
-    ("tokenizer", "protocols.tokenizer:Tokenizer", "data.tokenizer.library", "text to ids and back"),
-    ("optimizer", "protocols.optimizer:OptimizerFactory", "model.optim.name", "update rules"),
-    ("schedule", "protocols.schedule:ScheduleFactory", "model.optim.sched.name", "learning-rate schedules"),
-    ("precision", "protocols.precision:PrecisionFactory", "precision.type", "dtypes of a run"),
-    ("store", "protocols.store:CheckpointStore", "checkpoint.uri", "stores of checkpoint files"),
-    ("format", "protocols.format:CheckpointFormat", "nxdt checkpoint import --format", "checkpoints of other programs"),
-    ("migration", "protocols.migration:Migration", "nxdt config migrate --from", "configurations of other programs"),
-    ("metric", "protocols.evaluation:Metric", "nxdt evaluate FILES", "figures of answers"),
-    ("task", "protocols.evaluation:TaskSuite", "nxdt evaluate --suite", "tasks that judge a model"),
-    ("adapter", "protocols.adapter:Adapter", "adapter.name", "changes to a model, such as LoRA"),
-    ("objective", "protocols.objective:Objective", "objective.name", "losses"),
-    ("engine", "protocols.engine:ParallelEngine", "parallel_engine.name", "runtimes that shard"),
-    ("device", "distributed.devices:DeviceProfile", "trainer.accelerator", "facts about device types"),
-    ("launcher", "protocols.launcher:Launcher", "nxdt launch NAME", "schedulers of clusters"),
-    ("callback", "callback:Callback", "trainer.callbacks", "reports, loggers, early ends"),
-)
 KINDS: tuple[Kind, ...] = tuple(
     Kind(
         name=name,

@@ -17,6 +17,9 @@ __all__ = ["on_all_ranks"]
 T = TypeVar("T")
 
 
+R = TypeVar("R")
+
+
 def rank_of(ranks: RankAgreement | None) -> int:
     """Return the number of this process among all; 0 where it is alone."""
     return 0 if ranks is None else ranks.rank
@@ -64,9 +67,6 @@ def on_first_rank(ranks: RankAgreement | None, work: Callable[[], T], *, where: 
     """Return what ``work`` returns on rank 0, where alone it is called; what it raises is raised on all, as by
     :func:`on_all_ranks`."""
     return cast(T, on_all_ranks(ranks, lambda: work() if rank_of(ranks) == 0 else None, where=where)[0])
-
-
-R = TypeVar("R")
 
 
 def in_threads(

@@ -44,6 +44,9 @@ _THREADS = 8
 """Manifests that are read at the same time; an object store takes tens of milliseconds for each."""
 
 
+_log = logging.getLogger(__name__)
+
+
 def read_manifest(storage: CheckpointStore, step: int, *, trusted: TrustedKeys | None = None) -> Manifest:
     """Return the manifest of the committed checkpoint of ``step``. Its files are verified when they are read.
 
@@ -119,9 +122,6 @@ def greatest_fencing(storage: CheckpointStore) -> int:
     objects = ((step_of(info.key.partition("/")[0]), info.key) for info in storage.list("step-"))
     steps = [step for step, key in objects if step is not None and key == manifest_key(step)]
     return max(in_threads(fencing, steps, threads=_THREADS), default=0)
-
-
-_log = logging.getLogger(__name__)
 
 
 def prepare_step(storage: CheckpointStore, step: int) -> bytes | None:

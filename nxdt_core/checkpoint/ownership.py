@@ -40,6 +40,13 @@ _KEY = "owner"
 _POLL_S = 0.2
 
 
+_PREFIX = "owner-"
+_LEASE = re.compile(_PREFIX + r"([0-9]{8,})\.(json|beat)")
+_BEATS = 6
+"""Signs of life within the time after which an owner without one counts as dead."""
+_RELEASED = json.dumps({"released": True}).encode()
+
+
 @final
 class LockedStore:
     """A store that this process has locked."""
@@ -77,12 +84,6 @@ class LockedStore:
             lock.release()
 
 
-_PREFIX = "owner-"
-_LEASE = re.compile(_PREFIX + r"([0-9]{8,})\.(json|beat)")
-_BEATS = 6
-"""Signs of life within the time after which an owner without one counts as dead."""
-
-
 @dataclass(frozen=True, slots=True)
 class _CurrentLease:
     """The owner with the greatest number, as recorded in its objects."""
@@ -100,9 +101,6 @@ class _CurrentLease:
         if self.beat == _RELEASED:
             return "gone"
         return "unknown" if self.owner is None else me.liveness_of(self.owner)
-
-
-_RELEASED = json.dumps({"released": True}).encode()
 
 
 @final

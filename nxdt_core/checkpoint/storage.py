@@ -23,6 +23,9 @@ _MEANINGS: Mapping[int | None, Callable[..., StorageError]] = {
 """Errors by the operating system's number; :class:`StorageError` for any other."""
 
 
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+
+
 def explained(error: OSError, where: str) -> StorageError:
     """Return the error for a user that ``error`` means, met at the path, key or URI ``where``."""
     reason = error.strerror or str(error) or type(error).__name__
@@ -42,9 +45,6 @@ def explained_os_errors(where: str) -> Iterator[None]:
 def reason_of(error: OSError | StorageError) -> str:
     """Return what a store failed with, without the advice, for a warning about something that is tried again."""
     return error.what() if isinstance(error, StorageError) else str(error)
-
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> CheckpointStore:

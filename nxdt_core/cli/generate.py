@@ -33,17 +33,17 @@ _SHARE = click.FloatRange(min=0.0, max=1.0, min_open=True)
 _SFT_RUN = "nxdt_experiments/llama-tiny-sft/checkpoints"
 
 
+window_option = click.option(
+    "--window", type=click.IntRange(min=1), metavar="N",
+    help="Tokens that the model sees at once; as many as it has positions unless given.",
+)  # fmt: skip
+
+
 def _finite(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
     """Refuse nan and infinity, which no bound of a range catches."""
     if value is not None and not math.isfinite(value):
         raise click.BadParameter("it must be a finite number.")
     return value
-
-
-window_option = click.option(
-    "--window", type=click.IntRange(min=1), metavar="N",
-    help="Tokens that the model sees at once; as many as it has positions unless given.",
-)  # fmt: skip
 
 
 def _count(name: str, default: int, text: str) -> Callable[[_F], _F]:

@@ -61,6 +61,9 @@ _OF_SAVES = "metrics:checkpoint_"
 _GIB, _MIB = 2**30, 2**20
 
 
+_runs = click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Run:
     """The records of one run."""
@@ -186,9 +189,6 @@ def _read_configuration(lines: Iterator[str]) -> tuple[dict[str, str], dict[str,
         else:
             above.append((indent, key))
     return values, origins
-
-
-_runs = click.argument("runs", metavar="RUN_DIR...", nargs=-1, required=True, type=click.Path(path_type=Path))
 
 
 @verb("nxdt report nxdt_experiments/llama-tiny", "nxdt report runs/a runs/b -o compare.html")

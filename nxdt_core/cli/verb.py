@@ -28,6 +28,10 @@ _NAMES_ELSEWHERE = {"compare": "diff", "delete": "prune", "finetune": "train", "
 """Other programs' names of commands → names here that are not like them."""
 
 
+as_json = click.option("--json", "json_output", is_flag=True, help="Print JSON to standard output.")
+"""Adds ``--json``."""
+
+
 class WithExamples(click.Command):
     """A command or a group with examples, which are whole command lines; a test parses them."""
 
@@ -85,10 +89,6 @@ def verb(
 ) -> Callable[[Callable[..., Any]], click.Command]:
     """Return a decorator that makes a command of a function; ``examples`` are whole command lines."""
     return click.command(name, cls=Verb, examples=examples, short_help=short_help)
-
-
-as_json = click.option("--json", "json_output", is_flag=True, help="Print JSON to standard output.")
-"""Adds ``--json``."""
 
 
 def print_json(value: object) -> None:

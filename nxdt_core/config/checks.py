@@ -67,6 +67,29 @@ _LAST, _ACCELERATOR, _URI = "trainer.max_steps", "trainer.accelerator", "checkpo
 _STRATEGY_KEYS = {name: f"{_STRATEGY}.{name}" for name in keys_of(DistributedStrategyConfig)}
 
 
+_SETTINGS = {
+    "model.activations_checkpoint_granularity": ("recompute", "Set it to null"),
+    "model.compile": ("compile", "Set it to false"),
+    "model.trainable": ("adapters", "Leave it out"),
+    "model.optim.param_groups": ("param_groups", "Leave it out"),
+}
+"""Setting → the capability of the engine that it needs, and what to write to do without."""
+_MANAGER = "exp_manager"
+_REGATHER, _KV_REPLICATOR = f"{_STRATEGY}.sequence_parallel_regather", f"{_STRATEGY}.kv_replicator"
+_READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
+    TP: (_SP, _REGATHER, f"{_STRATEGY}.async_tensor_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
+    PP: (VPP, f"{_STRATEGY}.pipeline_schedule", "model.pipeline_cuts"),
+    CP: (f"{_STRATEGY}.context_parallel_method",),
+    EP: ("model.moe.exchange_chunks",),
+}
+"""Size of a dimension → settings that only a size above 1 reads."""
+_SWITCHED = {
+    f"{_MANAGER}.ema.enable": (f"{_MANAGER}.ema", EmaConfig),
+    f"{_MANAGER}.create_early_stopping_callback": (f"{_MANAGER}.early_stopping_callback_params", EarlyStoppingParams),
+}
+"""Switch → the section that nothing reads while it is off."""
+
+
 @dataclass(frozen=True, slots=True)
 class Checked:
     """The values that were read; a wrong one is absent, and rules that need it keep silent."""
@@ -347,15 +370,6 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
             yield WrongValue(**checked.place(time), found=checked.tree.describe(time), allowed=FORMS)
 
 
-_SETTINGS = {
-    "model.activations_checkpoint_granularity": ("recompute", "Set it to null"),
-    "model.compile": ("compile", "Set it to false"),
-    "model.trainable": ("adapters", "Leave it out"),
-    "model.optim.param_groups": ("param_groups", "Leave it out"),
-}
-"""Setting → the capability of the engine that it needs, and what to write to do without."""
-
-
 def find_undeclared(checked: Checked, registry: Registry) -> Iterator[CapabilityMissing]:
     """Yield what the selected engine, model and optimizer do not declare and the configuration asks for, each once, at
     the first setting that needs it; ``registry`` knows who declares what."""
@@ -448,23 +462,6 @@ def check_capabilities(config: ResolvedConfig, *, world_size: int) -> None:
     problems = [] if rules is None else [*rules(checked)]
     if problems := [*find_undeclared(checked, config.kernel.registry), *problems]:
         raise ConfigError(source=config.source, problems=tuple(problems))
-
-
-_MANAGER = "exp_manager"
-_REGATHER, _KV_REPLICATOR = f"{_STRATEGY}.sequence_parallel_regather", f"{_STRATEGY}.kv_replicator"
-
-_READ_ABOVE_ONE: dict[str, tuple[str, ...]] = {
-    TP: (_SP, _REGATHER, f"{_STRATEGY}.async_tensor_parallel", f"{_STRATEGY}.pad_heads", _KV_REPLICATOR),
-    PP: (VPP, f"{_STRATEGY}.pipeline_schedule", "model.pipeline_cuts"),
-    CP: (f"{_STRATEGY}.context_parallel_method",),
-    EP: ("model.moe.exchange_chunks",),
-}
-"""Size of a dimension → settings that only a size above 1 reads."""
-_SWITCHED = {
-    f"{_MANAGER}.ema.enable": (f"{_MANAGER}.ema", EmaConfig),
-    f"{_MANAGER}.create_early_stopping_callback": (f"{_MANAGER}.early_stopping_callback_params", EarlyStoppingParams),
-}
-"""Switch → the section that nothing reads while it is off."""
 
 
 def find_notes(checked: Checked) -> Iterator[str]:

@@ -39,6 +39,10 @@ _DESCRIBING = (
 """Files of a repository that describe a model and its tokenizer; none of them is code."""
 
 
+_COMMITS: dict[tuple[str, str, str], str] = {}
+"""Commit of each kind, repository and branch, which stays the same while a configuration is loaded."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HubName:
     """A name of the hub, which is written ``hf:repo@revision@commit/file`` with the parts that it has."""
@@ -84,8 +88,6 @@ class HubName:
         return Path(constants.HF_HUB_CACHE).expanduser().absolute() / folder / "snapshots" / self.commit
 
 
-_COMMITS: dict[tuple[str, str, str], str] = {}
-"""Commit of each kind, repository and branch, which stays the same while a configuration is loaded."""
 _LOCAL: dict[Path, HubName] = {}
 """Names that this process has resolved, by path."""
 

@@ -25,6 +25,27 @@ from nxdt_core.errors.models import HFFileDamaged, HFUnsupported
 from nxdt_core.system.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 from nxdt_core.system.regular_files import open_regular, read_text, require_inside
 
+_WEIGHTS = "model.safetensors"
+_MOST_HEADER_BYTES = 100_000_000
+"""Limit of the safetensors format."""
+_COUNTS = re.compile(r"(^|[_.])(num|n)_\w*(layer|expert|block)|layers$")
+"""Keys that count modules, each of which has a tensor at least."""
+_LENGTHS = re.compile(r"position|length|window|context|seq|seed")
+"""Keys that no tensor of a model has as a size, or that a check of shapes compares."""
+_FEWEST = 1000
+"""Layers or experts that take little memory in any case: some parts of a model have no tensors in a directory."""
+_SMALLEST = 2**24
+"""A size that takes little memory in any case; above all token ids."""
+_LONGEST = 2**32
+_LARGEST = (2 - 2**-23) * 2.0**127
+"""The largest number of float32."""
+PUBLISHED, _KEY = "checkpoint.resume_from", "model.model_config"
+_NOT_OF_ARCHITECTURES = keys_of(ModelConfig).keys() - {"name", "model_config"}
+_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
+_POSITIONS = ("max_position_embeddings", "n_positions")
+_SEQ_LENGTH, _BATCH, _LR, _ADAPTER_LR = 2048, 8, 2e-5, 2e-4
+"""Defaults of a run that starts from a published model. The rates are those of TRL's SFT and of the QLoRA paper."""
+
 
 def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names in ``architectures``; empty where the file has none.
@@ -38,24 +59,6 @@ def architectures_of(hf_config: Mapping[str, Any]) -> tuple[str, ...]:
             path="config.json", reason=f"architectures must be a list of names, and is {architectures!r}"
         )
     return tuple(architectures)
-
-
-_WEIGHTS = "model.safetensors"
-_MOST_HEADER_BYTES = 100_000_000
-"""Limit of the safetensors format."""
-
-_COUNTS = re.compile(r"(^|[_.])(num|n)_\w*(layer|expert|block)|layers$")
-"""Keys that count modules, each of which has a tensor at least."""
-_LENGTHS = re.compile(r"position|length|window|context|seq|seed")
-"""Keys that no tensor of a model has as a size, or that a check of shapes compares."""
-
-_FEWEST = 1000
-"""Layers or experts that take little memory in any case: some parts of a model have no tensors in a directory."""
-_SMALLEST = 2**24
-"""A size that takes little memory in any case; above all token ids."""
-_LONGEST = 2**32
-_LARGEST = (2 - 2**-23) * 2.0**127
-"""The largest number of float32."""
 
 
 def weights_in(directory: Path) -> tuple[int, int] | None:
@@ -103,14 +106,6 @@ def unusable(values: Mapping[str, Any], *, weights: tuple[int, int] | None) -> s
             if value > limit:
                 return f"{key} is {value}, too large for its weights (tensors: {tensors}, bytes: {size_bytes})"
     return None
-
-
-PUBLISHED, _KEY = "checkpoint.resume_from", "model.model_config"
-_NOT_OF_ARCHITECTURES = keys_of(ModelConfig).keys() - {"name", "model_config"}
-_TOKENIZER = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
-_POSITIONS = ("max_position_embeddings", "n_positions")
-_SEQ_LENGTH, _BATCH, _LR, _ADAPTER_LR = 2048, 8, 2e-5, 2e-4
-"""Defaults of a run that starts from a published model. The rates are those of TRL's SFT and of the QLoRA paper."""
 
 
 def with_published_model(tree: Tree, view: Tree) -> tuple[Tree, bool]:

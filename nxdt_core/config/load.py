@@ -84,6 +84,21 @@ _NO_END = 2**31 - 1
 """Steps that no run takes."""
 
 
+_BY_DEFAULT = "the default"
+_RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
+"""Keys that the rules below read in addition to the selectors."""
+_FILE = "file://"
+_IMPLIED = {"store": _FILE, "tokenizer": "huggingface"}
+"""Kind → what is replaced where the source below names no component."""
+_LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
+_FLAGS = {
+    "tensorboard": "summary_writer_kwargs",
+    "wandb": "wandb_logger_kwargs",
+    "mlflow": "mlflow_logger_kwargs",
+}
+"""Logger → key of ``exp_manager`` with its options; ``create_<logger>_logger`` switches it on."""
+
+
 def load(
     source: str | Path | Mapping[str, Any],
     overrides: Sequence[str] = (),
@@ -445,11 +460,6 @@ def _refused(label: str, problems: Iterable[ConfigProblem]) -> ConfigError:
     return ConfigError(source=label, problems=tuple(ordered))
 
 
-_BY_DEFAULT = "the default"
-_RULE_KEYS = ("model.model_config", "checkpoint.uri", "data.tokenizer")
-"""Keys that the rules below read in addition to the selectors."""
-
-
 def _select(
     tree: Tree, keys: Keys, kernel: Kernel, label: str, problems: list[ConfigProblem], *, published: bool
 ) -> tuple[dict[str, RegisteredComponent | None], list[str]]:
@@ -542,11 +552,6 @@ def _model_of(architectures: Sequence[str], kernel: Kernel) -> tuple[str, str]:
     return name, f"model.model_config ({architectures[0]})"
 
 
-_FILE = "file://"
-_IMPLIED = {"store": _FILE, "tokenizer": "huggingface"}
-"""Kind → what is replaced where the source below names no component."""
-
-
 def _drop_replaced(tree: Tree, layers: Iterable[tuple[Tree, Tree]], kernel: Kernel) -> list[str]:
     """Take keys out of the tree that only a component declares which something above its source replaces.
 
@@ -604,15 +609,6 @@ def _declared(slot: Slot, name: str, kernel: Kernel) -> Mapping[str, Key]:
         component = kernel.registry.get(slot.kind, name)
     cls = component.load_config()
     return keys_of(cls) if cls is not None else {}
-
-
-_LOGGERS, _CALLBACKS = "exp_manager.loggers", "trainer.callbacks"
-_FLAGS = {
-    "tensorboard": "summary_writer_kwargs",
-    "wandb": "wandb_logger_kwargs",
-    "mlflow": "mlflow_logger_kwargs",
-}
-"""Logger → key of ``exp_manager`` with its options; ``create_<logger>_logger`` switches it on."""
 
 
 def _mask_options(tree: Tree, kernel: Kernel) -> None:

@@ -63,6 +63,27 @@ from nxdt_core.errors.hub import HubError
 from nxdt_core.protocols.batch import LARGEST
 from nxdt_core.system.paths import PACKAGE_SCHEME, PackageNotFound, resolve_path
 
+_VARIABLES: ContextVar[list[str]] = ContextVar("variables of the environment that OmegaConf has read")
+_REFERENCE = re.compile(r"\$\{(\w[\w.\[\]]*)\}")
+"""An interpolation that is nothing but the absolute path of a key."""
+UNRESOLVED: Any = object()
+"""Value in place of an interpolation that failed: already reported and never read."""
+MANDATORY = "???"
+"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
+_MOST_LEVELS = 50
+"""Levels of brackets in an interpolation. The parser and the resolvers recurse: beyond a few hundred, whether they
+still succeed depends on how deep the stack is already."""
+_MISSING = re.compile(r"Interpolation key '([^']*)' not found")
+_RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
+_NAME_BYTES = 255
+"""Longest name within a path that Linux accepts."""
+_SHARES = {
+    "trainer.val_check_interval": "A number with a decimal point is a share of a pass in Lightning; here"
+    " trainer.check_val_every_n_epoch: 1 validates after each pass."
+}
+"""Keys whose floats mean something else in Lightning than the same number as an integer → what to write."""
+_NUMBERS = {"int_type", "int_from_float", "float_type", "bool_type", "finite_number"}
+
 
 @dataclass(slots=True, kw_only=True)
 class Keys:
@@ -142,22 +163,6 @@ def _fill(tree: Tree, cls: type, path: KeyPath, keys: Keys) -> None:
     keys.unknown.update({(*path, name): tuple(declared) for name in unknown})
     section_values.clear()
     section_values |= ordered | unknown
-
-
-_VARIABLES: ContextVar[list[str]] = ContextVar("variables of the environment that OmegaConf has read")
-_REFERENCE = re.compile(r"\$\{(\w[\w.\[\]]*)\}")
-"""An interpolation that is nothing but the absolute path of a key."""
-
-UNRESOLVED: Any = object()
-"""Value in place of an interpolation that failed: already reported and never read."""
-MANDATORY = "???"
-"""OmegaConf's mark for "must be given": by an override, a plugin or ``config.json``, but not by a default."""
-
-_MOST_LEVELS = 50
-"""Levels of brackets in an interpolation. The parser and the resolvers recurse: beyond a few hundred, whether they
-still succeed depends on how deep the stack is already."""
-_MISSING = re.compile(r"Interpolation key '([^']*)' not found")
-_RAISED = re.compile(r"^\w+ raised while resolving interpolation: ")
 
 
 def has_interpolation(value: object) -> bool:
@@ -299,10 +304,6 @@ def _unresolved(path: KeyPath, text: str, tree: Tree, error: Exception, known: I
         advice=advice,
         candidates=nearest_keys(missing[1].lstrip("."), known) if missing else (),
     )
-
-
-_NAME_BYTES = 255
-"""Longest name within a path that Linux accepts."""
 
 
 def read(tree: Tree, keys: Keys, prefix: str = "") -> tuple[dict[str, Any], list[ConfigProblem], dict[str, Any]]:
@@ -485,14 +486,6 @@ def _wrong_value(tree: Tree, at: KeyPath, key: Key, prefix: str, found: str, hin
     place = tree.origin(at).at(join(prefix, dotted(at)))
     allowed = "a mapping" if key.section is not None else key.describe()
     return WrongValue(**place, found=found, allowed=allowed, hint=hint)
-
-
-_SHARES = {
-    "trainer.val_check_interval": "A number with a decimal point is a share of a pass in Lightning; here"
-    " trainer.check_val_every_n_epoch: 1 validates after each pass."
-}
-"""Keys whose floats mean something else in Lightning than the same number as an integer → what to write."""
-_NUMBERS = {"int_type", "int_from_float", "float_type", "bool_type", "finite_number"}
 
 
 def _hint(tree: Tree, at: KeyPath, key: Key, types: set[str], where: str) -> str:

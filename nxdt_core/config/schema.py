@@ -30,6 +30,11 @@ from nxdt_core.errors.launch import WorldDoesNotDivide
 from nxdt_core.kernel import Kernel, RegisteredComponent
 from nxdt_core.protocols.mesh import MeshSizes
 
+_GOOD_SMALL = re.compile(r"(val_)?(\w+_)?(loss|perplexity)(/.*)?")
+_GOOD_LARGE = re.compile(
+    r"step|consumed_(samples|tokens)|(val_)?(reward|rewards/(?!chosen|rejected).+|(\w+_)?(accuracy|agreement))(/.*)?"
+)
+
 
 class TrainerConfig(Section):
     """The training loop. Names are those of PyTorch Lightning's ``Trainer``."""
@@ -208,12 +213,6 @@ class EmaConfig(Section):
     """No update before this step. The average begins as the weights after the first update."""
     evaluate_ema_weights_instead: bool = False
     """Validate the average instead of the weights."""
-
-
-_GOOD_SMALL = re.compile(r"(val_)?(\w+_)?(loss|perplexity)(/.*)?")
-_GOOD_LARGE = re.compile(
-    r"step|consumed_(samples|tokens)|(val_)?(reward|rewards/(?!chosen|rejected).+|(\w+_)?(accuracy|agreement))(/.*)?"
-)
 
 
 def mode_of(metric: str, mode: Literal["min", "max"] | None = None) -> Literal["min", "max"] | None:

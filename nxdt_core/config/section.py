@@ -55,6 +55,35 @@ __all__ = [
 ]
 
 
+SecretText = SecretStr
+"""The type of a token or a password. Its value does not print itself; ``get_secret_value()`` gives it where it is used.
+A configuration shows and writes the reference that gives it, or a mask."""
+FORMS = "seconds, 'days:hours:minutes:seconds', or a mapping of days, hours, minutes and seconds, above zero"
+_UNITS = ("days", "hours", "minutes", "seconds")
+M = TypeVar("M")
+REQUIRED: Final[Any] = object()
+"""Default of a key that must be given."""
+LISTS = (list, tuple, Sequence, MutableSequence, Iterable)
+TABLES = (dict, Mapping, MutableMapping)
+_ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
+_NAMES_ELSEWHERE = {
+    "learning_rate": "lr",
+    "num_train_epochs": "max_epochs",
+    "epochs": "max_epochs",
+    "batch_size": "global_batch_size",
+    "per_device_train_batch_size": "micro_batch_size",
+    "max_length": "seq_length",
+    "cutoff_len": "seq_length",
+    "max_grad_norm": "gradient_clip_val",
+    "gradient_checkpointing": "activations_checkpoint_granularity",
+    "save_steps": "every_n_train_steps",
+    "eval_steps": "val_check_interval",
+    "logging_steps": "log_every_n_steps",
+    "output_dir": "exp_dir",
+}
+"""Names of keys in Transformers, TRL and LLaMA-Factory → names here that are not like them."""
+
+
 class Section(BaseModel):
     """Base of sections; a third party's are the same."""
 
@@ -172,10 +201,6 @@ class Written:
     """The key is a path that a run writes to, so that it need not exist before."""
 
 
-SecretText = SecretStr
-"""The type of a token or a password. Its value does not print itself; ``get_secret_value()`` gives it where it is used.
-A configuration shows and writes the reference that gives it, or a mask."""
-
 SourcePath = Annotated[str, StartsAtFile()]
 PositiveInt = Annotated[int, Range(1)]
 NonNegativeInt = Annotated[int, Range(0)]
@@ -185,10 +210,6 @@ Fraction = Annotated[float, Range(0, 1)]
 
 Duration = PositiveInt | str | Mapping[str, int]
 """The type of a key that is a length of time."""
-
-FORMS = "seconds, 'days:hours:minutes:seconds', or a mapping of days, hours, minutes and seconds, above zero"
-
-_UNITS = ("days", "hours", "minutes", "seconds")
 
 
 def seconds_of(value: Duration) -> float:
@@ -210,14 +231,6 @@ def seconds_of(value: Duration) -> float:
     if seconds <= 0:
         raise ValueError("it is not above zero")
     return seconds
-
-
-M = TypeVar("M")
-
-REQUIRED: Final[Any] = object()
-"""Default of a key that must be given."""
-LISTS = (list, tuple, Sequence, MutableSequence, Iterable)
-TABLES = (dict, Mapping, MutableMapping)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -341,9 +354,6 @@ def marked(kinds: tuple[type, ...], annotation: Any, value: Any, path: KeyPath) 
             yield from marked(kinds, of_item, item, (*path, number))
 
 
-_ALLOWED = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text", "null": "null"}
-
-
 @cache
 def _schema_of(cls: Any) -> dict[str, Any]:
     schema: dict[str, Any] = cls.model_json_schema()
@@ -394,24 +404,6 @@ def _words(schema: Mapping[str, Any]) -> list[str]:
         return ["any value"]
     bounds = Range(schema.get("minimum"), schema.get("maximum"))
     return [f"{_ALLOWED[kind]} {bounds.describe()}".rstrip()]
-
-
-_NAMES_ELSEWHERE = {
-    "learning_rate": "lr",
-    "num_train_epochs": "max_epochs",
-    "epochs": "max_epochs",
-    "batch_size": "global_batch_size",
-    "per_device_train_batch_size": "micro_batch_size",
-    "max_length": "seq_length",
-    "cutoff_len": "seq_length",
-    "max_grad_norm": "gradient_clip_val",
-    "gradient_checkpointing": "activations_checkpoint_granularity",
-    "save_steps": "every_n_train_steps",
-    "eval_steps": "val_check_interval",
-    "logging_steps": "log_every_n_steps",
-    "output_dir": "exp_dir",
-}
-"""Names of keys in Transformers, TRL and LLaMA-Factory → names here that are not like them."""
 
 
 def nearest_keys(key: str, known: Iterable[str]) -> tuple[str, ...]:

@@ -24,6 +24,29 @@ from nxdt_core.errors import NxdtError
 from nxdt_core.errors.configuration import ConfigProblem, CredentialsInAddress, SecretNotKept
 from nxdt_core.kernel import Kernel
 
+_INTERPOLATION = {"$ref": "#/$defs/interpolation"}
+_COLUMN = 48
+"""Where comments start, unless a value is longer."""
+_PLAIN = re.compile(r"(?!(?:true|false|yes|no|on|off|null)$)[a-z][\w./-]*|/[\w./-]+", re.IGNORECASE | re.ASCII)
+"""Text that YAML takes for nothing else: words and paths."""
+_SCHEME = r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,63}):"  # bounded: a long value would take the square of its length
+_USER = (
+    r"(?:[^/?#@\s'\"]*@(?:[^/?#@\s'\"]*@)*"  # before the host
+    r"|[^/?#@:\s'\"]+:(?!\d+(?:[/?#]|$))[^@\s'\"]*@)"  # a secret key of AWS may hold a slash
+)
+_CREDENTIALS = re.compile(f"{_SCHEME}//{_USER}")
+_SHOWN = re.compile(f"{_SCHEME}//?{_USER}")
+"""In messages: an address that was taken for a path has one slash less."""
+_REFERENCE = re.compile(r"(?:[^:@{}$]*:)?\$\{oc\.env:\w+\}@")
+"""Credentials whose secret part is a reference to a variable, after a user name that may be literal."""
+_WORD = re.compile(r"[^\s'\"]+")
+"""Text that may contain an address."""
+_VARIABLE = re.compile(r"oc\.env\s*:\s*([^\s,{}$]+)")
+_SHORTEST = 6
+"""Characters of a value that is looked for within other text: shorter ones are part of ordinary words."""
+_HIDDEN: dict[str, str] = {}
+"""Values that configurations of this process hide → what is shown in their place."""
+
 
 def field_docs(cls: Any) -> dict[str, str]:
     """Return one paragraph for each field that is documented; that of a subclass wins."""
@@ -58,9 +81,6 @@ def _docs_of_module(name: str) -> dict[str, dict[str, str]]:
             if isinstance(below.value.value, str)
         }
     return docs
-
-
-_INTERPOLATION = {"$ref": "#/$defs/interpolation"}
 
 
 def json_schema(kernel: Kernel) -> dict[str, Any]:
@@ -124,12 +144,6 @@ def _property(key: Key, path: str, kernel: Kernel, sections: dict[str, Any]) -> 
     return {**described, "description": text} if text else described
 
 
-_COLUMN = 48
-"""Where comments start, unless a value is longer."""
-_PLAIN = re.compile(r"(?!(?:true|false|yes|no|on|off|null)$)[a-z][\w./-]*|/[\w./-]+", re.IGNORECASE | re.ASCII)
-"""Text that YAML takes for nothing else: words and paths."""
-
-
 def render_show(resolved: ResolvedConfig, *, only_set: bool = False) -> str:
     """Return the YAML with ``# origin`` comments. ``only_set`` leaves out what is a default."""
     lines = [f"# {resolved.source}, resolved"]
@@ -168,22 +182,6 @@ def mask_secrets(tree: Tree, cls: type, path: KeyPath = ()) -> None:
             tree.shown[below] = MASK
 
 
-_SCHEME = r"(?P<scheme>[A-Za-z][A-Za-z0-9+.-]{0,63}):"  # bounded: a long value would take the square of its length
-_USER = (
-    r"(?:[^/?#@\s'\"]*@(?:[^/?#@\s'\"]*@)*"  # before the host
-    r"|[^/?#@:\s'\"]+:(?!\d+(?:[/?#]|$))[^@\s'\"]*@)"  # a secret key of AWS may hold a slash
-)
-_CREDENTIALS = re.compile(f"{_SCHEME}//{_USER}")
-_SHOWN = re.compile(f"{_SCHEME}//?{_USER}")
-"""In messages: an address that was taken for a path has one slash less."""
-
-_REFERENCE = re.compile(r"(?:[^:@{}$]*:)?\$\{oc\.env:\w+\}@")
-"""Credentials whose secret part is a reference to a variable, after a user name that may be literal."""
-
-_WORD = re.compile(r"[^\s'\"]+")
-"""Text that may contain an address."""
-
-
 def without_credentials(text: str) -> str:
     """Return the text with credentials of the addresses in it masked; references to variables stay."""
 
@@ -215,15 +213,6 @@ def hide_credentials(tree: Tree) -> Iterator[ConfigProblem]:
         masked = without_credentials(value)
         yield CredentialsInAddress(**tree.origins[path].at(dotted(path)), found=masked, scheme=match["scheme"].lower())
         tree.shown.setdefault(path, masked)
-
-
-_VARIABLE = re.compile(r"oc\.env\s*:\s*([^\s,{}$]+)")
-_SHORTEST = 6
-"""Characters of a value that is looked for within other text: shorter ones are part of ordinary words."""
-
-
-_HIDDEN: dict[str, str] = {}
-"""Values that configurations of this process hide → what is shown in their place."""
 
 
 def learn_secrets(tree: Tree, path: KeyPath = (), *, references: bool = False) -> None:

@@ -62,6 +62,13 @@ EDITOR_LINES = """\
 """Beginning of a printed recipe. The path is relative to the file that it is in."""
 
 
+COMMAND_LINE = Origin(kind="override", where="command line")
+_PATH = re.compile(r"[^\s.=\[\]{}]+(\.[^\s.=\[\]{}]+)*")
+BASE = "base"
+"""The key that names what a source is based on."""
+_KIND = "migration"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
     """A recipe that a plugin brings, by name and file."""
@@ -228,11 +235,6 @@ def file_problem(
     return ConfigUnreadable(**place, path=str(path), reason=reason)
 
 
-COMMAND_LINE = Origin(kind="override", where="command line")
-
-_PATH = re.compile(r"[^\s.=\[\]{}]+(\.[^\s.=\[\]{}]+)*")
-
-
 def read_overrides(overrides: Sequence[str]) -> tuple[list[Tree], list[ConfigProblem]]:
     """Return the tree that each ``key.path=value`` sets, and what is wrong with others; values are read as YAML."""
     trees, problems = list[Tree](), list[ConfigProblem]()
@@ -261,10 +263,6 @@ def read_overrides(overrides: Sequence[str]) -> tuple[list[Tree], list[ConfigPro
     return trees, problems
 
 
-BASE = "base"
-"""The key that names what a source is based on."""
-
-
 def find_base(tree: Tree, seen: Sequence[str]) -> str:
     """Return the source that ``base`` names.
 
@@ -282,9 +280,6 @@ def find_base(tree: Tree, seen: Sequence[str]) -> str:
         found = f"{text!r}, which is itself based on this file"
         raise WrongValue(**origin.at(BASE), found=found, allowed="a file that is not")
     return named
-
-
-_KIND = "migration"
 
 
 def migrate(source: Path, target: Path, name: str | None, kernel: Kernel) -> MigratedConfig:

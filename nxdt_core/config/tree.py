@@ -26,6 +26,29 @@ KeyPath = tuple[str | int, ...]
 """Keys and list indices from the root."""
 
 
+_FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
+_FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+")
+"""Floats of YAML 1.2 that PyYAML's YAML 1.1 takes for text: ``1e-4``, ``5e5``."""
+_TAG = "tag:yaml.org,2002:"
+_SCALARS = set(map(_TAG.__add__, ("null", "bool", "int", "float")))
+_TEXTS = set(map(_TAG.__add__, ("str", "timestamp", "value")))
+_COLLECTIONS = set(map(_TAG.__add__, ("map", "seq")))
+_MERGE = f"{_TAG}merge"
+_DECIMAL = re.compile(r"[-+]?0[0-9_]+")
+"""``010``: eight in YAML 1.1, ten in YAML 1.2 and for everybody who writes it."""
+_INTEGER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9][0-9_]*)")
+_MOST_LEVELS = 100
+"""Collections inside one another; a run's file has about six."""
+_TOO_DEEP = f"it is nested deeper than {_MOST_LEVELS} levels"
+_MOST_NODES = 100_000
+"""Values of a document with its aliases written out; a run's file has some hundreds. Ten aliases of ten aliases, eight
+times over, are a hundred million."""
+_SHOWN = 60
+"""Characters of a value that a message shows."""
+# libyaml composes a run's file in 1 ms, the pure Python parser in 20 ms; a wheel without libyaml still works.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
     """Source of a value."""
@@ -227,9 +250,6 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, PurePath) else value
 
 
-_FOUND: dict[type, str] = {bool: "boolean", int: "an integer", float: "a number", str: "text"}
-
-
 def describe_value(value: Any) -> str:
     """Return a description of a found value: ``'12' (text)``."""
     if value is None:
@@ -242,30 +262,6 @@ def describe_value(value: Any) -> str:
         return "an empty list"
     text = repr(value) if len(repr(value)) <= 60 else f"{repr(value)[:57]}…"
     return f"{text} ({'a list' if isinstance(value, (list, tuple)) else _FOUND.get(type(value), 'a value')})"
-
-
-_FLOAT = re.compile(r"[-+]?(\d[\d_]*)(\.\d*)?[eE][-+]?\d+")
-"""Floats of YAML 1.2 that PyYAML's YAML 1.1 takes for text: ``1e-4``, ``5e5``."""
-_TAG = "tag:yaml.org,2002:"
-_SCALARS = set(map(_TAG.__add__, ("null", "bool", "int", "float")))
-_TEXTS = set(map(_TAG.__add__, ("str", "timestamp", "value")))
-_COLLECTIONS = set(map(_TAG.__add__, ("map", "seq")))
-_MERGE = f"{_TAG}merge"
-_DECIMAL = re.compile(r"[-+]?0[0-9_]+")
-"""``010``: eight in YAML 1.1, ten in YAML 1.2 and for everybody who writes it."""
-_INTEGER = re.compile(r"[-+]?(0x[0-9a-fA-F_]+|0b[01_]+|[0-9][0-9_]*)")
-
-_MOST_LEVELS = 100
-"""Collections inside one another; a run's file has about six."""
-_TOO_DEEP = f"it is nested deeper than {_MOST_LEVELS} levels"
-_MOST_NODES = 100_000
-"""Values of a document with its aliases written out; a run's file has some hundreds. Ten aliases of ten aliases, eight
-times over, are a hundred million."""
-_SHOWN = 60
-"""Characters of a value that a message shows."""
-
-# libyaml composes a run's file in 1 ms, the pure Python parser in 20 ms; a wheel without libyaml still works.
-_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
 
 def parse_yaml(text: str, source: str, directory: Path | None = None) -> tuple[Tree, list[ConfigProblem]]:

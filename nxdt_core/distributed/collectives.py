@@ -48,6 +48,12 @@ __all__ = [
 ]
 
 
+_Collective = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
+"""Takes a tensor, the dimension along which it is gathered or scattered, and a group."""
+BUCKET_BYTES = 128 * 2**20
+"""Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
+
+
 def copy_to_group(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
     """Return ``tensor``, equal on all ranks, for computations that differ by rank: their gradients are summed."""
     return _apply(tensor, _same, _summed, 0, group)
@@ -196,10 +202,6 @@ class PendingGather:
         """Return what :func:`gather_along` returns, as soon as it has arrived."""
         self._work.wait()
         return _along(self._whole, self._part.shape, self._dim, self._group)
-
-
-_Collective = Callable[[torch.Tensor, int, dist.ProcessGroup], torch.Tensor]
-"""Takes a tensor, the dimension along which it is gathered or scattered, and a group."""
 
 
 class _Transposed(torch.autograd.Function):
@@ -391,10 +393,6 @@ def _exchanged_by_gathers(
     whole = _gathered(padded, 0, group).view(ranks, *padded.shape)
     starts = [sum(sent[:this_rank]) for sent in splits]
     return torch.cat([whole[rank, start : start + output_splits[rank]] for rank, start in enumerate(starts)])
-
-
-BUCKET_BYTES = 128 * 2**20
-"""Gradients that are reduced in one call; larger calls gain nothing and need a buffer of their size."""
 
 
 def all_reduce_bucketed(group: dist.ProcessGroup, tensors: Sequence[torch.Tensor]) -> None:

@@ -22,6 +22,22 @@ from nxdt_core.distributed.torch_versions import memory_info
 _T = TypeVar("_T")
 
 
+_TERA = 1e12
+_LNC = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
+"""Variables with the number of physical cores in a logical one; the second is the runtime's older name."""
+_SYSTEM = Path("/sys")
+_NAMING_FILES = (
+    "devices/virtual/neuron_device/neuron0/info/architecture/instance_type",
+    "class/neuron_device/neuron0/info/architecture/instance_type",
+    "devices/virtual/dmi/id/product_name",
+)
+"""Files below ``/sys`` that name the type of chip or of EC2 instance, such as ``trn2.48xlarge``."""
+PEAK_FLOPS: dict[str, dict[str, float]] = {}
+"""Name → dtype → dense FLOP/s of one process; for :attr:`nxdt_core.distributed.devices.DeviceProfile.peak_flops`."""
+MEMORY_GIB: dict[str, float] = {}
+"""Name → memory of one process in GiB."""
+
+
 class DeviceOperations:
     """Operations of an accelerator; a plugin's profile subclasses this and replaces what its device does otherwise.
 
@@ -139,23 +155,6 @@ def _figure(ask: Callable[[], _T]) -> _T | None:
     ):  # ValueError: torch is built for another type
         return None
 
-
-_TERA = 1e12
-_LNC = ("NEURON_LOGICAL_NC_CONFIG", "NEURON_RT_VIRTUAL_CORE_SIZE")
-"""Variables with the number of physical cores in a logical one; the second is the runtime's older name."""
-_SYSTEM = Path("/sys")
-_NAMING_FILES = (
-    "devices/virtual/neuron_device/neuron0/info/architecture/instance_type",
-    "class/neuron_device/neuron0/info/architecture/instance_type",
-    "devices/virtual/dmi/id/product_name",
-)
-"""Files below ``/sys`` that name the type of chip or of EC2 instance, such as ``trn2.48xlarge``."""
-
-
-PEAK_FLOPS: dict[str, dict[str, float]] = {}
-"""Name → dtype → dense FLOP/s of one process; for :attr:`nxdt_core.distributed.devices.DeviceProfile.peak_flops`."""
-MEMORY_GIB: dict[str, float] = {}
-"""Name → memory of one process in GiB."""
 
 # Dense figures of AWS's architecture pages, November 2026 (awsdocs-neuron.readthedocs-hosted.com,
 # about-neuron/arch/neuron-hardware/trainium, trainium2, trainium3): bfloat16 and float32 TFLOP/s and GiB of a chip. A

@@ -53,6 +53,9 @@ EXPANDABLE = "expandable_segments:True"
 """Setting of an allocator whose segments grow (``trainer.expandable_segments``)."""
 
 
+_T, _G = 1e12, 1e9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """Bandwidths between the processes of a product: bytes per second of one process, in one direction."""
@@ -152,7 +155,6 @@ class DeviceProfile:
         return self.lazy or self.static_shapes
 
 
-_T, _G = 1e12, 1e9
 _HGX_H100 = Links(processes=8, inside=450 * _G, outside=50 * _G)
 """Half of NVLink's 900 GB/s, which counts both directions, and an adapter of 400 Gbit/s for each GPU."""
 

@@ -42,6 +42,16 @@ _PORTS = range(12000, 32000)
 """Range of derived ports: above the well-known ones, below those that Linux hands out by itself."""
 
 
+_NEEDED = ("SLURM_LOCALID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
+_OMPI, _MV2 = "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
+_OMPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
+LAUNCHER_VARIABLE = "NXDT_LAUNCHER"
+"""Names the launcher whose variables are used if those of several launchers are set."""
+_USUAL = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+_NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
+_Join = Callable[[Mapping[str, str], str], RankEnvironment | None]
+
+
 def read_variable(variables: Mapping[str, str], name: str, *, least: int = 0) -> int:
     """Return an integer of at least ``least``.
 
@@ -85,9 +95,6 @@ def require(variables: Mapping[str, str], names: tuple[str, ...], *, reason: str
 def port_of(number: int) -> int:
     """Return a port that all processes derive identically from the number of their job."""
     return _PORTS[number % len(_PORTS)]
-
-
-_NEEDED = ("SLURM_LOCALID", "SLURM_JOB_NODELIST", "SLURM_JOB_ID")
 
 
 def join_slurm(variables: Mapping[str, str], host: str) -> RankEnvironment | None:
@@ -152,8 +159,6 @@ class _Names(NamedTuple):
     """Variables whose values differ between two runs of ``mpirun``."""
 
 
-_OMPI, _MV2 = "OMPI_COMM_WORLD", "MV2_COMM_WORLD"
-_OMPI_JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "OMPI_MCA_orte_ess_jobid")
 _IMPLEMENTATIONS = (
     _Names(f"{_OMPI}_RANK", f"{_OMPI}_SIZE", f"{_OMPI}_LOCAL_RANK", f"{_OMPI}_LOCAL_SIZE", _OMPI_JOBS),
     _Names(f"{_MV2}_RANK", f"{_MV2}_SIZE", f"{_MV2}_LOCAL_RANK", f"{_MV2}_LOCAL_SIZE", ("MPIRUN_ID", "PMI_ID")),
@@ -219,14 +224,6 @@ def _used(variables: Mapping[str, str]) -> _Names | None:
 def _local_size(variables: Mapping[str, str], names: _Names) -> int:
     """Return the processes of this host; 0 where that is not known."""
     return read_variable(variables, names.local_size, least=1) if names.local_size in variables else 0
-
-
-LAUNCHER_VARIABLE = "NXDT_LAUNCHER"
-"""Names the launcher whose variables are used if those of several launchers are set."""
-
-_USUAL = ("LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-_NODE = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-_Join = Callable[[Mapping[str, str], str], RankEnvironment | None]
 
 
 def read_rank_environment(environment: Mapping[str, str] | None = None) -> RankEnvironment:

@@ -50,6 +50,16 @@ _SUPERVISED_FACTOR = 4
 would blame the ranks that wait."""
 
 
+_JOIN_TIMEOUT_S = 300.0
+"""Seconds that ranks wait for each other at the start: nodes boot, images load, file systems mount at different
+speeds."""
+_RETRY_S = 0.25
+_TIMEOUT_VARIABLE = "NXDT_JOIN_TIMEOUT_S"
+_served: dict[tuple[str, int], TCPStore] = {}
+"""Stores by address. A server ends with the last reference to it. A rank that starts a second group may already have
+connected while rank 0 still leaves the first."""
+
+
 class Ranks(RankAgreement):
     """The processes of a run. Alone, there is no process group, and every operation returns its argument.
 
@@ -261,13 +271,6 @@ def check_devices(device: torch.device, wanted: int, host: str) -> None:
         raise NotEnoughDevices(host=host, wanted=wanted, found=count, device_type=device.type)
 
 
-_JOIN_TIMEOUT_S = 300.0
-"""Seconds that ranks wait for each other at the start: nodes boot, images load, file systems mount at different
-speeds."""
-_RETRY_S = 0.25
-_TIMEOUT_VARIABLE = "NXDT_JOIN_TIMEOUT_S"
-
-
 def join_timeout_s() -> float:
     """Return the seconds that ranks wait for each other at the start: ``NXDT_JOIN_TIMEOUT_S``, else five minutes.
 
@@ -346,8 +349,3 @@ def connect_store(place: RankEnvironment, *, who: str | None = None) -> TCPStore
             timeout_s=timeout_s,
             reason=getattr(error, "strerror", None) or str(error).partition("\n")[0],
         ) from error
-
-
-_served: dict[tuple[str, int], TCPStore] = {}
-"""Stores by address. A server ends with the last reference to it. A rank that starts a second group may already have
-connected while rank 0 still leaves the first."""

@@ -54,6 +54,15 @@ from nxdt_core.models.random.dropout import Dropout
 from nxdt_core.models.updates import Update
 from nxdt_core.protocols.plan import ParallelPlan
 
+_PerChunk = list[list[int]]
+Sliced = Literal["none", "capacity", "all"]
+"""Rows that are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
+of others, whose number depends on data and which are gathered."""
+_SHARDED_DIM = {"column": 1, "row": 2}
+"""Dimension in which matrices [experts, out, in] are sharded; biases [experts, out] of row-parallel ones are whole."""
+_STATISTICS = 3
+"""Columns behind those of the experts: dropped assignments, entropies, tokens."""
+
 
 class ExchangingDispatcher(LocalDispatcher):
     """Experts in consecutive equal parts over the ranks of a group.
@@ -146,9 +155,6 @@ def _bounds(rows: int, chunks: int) -> list[int]:
     return [rows * chunk // chunks for chunk in range(chunks + 1)]
 
 
-_PerChunk = list[list[int]]
-
-
 def _sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[_PerChunk, _PerChunk, _PerChunk | None]:
     """Rows that go to each rank, that come from each, and of each expert here, on the host, for each chunk; ``sent``
     and ``received`` [ranks, chunks, experts]. A graph reads the last ones only where it needs them: None.
@@ -171,11 +177,6 @@ def _sizes(sent: torch.Tensor, received: torch.Tensor, rows: int) -> tuple[_PerC
         return [list(islice(values, count)) for _ in range(chunks)]
 
     return take(ranks), take(ranks), take(experts) if len(asked) == 3 else None
-
-
-Sliced = Literal["none", "capacity", "all"]
-"""Rows that are sent in slices; ``capacity``: those of experts with a capacity. Torch 2.13 cannot compile the backward
-of others, whose number depends on data and which are gathered."""
 
 
 class AllToAllDispatcher(ExchangingDispatcher):
@@ -291,10 +292,6 @@ def exchange_padding(padding: torch.Tensor, mesh: ParallelMesh, *, parts: int) -
     assert group is not None
     numbers = padding.unsqueeze(-1).byte()
     return torch.cat([exchange_tokens(part, group) for part in numbers.chunk(parts, 1)], 1).squeeze(-1).bool()
-
-
-_SHARDED_DIM = {"column": 1, "row": 2}
-"""Dimension in which matrices [experts, out, in] are sharded; biases [experts, out] of row-parallel ones are whole."""
 
 
 def apply_expert_parallel(
@@ -419,10 +416,6 @@ class ZigZagTokens:
         chunks = zigzag_unshard(by_rank, 1)  # [batch, 2 * ranks, experts]
         mine = list(zigzag_chunks(self.group.rank(), ranks))
         return exclusive_cumsum(chunks)[:, mine], chunks.sum((0, 1))
-
-
-_STATISTICS = 3
-"""Columns behind those of the experts: dropped assignments, entropies, tokens."""
 
 
 def routers_of(whole: nn.Module, plan: ParallelPlan) -> dict[str, int]:

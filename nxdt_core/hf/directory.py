@@ -65,6 +65,12 @@ _HOLD_IDS = (
 """Keys of ``generation_config.json`` with token ids, in addition to those that end in ``_token_id``."""
 
 
+MAX_SHARD_BYTES = 5_000_000_000
+"""Size of a weights file beyond which another is begun, as in transformers."""
+NOTE = "nxdt-export-unfinished"
+"""Name of the file that is in a directory until its export is complete; says what is exported there."""
+
+
 def hf_settings(
     built: Mapping[str, Any], tokenizer: Tokenizer | None, stop_ids: Sequence[int], source: HFSource | None
 ) -> tuple[dict[str, dict[str, Any]], tuple[str, ...]]:
@@ -122,10 +128,6 @@ def hf_settings(
 def _is_carried(key: str) -> bool:
     """Return whether a builder does not know a key that is true of any model with these weights."""
     return any(fnmatchcase(key, pattern) for pattern in _CARRIED)
-
-
-MAX_SHARD_BYTES = 5_000_000_000
-"""Size of a weights file beyond which another is begun, as in transformers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,9 +231,6 @@ def plan_hf(
     texts |= {file: json_bytes(content) for file, content in settings.items()}
     return HFPlan(shards=shards, texts=texts, notes=notes)
 
-
-NOTE = "nxdt-export-unfinished"
-"""Name of the file that is in a directory until its export is complete; says what is exported there."""
 
 ReadShard = Callable[[HFShard], dict[str, torch.Tensor]]
 """Gives the tensors of one file by name, in its dtypes and shapes."""

@@ -23,6 +23,10 @@ from nxdt_core.protocols.tensor_shards import TensorSlice
 __all__ = ["Source", "sources"]
 
 
+_TRANSPOSED = {"transpose": "none", "interleave_transpose": "interleave", "part_transpose": "part"}
+"""Transforms whose matrices are transposed in the directory → the one that they are then."""
+
+
 class _Copy:
     """The transform ``none``, and the base of the others: from the tensors of a directory to a parameter, and back."""
 
@@ -156,8 +160,6 @@ _TRANSFORMS: Mapping[str, type[_Copy]] = {
     "part": _Part,
 }
 """Transforms by their name in :class:`~nxdt_core.protocols.model.KeyMap`."""
-_TRANSPOSED = {"transpose": "none", "interleave_transpose": "interleave", "part_transpose": "part"}
-"""Transforms whose matrices are transposed in the directory → the one that they are then."""
 
 
 class _Transposed(_Copy):

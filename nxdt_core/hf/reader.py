@@ -39,6 +39,13 @@ _BIAS = 127
 """Bias of the exponents."""
 
 
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*.pth")
+_TOKENIZERS = {"tokenizer.json": ("huggingface", "."), "tokenizer.model": ("sentencepiece", "tokenizer.model")}
+"""File that shows which tokenizer a directory has → our component, and what its key ``model`` names."""
+
+
 @dataclass(frozen=True, slots=True)
 class PackedMatrices:
     """One tensor of an open file of safetensors, made of two: has the methods of a file and of a slice of it."""
@@ -76,11 +83,6 @@ class PackedMatrices:
             numbers = functional.embedding(packed.int(), pairs).flatten(-2)  # [out, in / 32, 32]
             torch.mul(numbers, factor.unsqueeze(-1), out=matrix.view(numbers.shape))
         return matrices.mT
-
-
-WEIGHTS = "model.safetensors"
-INDEX = "model.safetensors.index.json"
-_PICKLES = ("pytorch_model.bin.index.json", "pytorch_model*.bin", "consolidated*.pth")
 
 
 class HFWeights:
@@ -266,10 +268,6 @@ def _require_readable(path: Path) -> None:
 
 def _without_prefix(name: str) -> str:
     return name.partition(".")[2]
-
-
-_TOKENIZERS = {"tokenizer.json": ("huggingface", "."), "tokenizer.model": ("sentencepiece", "tokenizer.model")}
-"""File that shows which tokenizer a directory has → our component, and what its key ``model`` names."""
 
 
 class HFReader(CheckpointReader):

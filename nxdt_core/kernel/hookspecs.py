@@ -37,6 +37,14 @@ from nxdt_core.api import (
 __all__ = ["HOOKS", "ConfigDefaultsContext", "ValidateConfigContext"]
 
 
+hookspec = pluggy.HookspecMarker(PROJECT)
+"""The decorator of hook specifications."""
+HOOKS: Final[Mapping[str, Callable[..., Any]]] = {
+    name: value for name, value in globals().items() if name.startswith("nxdt_")
+}
+"""Every specification by name."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConfigDefaultsContext:
     """Context of the hook that runs before defaults are merged."""
@@ -64,10 +72,6 @@ class ValidateConfigContext:
     """``plugin:name`` of the selected component by slot (``model``, ``data``, ``optimizer``, …)."""
     kernel: Any
     """The :class:`~nxdt_core.kernel.Kernel`: it knows the components, also of kinds that plugins added."""
-
-
-hookspec = pluggy.HookspecMarker(PROJECT)
-"""The decorator of hook specifications."""
 
 
 @hookspec
@@ -225,9 +229,3 @@ def nxdt_validate_config(context: ValidateConfigContext) -> Iterable[ConfigFindi
     if steps % 10:
         return [ConfigFinding(key="trainer.max_steps", message=f"{steps} is not a multiple of 10")]
     return []
-
-
-HOOKS: Final[Mapping[str, Callable[..., Any]]] = {
-    name: value for name, value in globals().items() if name.startswith("nxdt_")
-}
-"""Every specification by name."""

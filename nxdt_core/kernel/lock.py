@@ -33,6 +33,10 @@ _SETTLED_NS = 2_000_000_000
 _FORMAT: Final = 1
 
 
+Entries = dict[tuple[str, str], dict[str, str]]
+"""Version and digest by distribution and entry point."""
+
+
 def digest_plugin(plugin: PluginInfo) -> str:
     """Digest of the files that the plugin was installed from; of none where they were removed since. 32 hex digits."""
     try:
@@ -107,10 +111,6 @@ def _files(folder: str, below: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...
                 yield from _files(entry.path, (*below, entry.name))
             elif entry.is_file():
                 yield (*below, entry.name), entry.path
-
-
-Entries = dict[tuple[str, str], dict[str, str]]
-"""Version and digest by distribution and entry point."""
 
 
 def write_lock(plugins: Iterable[PluginInfo], path: Path) -> None:

@@ -15,6 +15,19 @@ LOCAL = "local"
 """Stands for the distribution of a plugin file that the configuration names."""
 
 
+PluginState = Literal["ok", "blocked", "incompatible", "broken", "shadowed", "corrupt"]
+"""``ok`` registered · ``blocked`` by the policy · ``incompatible`` with this nxdt-core · ``broken``: its module or its
+hooks fail · ``shadowed`` by the same distribution earlier on the path · ``corrupt``: its metadata cannot be read."""
+_ADVICE: Final[dict[PluginState, str]] = {
+    "ok": "",
+    "blocked": "change plugins.block or plugins.allow to use it",
+    "incompatible": "pip install --upgrade {dist} nxdt-core",
+    "broken": "repair or reinstall {dist}, or report the reason to its authors",
+    "shadowed": "uninstall one of the two",
+    "corrupt": "pip install --force-reinstall {dist}",
+}
+
+
 @lru_cache(maxsize=4096)
 def normalise(dist: str) -> str:
     """Distribution name as package indices compare it (PEP 503): ``Nxdt_Plugin.X`` is ``nxdt-plugin-x``."""
@@ -53,21 +66,6 @@ class PluginPolicy:
 def names(entry: str, *, name: str, dist: str) -> bool:
     """Return whether a policy entry means the plugin ``name`` of the distribution ``dist``."""
     return entry == name or normalise(entry) == normalise(dist)
-
-
-PluginState = Literal["ok", "blocked", "incompatible", "broken", "shadowed", "corrupt"]
-"""``ok`` registered · ``blocked`` by the policy · ``incompatible`` with this nxdt-core · ``broken``: its module or its
-hooks fail · ``shadowed`` by the same distribution earlier on the path · ``corrupt``: its metadata cannot be read."""
-
-
-_ADVICE: Final[dict[PluginState, str]] = {
-    "ok": "",
-    "blocked": "change plugins.block or plugins.allow to use it",
-    "incompatible": "pip install --upgrade {dist} nxdt-core",
-    "broken": "repair or reinstall {dist}, or report the reason to its authors",
-    "shadowed": "uninstall one of the two",
-    "corrupt": "pip install --force-reinstall {dist}",
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

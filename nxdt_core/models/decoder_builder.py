@@ -34,6 +34,9 @@ SWIGLU_STYLES: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "c
 """Tensor parallelism within a :class:`~nxdt_core.models.mlp.SwiGLU`."""
 
 
+Config = TypeVar("Config", bound=RotaryDecoderConfig)
+
+
 def rotary_decoder_plan(
     config: RotaryDecoderConfig,
     *,
@@ -88,9 +91,6 @@ def rotary_decoder_plan(
         tied=(("embed_tokens.weight", "lm_head.weight"),) if config.tied else (),
         refused=config.rope_scaling.refused(config.max_position_embeddings) if config.rope_scaling else {},
     )
-
-
-Config = TypeVar("Config", bound=RotaryDecoderConfig)
 
 
 class RotaryDecoderBuilder(ModelBuilder, Generic[Config]):

@@ -40,6 +40,9 @@ _HARMLESS = frozenset(
 """Functions that pipelines, hooks and debuggers call on an output without reading its values."""
 
 
+Combine = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
 @dataclass(frozen=True, slots=True)
 class RowKernels:
     """The passes: those of :data:`IN_CHUNKS`, or what an engine compiled.
@@ -57,9 +60,6 @@ class RowKernels:
     gradients: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
     ]
-
-
-Combine = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 def row_cross_entropies(

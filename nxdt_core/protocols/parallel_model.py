@@ -28,6 +28,10 @@ __all__ = [
 ]
 
 
+TokenMeasure = Callable[["torch.Tensor", "torch.Tensor", StepContext], "torch.Tensor"]
+"""From logits, labels and the context of a micro-batch, as an objective gets them, to a value of each token."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepLoss:
     """Result of forward and backward over a global batch; scalars stay on the device."""
@@ -37,10 +41,6 @@ class StepLoss:
     weight: torch.Tensor
     """Loss weight (mostly loss tokens) of the whole global batch."""
     metrics: Mapping[str, torch.Tensor] = field(default_factory=dict)
-
-
-TokenMeasure = Callable[["torch.Tensor", "torch.Tensor", StepContext], "torch.Tensor"]
-"""From logits, labels and the context of a micro-batch, as an objective gets them, to a value of each token."""
 
 
 class Replicas(Protocol):

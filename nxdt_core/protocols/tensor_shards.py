@@ -18,6 +18,10 @@ _SAMPLES = 8
 take minutes."""
 
 
+TensorKey = tuple[str, str]
+"""Section and name of a tensor."""
+
+
 @dataclass(frozen=True, slots=True, order=True)
 class TensorSlice:
     """``shape`` elements a dimension, the first of them at ``offsets`` of the whole tensor."""
@@ -77,10 +81,6 @@ class LocalShard:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     region: TensorSlice
-
-
-TensorKey = tuple[str, str]
-"""Section and name of a tensor."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,6 +43,20 @@ MOUNTS = Path("/proc/self/mountinfo")
 _NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.EINVAL})
 
 
+Liveness = Literal["running", "gone", "unknown"]
+_PROC = Path("/proc")
+_EXITING = 0x4
+"""PF_EXITING of the kernel's ``task_struct.flags``: the process frees its memory, and then its locks."""
+_JOBS = (
+    ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
+    ("batch", "AWS_BATCH_JOB_ID", "AWS_BATCH_JOB_ATTEMPT"),
+    ("elastic", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
+)
+"""Schedulers that count how often a job restarts under its number. (Slurm sets the count from the first restart on.)"""
+_NO_JOBS = frozenset({"", "none", "nxdt"})
+"""Run ids that torchrun and ``nxdt train`` fill in themselves."""
+
+
 class LocksUnsupported(OSError):
     """A lock of this store would not bind every process that reaches the store; a lease is used instead."""
 
@@ -172,22 +186,6 @@ def mount_of(path: Path) -> Mount | None:
             covering.append(Mount(point=path, filesystem=filesystem, options=both))
     # Of several at one point, the last one covers the others.
     return max(reversed(covering), key=lambda mount: len(mount.point.parts), default=None)
-
-
-Liveness = Literal["running", "gone", "unknown"]
-
-_PROC = Path("/proc")
-_EXITING = 0x4
-"""PF_EXITING of the kernel's ``task_struct.flags``: the process frees its memory, and then its locks."""
-
-_JOBS = (
-    ("slurm", "SLURM_JOB_ID", "SLURM_RESTART_COUNT"),
-    ("batch", "AWS_BATCH_JOB_ID", "AWS_BATCH_JOB_ATTEMPT"),
-    ("elastic", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"),
-)
-"""Schedulers that count how often a job restarts under its number. (Slurm sets the count from the first restart on.)"""
-_NO_JOBS = frozenset({"", "none", "nxdt"})
-"""Run ids that torchrun and ``nxdt train`` fill in themselves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,6 +31,14 @@ BLOCK_BYTES = 8 * 2**20
 _WORTH_A_THREAD_BYTES = 2**20
 
 
+_MOST_DIGESTS_BYTES = 64 * 2**20
+"""Digests of 15 TB; what claims more is forged, and must not have the memory that it asks for."""
+_LENGTH_BYTES = 8
+_MOST_HEADER_BYTES = 100 * 2**20
+"""Longest header that the safetensors library accepts; a longer one is forged, and must not get the memory it asks
+for."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BlockDigests:
     """The digests of the blocks of one file; the last block may be short."""
@@ -123,10 +131,6 @@ class DigestingWriter:
         PROGRESS.advance()
         self._running = HASHES[self._algorithm]()
         self._filled = 0
-
-
-_MOST_DIGESTS_BYTES = 64 * 2**20
-"""Digests of 15 TB; what claims more is forged, and must not have the memory that it asks for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,12 +298,6 @@ def read_whole(storage: CheckpointStore, manifest: Manifest, name: str) -> bytes
     data = bytearray(manifest.files[name].size_bytes)
     file.read([Wanted(0, memoryview(data))])
     return bytes(data)
-
-
-_LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100 * 2**20
-"""Longest header that the safetensors library accepts; a longer one is forged, and must not get the memory it asks
-for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,19 @@ CONFIG = "config.json"
 GENERATION_CONFIG = "generation_config.json"
 
 
+SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""Keys of ``config.json`` and ``generation_config.json`` that hold one token id, a list of them, or null."""
+_WRITTEN = (
+    *(CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json"),
+    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.jinja", "chat_template.json"),
+)
+"""Files that an export writes itself, of the builder's weights or of the run's tokenizer."""
+_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
+"""Patterns of files that have the same weights in other formats."""
+_MOST_FILES = 64
+
+
 def read_json(directory: Path, file: str) -> dict[str, Any]:
     """Return the JSON object in a file of a directory.
 
@@ -53,20 +66,6 @@ def read_optional_json(directory: Path, file: str) -> dict[str, Any]:
 def json_bytes(content: Mapping[str, Any]) -> bytes:
     """Return the bytes of a file. JSON has no infinities: they are written as transformers 5 spells them."""
     return (json.dumps(spell_floats(content), indent=2, allow_nan=False) + "\n").encode()
-
-
-SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""Keys of ``config.json`` and ``generation_config.json`` that hold one token id, a list of them, or null."""
-
-_WRITTEN = (
-    *(CONFIG, GENERATION_CONFIG, "*.safetensors", "*.safetensors.index.json"),
-    *("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "*.tiktoken", "chat_template.jinja", "chat_template.json"),
-)
-"""Files that an export writes itself, of the builder's weights or of the run's tokenizer."""
-_WEIGHTS = ("*.bin", "*.bin.index.json", "*.pt", "*.pth", "*.h5", "*.msgpack", "*.gguf", "*.onnx")
-"""Patterns of files that have the same weights in other formats."""
-_MOST_FILES = 64
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

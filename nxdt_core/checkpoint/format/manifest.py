@@ -35,21 +35,18 @@ HASHES: Mapping[str, Callable[..., Any]] = {FAST: xxh3_128, STRONG: hashlib.sha2
 """Hash of each algorithm, to begin a digest with."""
 
 
-def digest(data: bytes | bytearray | memoryview, algorithm: Algorithm = FAST) -> str:
-    """Return the name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
-    return f"{algorithm}:{HASHES[algorithm](data).hexdigest()}"
-
-
 _FORMATS: Mapping[int, Algorithm] = {1: FAST, 2: STRONG}
 """Version of the layout and of this file → algorithm of its digests; a reader refuses another version. The digest of
 the manifest itself is the fast one in both, so that a reader that knows only version 1 recognizes a newer one."""
-
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*")
-
-
 Keep = Literal["regular", "permanent", "ephemeral"]
 """``regular``: kept as the policy says. ``permanent``: never deleted. ``ephemeral``: kept until a newer checkpoint is
 committed."""
+
+
+def digest(data: bytes | bytearray | memoryview, algorithm: Algorithm = FAST) -> str:
+    """Return the name of the algorithm and hexadecimal digest: ``xxh3_128:99aa…``."""
+    return f"{algorithm}:{HASHES[algorithm](data).hexdigest()}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,6 +24,11 @@ from nxdt_core.distributed.placement import is_dtensor, local_of, local_shard_of
 from nxdt_core.errors.checkpoints import TensorStateUnsupported
 from nxdt_core.protocols.tensor_shards import LocalShard, ShardInfo, TensorKey
 
+Writable: TypeAlias = BinaryIO | DigestingWriter
+"""A stream that bytes can be written to."""
+SHARD_BYTES = 4 * 2**30
+"""A shard is closed when the next tensor would make it larger. Several files can be transferred in parallel."""
+
 
 def storable_shard(name: str, tensor: torch.Tensor | LocalShard) -> LocalShard:
     """Return this rank's shard of ``tensor``, called ``name`` in messages, of which a checkpoint can hold the bytes.
@@ -124,10 +129,6 @@ class TensorSpec:
         return math.prod(self.shape) * ITEM_BYTES[self.dtype]
 
 
-Writable: TypeAlias = BinaryIO | DigestingWriter
-"""A stream that bytes can be written to."""
-
-
 class SafetensorsLayout:
     """One file, laid out for tensors of known dtypes and shapes."""
 
@@ -178,10 +179,6 @@ def grouped(specs: Mapping[str, TensorSpec], max_bytes: int) -> Iterator[dict[st
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous tensor on the host, without a copy."""
     return tensor.detach().reshape(-1).view(torch.uint8).numpy().data
-
-
-SHARD_BYTES = 4 * 2**30
-"""A shard is closed when the next tensor would make it larger. Several files can be transferred in parallel."""
 
 
 def write_listed(

@@ -46,6 +46,11 @@ _THREADS = 4
 """Files that a rank reads at the same time when it looks for the newest sound checkpoint."""
 
 
+Depth = Literal["sizes", "digests", "bytes"]
+"""Depth of a check. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of digests.
+``bytes``: also every byte of every file."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointStatus:
     """One step of a store."""
@@ -93,11 +98,6 @@ def newest_first(
                 sizes[number][info.key] = info.size_bytes
         for number in sorted(sizes, reverse=True):
             yield _status(storage, number, sizes.pop(number), names_only=names_only)
-
-
-Depth = Literal["sizes", "digests", "bytes"]
-"""Depth of a check. ``sizes``: the manifest, and names and sizes of all files. ``digests``: also the files of digests.
-``bytes``: also every byte of every file."""
 
 
 def verify(storage: CheckpointStore, step: int, *, deep: bool = True) -> list[str]:

@@ -40,6 +40,16 @@ _NICENESS = 15
 leaves free. On two cores the next ten steps take 1.2 times as long as those before, and 1.4 times without it."""
 
 
+_Key = TypeVar("_Key")
+_SLAB_BYTES = 256 * 2**20
+"""Memory is taken in slabs of this size (a larger tensor apart): torch rounds pinned memory up to a power of two."""
+_ALIGNMENT = 64
+_log = logging.getLogger(__name__)
+_TOPIC = "checkpoint"
+_SEEN = {"done": 1, "running": 2, "failed": 3}
+"""States of the save in flight that a rank can see; the ranks act on the greatest. (0 is the answer to no question.)"""
+
+
 @dataclass(eq=False, kw_only=True)
 class _PendingSave:
     """A save that runs in parallel with the caller.
@@ -122,13 +132,6 @@ class _PendingSave:
             self.result.set_result(manifest)
 
 
-_Key = TypeVar("_Key")
-
-_SLAB_BYTES = 256 * 2**20
-"""Memory is taken in slabs of this size (a larger tensor apart): torch rounds pinned memory up to a power of two."""
-_ALIGNMENT = 64
-
-
 class StagingBuffers:
     """Memory on the host that shards are copied to. One copy of everything that is staged, and no more."""
 
@@ -170,13 +173,6 @@ class StagingBuffers:
             if not profile_of(device).lazy:
                 profile_of(device).operations.synchronize(device)
         return {key: LocalShard(self._buffers[key], shard.shape, shard.region) for key, shard in shards.items()}
-
-
-_log = logging.getLogger(__name__)
-
-_TOPIC = "checkpoint"
-_SEEN = {"done": 1, "running": 2, "failed": 3}
-"""States of the save in flight that a rank can see; the ranks act on the greatest. (0 is the answer to no question.)"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,6 +20,8 @@ from nxdt_core.config.schema import mode_of
 from nxdt_core.errors.checkpoints import NoBestCheckpoint
 from nxdt_core.protocols.store import CheckpointStore
 
+_STEP = re.compile(r"step-0*([0-9]{1,15})")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Retention:
@@ -62,9 +64,6 @@ class Retention:
         if math.isnan(value):
             return False, 0.0, status.step
         return True, value if self.mode == "max" else -value, status.step
-
-
-_STEP = re.compile(r"step-0*([0-9]{1,15})")
 
 
 def with_best(

@@ -49,6 +49,9 @@ _CHECKED_FROM = 1000
 """Records after which bad ones may stop a run before the last record."""
 
 
+_Objects = Sequence[tuple[int, dict[str, Any]]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
     """File and line of a record, for messages."""
@@ -64,7 +67,6 @@ class Place:
 
 
 Record = tuple[Place, dict[str, Any]]
-_Objects = Sequence[tuple[int, dict[str, Any]]]
 
 
 class Records(Sequence[Record]):

@@ -73,6 +73,10 @@ _Part = tuple[int, list[Block], torch.Tensor, torch.Tensor]
 """Rank that has them, blocks of this rank's queries with keys and values, the keys and the values."""
 
 
+ContextMethod = Literal["ring", "gather"]
+"""Way in which keys and values travel."""
+
+
 def ring_parts(key: torch.Tensor, value: torch.Tensor, sequence: ContextSequence) -> Iterator[_Part]:
     """Yield the keys and values of each rank, this one's first, while the next ones are being received. Collective.
 
@@ -207,10 +211,6 @@ def gradients(
     backward = ring_backward if sequence.method == "ring" else gathered_backward
     grad_key, grad_value = backward(sums, key, value, sequence)
     return sums.query.to(query.dtype), grad_key.to(key.dtype), grad_value.to(value.dtype)
-
-
-ContextMethod = Literal["ring", "gather"]
-"""Way in which keys and values travel."""
 
 
 def shard_sequence(batch: Batch, mesh: ParallelMesh) -> Batch:

@@ -68,6 +68,9 @@ GradientUse = Literal["accumulated", "fresh", "sharded"]
 reduction that leaves the whole one behind."""
 
 
+_Form = Literal["whole", "narrow", "scaled"]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightStorage:
     """How the ranks of a layout hold weights, gradients and optimizer state, and the bytes of an element of each."""
@@ -216,9 +219,6 @@ def set_gather_dtypes(sharded: FSDPModule, forms: GatherDtypes, names: dict[int,
     gather = WeightGather(named, [p._sharded_param_data.numel() for p in group.fsdp_params], forms)
     cast(Any, sharded).set_custom_all_gather(gather)
     return gather
-
-
-_Form = Literal["whole", "narrow", "scaled"]
 
 
 class WeightGather:

@@ -37,6 +37,12 @@ from nxdt_core.protocols.optimizer import OptimizerFactory, PackedState, Paramet
 from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.tensor_shards import TensorSlice
 
+FIRST, LAST, ROOT = "<first>", "<last>", "<root>"
+"""The embedding, and what is behind the layers, where FSDP2 gathers them for themselves; elements outside of all these
+and of layers, which FSDP2 gathers first and frees last."""
+_PROBE = 256
+"""Elements in each dimension of a parameter that is large enough for packed state."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeldParameter:
@@ -69,11 +75,6 @@ class HeldParameter:
     """Tensor parallel ranks still have to sum its gradient."""
     state: float = 0.0
     """Bytes of optimizer state."""
-
-
-FIRST, LAST, ROOT = "<first>", "<last>", "<root>"
-"""The embedding, and what is behind the layers, where FSDP2 gathers them for themselves; elements outside of all these
-and of layers, which FSDP2 gathers first and frees last."""
 
 
 def held_parameters(
@@ -197,10 +198,6 @@ def optimizer_state(
         return StateBytes(held=state.held * scale + further, saved=state.saved * scale + further)
 
     return measured
-
-
-_PROBE = 256
-"""Elements in each dimension of a parameter that is large enough for packed state."""
 
 
 class _Ones(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -58,6 +58,13 @@ from nxdt_core.protocols.plan import ParallelPlan
 from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.step_context import StepContext
 
+_FAKE = "fake"
+_IN_KERNELS = RowKernels(
+    lambda rows, columns, dtype: rows.new_empty((2, len(rows)), dtype=dtype).unbind(),  # type: ignore[arg-type, return-value]
+    lambda rows, columns, log_sums, hits, scale, out: out,
+)
+"""The passes of compiled losses in what they allocate: nothing in full precision."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
@@ -157,9 +164,6 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
         records=profile.records,
         packed=config.tree.get("data.reset_attention_mask") is True,
     )
-
-
-_FAKE = "fake"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,13 +301,6 @@ def _trace(module: nn.Module, work: Workload, mesh: ParallelMesh, number: int, h
             views=views,
             dimensions=dimensions(mesh),
         )
-
-
-_IN_KERNELS = RowKernels(
-    lambda rows, columns, dtype: rows.new_empty((2, len(rows)), dtype=dtype).unbind(),  # type: ignore[arg-type, return-value]
-    lambda rows, columns, log_sums, hits, scale, out: out,
-)
-"""The passes of compiled losses in what they allocate: nothing in full precision."""
 
 
 @contextmanager

@@ -32,6 +32,10 @@ _SCALE_BYTES = 4
 """Bytes of the scale of a weight that is sent in one byte per element; ranks find it together once per step."""
 
 
+_FORWARD = 1 / 3
+"""Share of forward in the operations of a step: each matrix has one product in forward and two in backward."""
+
+
 def estimate(work: Workload) -> Estimate:
     """Build every kind of pipeline rank on the meta device in a fake process group, and measure a micro-batch on it.
 
@@ -88,10 +92,6 @@ def estimate(work: Workload) -> Estimate:
         hidden_behind=hidden_behind,
         never_hidden=never_hidden,
     )
-
-
-_FORWARD = 1 / 3
-"""Share of forward in the operations of a step: each matrix has one product in forward and two in backward."""
 
 
 def _overlap(

@@ -48,6 +48,25 @@ from nxdt_core.models.autocast import compute_dtype
 from nxdt_core.models.patterns import matches, matches_any, modules_at
 from nxdt_core.protocols.plan import ParallelPlan
 
+_CAST = {
+    functional.scaled_dot_product_attention,
+    functional.linear,
+    torch.matmul,
+    torch.Tensor.matmul,
+    torch.Tensor.__matmul__,
+    torch.Tensor.__rmatmul__,
+    torch.mm,
+    torch.bmm,
+    torch.addmm,
+    torch.baddbmm,
+    torch.einsum,
+    functional.conv1d,
+}
+"""Operators of language models that autocast runs in its dtype."""
+Phase = Literal["activations", "logits", "workspace", "gradients"]
+"""``activations`` are made by a stage's forward, ``logits`` are its last output, the loss and their gradients,
+``workspace`` is what backward needs on the way (recomputed activations included), ``gradients`` are of parameters."""
+
 
 class AcceleratorKernels(TorchFunctionMode):
     """Within the block, calls of ``torch`` behave in shapes, dtypes and saved tensors as on an accelerator."""
@@ -168,22 +187,6 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.rms_norm: _rms_norm,
     functional.dropout: _dropout,
 }
-
-_CAST = {
-    functional.scaled_dot_product_attention,
-    functional.linear,
-    torch.matmul,
-    torch.Tensor.matmul,
-    torch.Tensor.__matmul__,
-    torch.Tensor.__rmatmul__,
-    torch.mm,
-    torch.bmm,
-    torch.addmm,
-    torch.baddbmm,
-    torch.einsum,
-    functional.conv1d,
-}
-"""Operators of language models that autocast runs in its dtype."""
 
 
 def keep_as_compiled(module: nn.Module, plan: ParallelPlan, *, regathers: bool) -> None:
@@ -315,11 +318,6 @@ def trace_micro_batch(
     for parameter in parameters:
         parameter.grad = None
     return MicroBatchTrace(kept=kept, peak=Counter(live.peak), sent=wire.sent)
-
-
-Phase = Literal["activations", "logits", "workspace", "gradients"]
-"""``activations`` are made by a stage's forward, ``logits`` are its last output, the loss and their gradients,
-``workspace`` is what backward needs on the way (recomputed activations included), ``gradients`` are of parameters."""
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]

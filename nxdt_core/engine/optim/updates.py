@@ -44,6 +44,12 @@ _log = logging.getLogger(__name__)
 Function = Callable[..., None]
 
 
+BUCKET_ELEMENTS = 2**25
+"""Elements of whole parameters whose weights and gradients exist in float32 at a time: 256 MiB of both."""
+_OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
+"""Options of torch's that change the arithmetic; the configuration has none of them."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StochasticRounding:
     """The seed of stochastic rounding, and the dtype of the optimizer's state."""
@@ -193,10 +199,6 @@ def _numbers(rows: Rows, device: torch.device) -> Numbers:
     return Numbers(*(torch.tensor(value, dtype=torch.int32, device=device) for value in int32s))
 
 
-BUCKET_ELEMENTS = 2**25
-"""Elements of whole parameters whose weights and gradients exist in float32 at a time: 256 MiB of both."""
-
-
 class StochasticUpdates:
     """Updates weights that are rounded by an optimizer that sees float32.
 
@@ -277,10 +279,6 @@ def round_into(target: torch.Tensor, values: torch.Tensor, numbers: Numbers, key
 def _stand_in(weight: torch.Tensor) -> torch.Tensor:
     """Return a float32 tensor of the weight's shape with the memory of one number."""
     return torch.zeros((), dtype=torch.float32, device=weight.device).expand(weight.shape)
-
-
-_OTHER_UPDATES = ("amsgrad", "maximize", "differentiable")
-"""Options of torch's that change the arithmetic; the configuration has none of them."""
 
 
 class AdamUpdates:

@@ -29,6 +29,18 @@ if TYPE_CHECKING:
     StockSchedule = Schedule1F1B | ScheduleInterleaved1F1B | ScheduleZBVZeroBubble
 
 
+OperationKind = Literal["forward", "backward", "backward_input", "backward_weight"]
+_KINDS: Mapping[str, OperationKind] = {
+    "FORWARD": "forward",
+    "FULL_BACKWARD": "backward",
+    "BACKWARD_INPUT": "backward_input",
+    "BACKWARD_WEIGHT": "backward_weight",
+}
+"""Kinds by the names of torch's enumeration, whose values are numbers before 2.10."""
+_COST: Mapping[OperationKind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
+"""Matrix products of a linear layer: one forward, one for the gradient of its input, one for that of its weight."""
+
+
 def micro_batches_fit(schedule: Schedule, pp: int, micro_batches: int) -> bool:
     """Return whether ``schedule`` over ``pp`` ranks can run so many micro-batches in a step.
 
@@ -90,19 +102,6 @@ def make_schedule(
             UNSHARD, lambda action, context: cast(Any, context.schedule_ref).unsharded_stages.add(action.stage_index)
         )
     return looped
-
-
-OperationKind = Literal["forward", "backward", "backward_input", "backward_weight"]
-
-_KINDS: Mapping[str, OperationKind] = {
-    "FORWARD": "forward",
-    "FULL_BACKWARD": "backward",
-    "BACKWARD_INPUT": "backward_input",
-    "BACKWARD_WEIGHT": "backward_weight",
-}
-"""Kinds by the names of torch's enumeration, whose values are numbers before 2.10."""
-_COST: Mapping[OperationKind, int] = {"forward": 1, "backward": 2, "backward_input": 1, "backward_weight": 1}
-"""Matrix products of a linear layer: one forward, one for the gradient of its input, one for that of its weight."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,10 @@ from nxdt_core.errors.layouts import (
 )
 from nxdt_core.protocols.plan import ParallelPlan
 
+TiedCopies = tuple[nn.Parameter, ...]
+"""The parameters of a pair of ``ParallelPlan.tied`` on different stages that are on this rank: none, one, or both
+(``zbv`` ends where it begins)."""
+
 
 def stage_layers(layers: Sequence[str], stages: int, cuts: Sequence[str] | None = None) -> list[tuple[str, ...]]:
     """Divide layers over stages, in order.
@@ -125,11 +129,6 @@ def ties_ends(plan: ParallelPlan) -> bool:
 
 def _within(parameter: str, modules: Sequence[str]) -> bool:
     return any(parameter.startswith(f"{name}.") for name in modules)
-
-
-TiedCopies = tuple[nn.Parameter, ...]
-"""The parameters of a pair of ``ParallelPlan.tied`` on different stages that are on this rank: none, one, or both
-(``zbv`` ends where it begins)."""
 
 
 def tied_copies(stages: Mapping[int, nn.Module], plan: ParallelPlan, *, stage_count: int) -> list[TiedCopies]:

@@ -56,6 +56,13 @@ _IN_BLOCKS: tuple[TensorStyle, ...] = (
 """Styles of modules that are inside a tensor block."""
 
 
+_ROWS: Mapping[TensorStyle, type[RowParallelLinear]] = {
+    "row": RowParallelLinear,
+    "row_split": SplitRowLinear,
+    "row_partial": PartialRowLinear,
+}
+
+
 def apply_tensor_parallel(
     module: nn.Module,
     plan: ParallelPlan,
@@ -177,13 +184,6 @@ def _blocks(module: nn.Module, plan: ParallelPlan) -> list[str]:
 
 def _inside(path: str, block: str) -> bool:
     return path == block or path.startswith(f"{block}.")
-
-
-_ROWS: Mapping[TensorStyle, type[RowParallelLinear]] = {
-    "row": RowParallelLinear,
-    "row_split": SplitRowLinear,
-    "row_partial": PartialRowLinear,
-}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

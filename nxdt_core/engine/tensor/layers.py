@@ -47,6 +47,10 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
 
+SEQUENCE_DIM = 1
+"""Dimension of [batch, seq, hidden] that sequence parallelism cuts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeadSharding:
     """The heads of one attention block over ``tp`` ranks; ``padded_*`` include heads of zeros."""
@@ -190,10 +194,6 @@ def unpadded_shard(tensor: torch.Tensor, padded: PaddedDim) -> LocalShard:
 
     region = TensorSlice(with_dim(shard.region.offsets, offset), with_dim(shard.region.shape, count))
     return LocalShard(shard.tensor.narrow(dim, 0, count), with_dim(shard.shape, sum(padded.counts)), region)
-
-
-SEQUENCE_DIM = 1
-"""Dimension of [batch, seq, hidden] that sequence parallelism cuts."""
 
 
 class BlockEntry:

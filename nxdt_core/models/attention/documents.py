@@ -32,6 +32,9 @@ _KERNEL_OPTIONS: Any = {"FORCE_USE_FLEX_ATTENTION": True}
 queries of a key into one block, which must divide 128: 64 of four heads find "No choices to select"."""
 
 
+Made = TypeVar("Made")
+
+
 class BlockAttention:
     """Attention of a device by blocks: a slot of attention cores, which engines fill from the device's profile."""
 
@@ -138,9 +141,6 @@ def _numbered(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     counts = blocks.sum(-1, dtype=torch.int32)
     numbers = blocks.to(torch.int8).argsort(dim=-1, descending=True, stable=True).to(torch.int32)
     return counts.unsqueeze(1), numbers.unsqueeze(1)
-
-
-Made = TypeVar("Made")
 
 
 def document_mask(document_ids: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -29,6 +29,9 @@ from nxdt_core.models.autocast import without_autocast
 from nxdt_core.models.step_boundary import step_of
 from nxdt_core.protocols.step_context import ALL_LAYERS, StepContext
 
+RouterOrder = Literal["softmax_topk", "topk_softmax"]
+"""Order of the steps: the top k of the probabilities over all experts, or a softmax over the top k logits."""
+
 
 class TokenShards(Protocol):
     """The part of the micro-batch that this process has.
@@ -154,10 +157,6 @@ def _without(padding: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor
     if padding is None:
         return values
     return values.masked_fill(padding if values.ndim == padding.ndim else padding.unsqueeze(-1), 0)
-
-
-RouterOrder = Literal["softmax_topk", "topk_softmax"]
-"""Order of the steps: the top k of the probabilities over all experts, or a softmax over the top k logits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -34,6 +34,9 @@ _THIRD_PARTY = (
 _LEFT_OUT = ("nxdt_core.__main__", "nxdt_core.config.marks", "nxdt_testing")
 
 
+_modules = [module.name for module in pkgutil.walk_packages(nxdt_core.__path__, "nxdt_core.")]
+
+
 def _prepare_configurations() -> None:
     """Start a kernel with first-party plugins, which import the API alone, and read their recipes for small models.
 
@@ -50,7 +53,6 @@ def _prepare_configurations() -> None:
                 check(f"recipe:{recipe.plugin}:{recipe.name}", kernel=kernel)
 
 
-_modules = [module.name for module in pkgutil.walk_packages(nxdt_core.__path__, "nxdt_core.")]
 for _name in (*_THIRD_PARTY, *(name for name in _modules if not name.startswith(_LEFT_OUT))):
     with suppress(ImportError):  # of what is not installed
         importlib.import_module(_name)

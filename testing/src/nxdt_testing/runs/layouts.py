@@ -44,6 +44,9 @@ GATHER = f"{_STRATEGY}.context_parallel_method=gather"
 UNSHARDED = f"{_STRATEGY}.zero1=false"
 
 
+_run_config = cache(run_config)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
     """A layout and what a record must declare for it."""
@@ -171,9 +174,6 @@ def compare(
         numbers = [item.metrics.get(name, {}) for item in ranks]
         differences += [difference(number, wanted, where, of=of, rtol=_METRIC, atol=_METRIC) for number in numbers]
     return [*[item for item in differences if item][:1], *_updates_that_differ(alone, ranks, rtol)]
-
-
-_run_config = cache(run_config)
 
 
 @lru_cache(maxsize=8)

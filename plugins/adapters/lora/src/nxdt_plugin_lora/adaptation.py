@@ -26,6 +26,14 @@ from nxdt_core.protocols.plan import InitRule, ParallelPlan
 from nxdt_plugin_lora.config import ALL_LINEAR, LoraConfig, ends_in
 from nxdt_plugin_lora.errors import LayerNotAdaptable, TargetNotFound, TargetSavedWhole
 
+_SEPARATE: Mapping[str, tuple[str, ...]] = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Fused matrices of NxD Training → what they are where a model keeps them apart."""
+_MATRICES = ("gate_proj", "up_proj", "down_proj")
+"""Matrices of experts."""
+
 
 class LowRankUpdate(Update):
     """Update of a linear layer: ``product + scaling * (dropout(x) Aᵀ) Bᵀ`` (Hu et al. 2021, arXiv:2106.09685)."""
@@ -294,15 +302,6 @@ def _add_update(module: nn.Module, path: str, layer: nn.Module, config: LoraConf
     if earlier.get(shared[0].pattern, shared[0]) != shared[0]:  # a layer of another size under the same pattern
         rules.insert(0, replace(drawn, pattern=f"{path}.{drawn.pattern}"))
     rules += [rule for rule in shared if rule.pattern not in earlier]
-
-
-_SEPARATE: Mapping[str, tuple[str, ...]] = {
-    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
-    "gate_up_proj": ("gate_proj", "up_proj"),
-}
-"""Fused matrices of NxD Training → what they are where a model keeps them apart."""
-_MATRICES = ("gate_proj", "up_proj", "down_proj")
-"""Matrices of experts."""
 
 
 def adaptable(module: nn.Module) -> dict[str, nn.Module]:

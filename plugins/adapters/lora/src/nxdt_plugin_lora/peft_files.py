@@ -49,6 +49,45 @@ _IN_PEFT = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitud
 _EMBEDDING_IN_PEFT = {**_IN_PEFT, "lora_A": "lora_embedding_A", "lora_B": "lora_embedding_B"}
 
 
+_SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
+"""Theirs → ours: what decides on the values of the update."""
+_THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
+_PATTERNS = {"rank_pattern": "lora_rank", "alpha_pattern": "lora_alpha"}
+"""Keys, theirs and ours, for some layers → ours for all others."""
+_UNREAD = (
+    "lora_bias",
+    "layer_replication",
+    "target_parameters",
+    "trainable_token_indices",
+    "megatron_config",
+    "alora_invocation_tokens",
+    "arrow_config",
+    "kasa_config",
+    "monteclora_config",
+    "use_bdlora",
+    "use_qalora",
+    "velora_config",
+)
+"""Features of peft that change what is computed or trained and are not implemented."""
+_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "pissa")
+"""Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it. So does
+``pissa``, which has a start here."""
+MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
+"""Advice if no section here describes what a file has."""
+_CONVERT = (
+    "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the "
+    "adapter as it was before training), or merge it there (merge_and_unload) and start from that model."
+)
+_SPELL_OUT = (
+    "Write {key} of adapter_config.json out as names of modules or ends of their paths, such as "
+    "model.layers.0.mlp.up_proj or down_proj."
+)
+_LAYERS = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
+"""Ends of the names of layer weights, for adapters of ours that are target parameters in peft."""
+_CONVERTED = ("pissa", "corda", "olora", "lora_ga")
+"""Beginnings of values of ``init_lora_weights`` that peft converts."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateParameter:
     """A parameter of an update."""
@@ -181,45 +220,6 @@ def _update(name: str, shape: tuple[int, ...], leaf: UpdateParameter, source: So
     named = tuple(f"{_PREFIX}{module}.{suffix}" for module in modules)
     of_leaf = Source(name=name, shape=shape, hf_names=named, transform=form, sections=source.sections)
     return PeftTensor(source=of_leaf, modules=modules, leaf=leaf, transposed=table)
-
-
-_SAME = {"r": "lora_rank", "lora_alpha": "lora_alpha", "use_rslora": "use_rslora", "use_dora": "use_dora"}
-"""Theirs → ours: what decides on the values of the update."""
-_THEIR_DEFAULTS = {"r": 8, "lora_alpha": 8, "use_rslora": False, "use_dora": False}
-_PATTERNS = {"rank_pattern": "lora_rank", "alpha_pattern": "lora_alpha"}
-"""Keys, theirs and ours, for some layers → ours for all others."""
-_UNREAD = (
-    "lora_bias",
-    "layer_replication",
-    "target_parameters",
-    "trainable_token_indices",
-    "megatron_config",
-    "alora_invocation_tokens",
-    "arrow_config",
-    "kasa_config",
-    "monteclora_config",
-    "use_bdlora",
-    "use_qalora",
-    "velora_config",
-)
-"""Features of peft that change what is computed or trained and are not implemented."""
-_STARTS = (True, False, None, "gaussian", "eva", "orthogonal", "pissa")
-"""Values of ``init_lora_weights`` that leave the base as it is; most others take the start out of it. So does
-``pissa``, which has a start here."""
-MERGE = "Merge it into the model with peft (merge_and_unload), and start from that model."
-"""Advice if no section here describes what a file has."""
-_CONVERT = (
-    "Convert it with peft (save_pretrained(..., path_initial_model_for_weight_conversion=DIR), where DIR is the "
-    "adapter as it was before training), or merge it there (merge_and_unload) and start from that model."
-)
-_SPELL_OUT = (
-    "Write {key} of adapter_config.json out as names of modules or ends of their paths, such as "
-    "model.layers.0.mlp.up_proj or down_proj."
-)
-_LAYERS = (".gate_proj.weight", ".up_proj.weight", ".down_proj.weight")
-"""Ends of the names of layer weights, for adapters of ours that are target parameters in peft."""
-_CONVERTED = ("pissa", "corda", "olora", "lora_ga")
-"""Beginnings of values of ``init_lora_weights`` that peft converts."""
 
 
 def peft_config(

@@ -35,6 +35,13 @@ _UNITS = ((2**30, "G"), (2**20, "M"), (2**10, "K"))
 _STATE = re.compile(r": \((0x[0-9a-f]+)\)", re.IGNORECASE)
 
 
+_log = logging.getLogger(__name__)
+_reported: set[tuple[str, str]] = set()
+"""Root and code of what this process has reported already: a run opens its store again for every save."""
+_STRIPED = SECTIONS[:2]
+"""Directories of shards; the others hold small files."""
+
+
 class HsmState(IntFlag):
     """State of a file's copy in Lustre: what is used here of ``enum hsm_states`` of llapi_hsm_state_get(3)."""
 
@@ -49,13 +56,6 @@ def _size(count: int) -> str:
         if count % unit == 0:
             return f"{count // unit}{letter}"
     return str(count)
-
-
-_log = logging.getLogger(__name__)
-_reported: set[tuple[str, str]] = set()
-"""Root and code of what this process has reported already: a run opens its store again for every save."""
-_STRIPED = SECTIONS[:2]
-"""Directories of shards; the others hold small files."""
 
 
 class FsxStorage(LocalStorage):

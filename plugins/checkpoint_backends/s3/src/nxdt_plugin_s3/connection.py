@@ -58,6 +58,58 @@ _NAME_BYTES = 1024
 """Longest name of an object, https://docs.aws.amazon.com/AmazonS3/latest/userguide/object-keys.html"""
 
 
+FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
+"""Exceptions that the SDK raises for failures on the network or on the server."""
+_USER = re.compile(r"//[^/@\s]*@")
+_RETRIES = re.compile(r" \(reached max retries: \d+\)")
+"""The number of attempts that the SDK reports. It makes only one; the plugin retries."""
+_BROKEN = (sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, ResponseParserError)
+_NO_CREDENTIALS = (
+    sdk.NoCredentialsError,
+    sdk.PartialCredentialsError,
+    sdk.CredentialRetrievalError,
+    sdk.ProfileNotFound,
+    sdk.NoAuthTokenError,
+    sdk.SSOError,
+    sdk.TokenRetrievalError,
+)
+_THROTTLED = frozenset({"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"})
+_TRANSIENT = _THROTTLED | {
+    "InternalError",
+    "RequestTimeout",
+    "OperationAborted",
+    "ConditionalRequestConflict",
+    "BadDigest",  # a bit flipped on the way: the next copy may arrive whole
+    "XAmzContentSHA256Mismatch",
+    "IncompleteBody",
+}
+_REFUSED = frozenset(
+    {
+        "ExpiredToken",
+        "ExpiredTokenException",
+        "InvalidAccessKeyId",
+        "InvalidToken",
+        "RequestExpired",
+        "SignatureDoesNotMatch",
+        "TokenRefreshRequired",
+    }
+)
+_ELSEWHERE = frozenset(
+    {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301", "307"}
+)
+_FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
+T = TypeVar("T")
+_log = logging.getLogger(__name__)
+_BASE_S, _LONGEST_S = 0.1, 10.0
+_FIRST_CONTACT_S = 15.0
+"""A host that never answered is more likely misspelt than down; a person waits for that message."""
+_CALLERS = 32
+"""Connections beyond those of parts and ranges, for threads that call the store at once."""
+_descriptions = cache(create_loader)
+"""Returns the SDK's descriptions of its services below a path, which all clients of a process share: reading them takes
+0.08 CPU-seconds, six times as long as the rest of a client."""
+
+
 @dataclass(frozen=True, slots=True)
 class Address:
     """Address of a store."""
@@ -116,49 +168,6 @@ def _problem(path: str) -> str | None:
     if any(part in ("", ".", "..") for part in path.split("/")):
         return "it must be names joined by '/', without '..' and empty ones"
     return "it holds a control character" if _CONTROL.search(path) else None
-
-
-FAILURES = (sdk.ClientError, sdk.BotoCoreError, ResponseParserError)
-"""Exceptions that the SDK raises for failures on the network or on the server."""
-
-_USER = re.compile(r"//[^/@\s]*@")
-_RETRIES = re.compile(r" \(reached max retries: \d+\)")
-"""The number of attempts that the SDK reports. It makes only one; the plugin retries."""
-_BROKEN = (sdk.HTTPClientError, sdk.ConnectionError, sdk.IncompleteReadError, ResponseParserError)
-_NO_CREDENTIALS = (
-    sdk.NoCredentialsError,
-    sdk.PartialCredentialsError,
-    sdk.CredentialRetrievalError,
-    sdk.ProfileNotFound,
-    sdk.NoAuthTokenError,
-    sdk.SSOError,
-    sdk.TokenRetrievalError,
-)
-_THROTTLED = frozenset({"SlowDown", "ServiceUnavailable", "Throttling", "ThrottlingException", "TooManyRequests"})
-_TRANSIENT = _THROTTLED | {
-    "InternalError",
-    "RequestTimeout",
-    "OperationAborted",
-    "ConditionalRequestConflict",
-    "BadDigest",  # a bit flipped on the way: the next copy may arrive whole
-    "XAmzContentSHA256Mismatch",
-    "IncompleteBody",
-}
-_REFUSED = frozenset(
-    {
-        "ExpiredToken",
-        "ExpiredTokenException",
-        "InvalidAccessKeyId",
-        "InvalidToken",
-        "RequestExpired",
-        "SignatureDoesNotMatch",
-        "TokenRefreshRequired",
-    }
-)
-_ELSEWHERE = frozenset(
-    {"PermanentRedirect", "AuthorizationHeaderMalformed", "IllegalLocationConstraintException", "301", "307"}
-)
-_FULL = frozenset({"QuotaExceeded", "XMinioAdminBucketQuotaExceeded", "XMinioStorageFull", "InsufficientStorage"})
 
 
 def code_of(error: BaseException) -> str:
@@ -228,15 +237,6 @@ def choose(name: str, where: str) -> Checksum:
         return Checksum("CRC32", zlib.crc32)
     algorithm = "crc32c" if name == "auto" else name
     return Checksum(algorithm.upper(), getattr(crt, algorithm))
-
-
-T = TypeVar("T")
-
-_log = logging.getLogger(__name__)
-
-_BASE_S, _LONGEST_S = 0.1, 10.0
-_FIRST_CONTACT_S = 15.0
-"""A host that never answered is more likely misspelt than down; a person waits for that message."""
 
 
 @dataclass(slots=True)
@@ -359,10 +359,6 @@ class Retrier:
                 self._budget.end(group)
 
 
-_CALLERS = 32
-"""Connections beyond those of parts and ranges, for threads that call the store at once."""
-
-
 @final
 class Connection:
     """Opened at the first use of a store in a process; may be used by all its threads.
@@ -482,11 +478,6 @@ class Connection:
         """Keep a buffer for the next part."""
         if len(buffer) == self.config.part_bytes:
             self._spare.append(buffer)
-
-
-_descriptions = cache(create_loader)
-"""Returns the SDK's descriptions of its services below a path, which all clients of a process share: reading them takes
-0.08 CPU-seconds, six times as long as the rest of a client."""
 
 
 def sdk_session(profile: str | None = None) -> Any:

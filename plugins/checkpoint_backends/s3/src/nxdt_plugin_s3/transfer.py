@@ -21,6 +21,15 @@ from botocore.exceptions import ClientError, IncompleteReadError
 from nxdt_plugin_s3.connection import FAILURES, Connection, code_of, status_of
 from nxdt_plugin_s3.errors import S3Failed, S3ObjectTooLarge
 
+_log = logging.getLogger(__name__)
+TOKEN = "nxdt-write"
+"""Metadata that shows a writer that lost the response whether it wrote the existing object."""
+_MOST_PARTS = 10_000
+"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
+_ABORT_ATTEMPTS = 3
+_READ_BYTES = 2**20
+"""Asked for at once of a connection."""
+
 
 @final
 class Body(io.RawIOBase):
@@ -60,15 +69,6 @@ class Body(io.RawIOBase):
         buffer[: len(rest)] = rest
         self._position += len(rest)
         return len(rest)
-
-
-_log = logging.getLogger(__name__)
-
-TOKEN = "nxdt-write"
-"""Metadata that shows a writer that lost the response whether it wrote the existing object."""
-_MOST_PARTS = 10_000
-"""https://docs.aws.amazon.com/AmazonS3/latest/userguide/qfacts.html"""
-_ABORT_ATTEMPTS = 3
 
 
 @final
@@ -217,10 +217,6 @@ def is_ours(connection: Connection, target: dict[str, str], token: str) -> bool:
             return False
         raise
     return bool(head["Metadata"].get(TOKEN) == token)
-
-
-_READ_BYTES = 2**20
-"""Asked for at once of a connection."""
 
 
 @final

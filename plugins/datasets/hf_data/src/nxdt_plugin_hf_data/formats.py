@@ -52,6 +52,9 @@ _LINE_BYTES = 256 << 20
 """Limit for a line of JSON; a small compressed file can contain an extremely long one."""
 
 
+_Reader = Callable[[Path, str, int], Iterator[Rows]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Saved:
     """A dataset on a disk."""
@@ -283,7 +286,6 @@ def _from(start: int, first: int, batches: Iterator[pa.RecordBatch]) -> Iterator
         first += batch.num_rows
 
 
-_Reader = Callable[[Path, str, int], Iterator[Rows]]
 _READERS: Mapping[str, _Reader] = {
     ".parquet": _parquet,
     ".arrow": _arrow,

@@ -36,6 +36,9 @@ from nxdt_plugin_hf_data.stream import Blocks, FileStream, Interleave
 _log = logging.getLogger(__name__)
 
 
+_KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}
+
+
 def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -> TokenStream:
     """Return what ``make`` returns, or what it returned when it was called for the same ``name``.
 
@@ -56,9 +59,6 @@ def cached(directory: Path | None, name: str, make: Callable[[], TokenStream]) -
         )
 
     return cached_arrays(directory, name, TokenStream, make, on_error, fits)
-
-
-_KEYS: Mapping[SplitName, str] = {"train": "train_dir", "validation": "val_dir", "test": "test_dir"}
 
 
 class HfData(DatasetSplits):

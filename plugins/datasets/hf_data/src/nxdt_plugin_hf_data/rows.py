@@ -43,6 +43,13 @@ _UNREAD = {
 """Columns that say where documents begin or what is learnt, and the one that is read for it."""
 
 
+_ROWS = 256
+"""Rows that are looked at together."""
+_BATCH = 1024
+"""Texts that are Python strings at one time."""
+_PROBES = 16
+
+
 class Chunks:
     """Arrays end to end, sliced like one; a slice within one of them is a view."""
 
@@ -84,10 +91,6 @@ class TokenColumn:
     def row(self, index: int) -> NDArray[np.integer]:
         """Return the values of one row."""
         return self.values[int(self.offsets[index]) : int(self.offsets[index + 1])]
-
-
-_ROWS = 256
-"""Rows that are looked at together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,10 +228,6 @@ def text_column(table: pa.Table, text_key: str, path: str, first: int = 0) -> It
             yield from part.to_pylist()
 
 
-_BATCH = 1024
-"""Texts that are Python strings at one time."""
-
-
 def _token_column(column: pa.ChunkedArray, name: str, path: str, first: int) -> TokenColumn:
     kind = column.type
     if pa.types.is_list(kind) and pa.types.is_null(kind.value_type):  # JSON of which no row has a token
@@ -322,9 +321,6 @@ class CheckedDataset(MapDataset):
     def fingerprint(self) -> str:
         """Return the fingerprint of the dataset."""
         return self._dataset.fingerprint()
-
-
-_PROBES = 16
 
 
 def check_ids(ids: NDArray[np.integer], limit: int | None, place: str) -> None:

@@ -39,6 +39,10 @@ from nxdt_plugin_megatron_data.indexed_files import IndexedTokens, bin_path, pro
 _log = logging.getLogger("nxdt.data")
 
 
+_SLOTS = 1 << 20
+"""Places of the pattern that a blend repeats: shares are kept to a millionth."""
+
+
 @dataclass(frozen=True, slots=True)
 class Indices:
     """Arrays that say which tokens each sample is made of."""
@@ -224,10 +228,6 @@ class IndexedDataset(MapDataset):
                     last=self._vocab_size - 1,
                 )
         return window, borders[:-1], filled
-
-
-_SLOTS = 1 << 20
-"""Places of the pattern that a blend repeats: shares are kept to a millionth."""
 
 
 class BlendedDataset(MapDataset):

@@ -51,6 +51,17 @@ _BATCH = 256
 """Conversations that the tokenizer gets at once: enough for the threads of its library."""
 
 
+_NAMES = (*ROLES, "template")
+_TOO_LONG = "longer than a sequence"
+_UNTRAINED = "their marks leave nothing to train"
+_CUT_AWAY = "truncation removes all their trained tokens"
+_BAD = "they cannot be used"
+_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY, _BAD)
+_PADDING = -1
+"""Document number of padding."""
+_EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Encoded:
     """One conversation; arrays of [tokens]."""
@@ -114,14 +125,6 @@ def _tokens(span: Span, located: LocatedIds) -> slice:
         return slice(0, 0)
     first = np.searchsorted(located.ends, span[0], side="right")
     return slice(int(first), int(np.searchsorted(located.starts, span[1], side="left")))
-
-
-_NAMES = (*ROLES, "template")
-_TOO_LONG = "longer than a sequence"
-_UNTRAINED = "their marks leave nothing to train"
-_CUT_AWAY = "truncation removes all their trained tokens"
-_BAD = "they cannot be used"
-_REASONS = (_TOO_LONG, _UNTRAINED, _CUT_AWAY, _BAD)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -244,10 +247,6 @@ def gather(
     )
 
 
-_PADDING = -1
-"""Document number of padding."""
-
-
 class ChatDataset(MapDataset):
     """A map-style dataset of samples [seq_length].
 
@@ -316,9 +315,6 @@ class ChatDataset(MapDataset):
         filled = int(self._chats.lengths.sum()) - len(self._chats)
         efficiency = filled / (len(self) * self._seq_length)
         return replace(self._chats.report, efficiency=efficiency, of_records=self._of_records)
-
-
-_EXAMPLE = '{"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}]}'
 
 
 class ChatData(DatasetSplits):

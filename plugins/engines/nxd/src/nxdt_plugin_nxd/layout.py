@@ -60,6 +60,9 @@ _SEQUENCE_DIM = 1
 """Index of the sequence in [batch, seq, hidden]."""
 
 
+_SALT_BITS = 62
+
+
 def apply_translation(module: nn.Module, translation: Translation, *, sequence_parallel: bool) -> None:
     """Put the library's layers into ``module``, on the meta device."""
     for replacement in translation.replacements:
@@ -433,9 +436,6 @@ def parameters_of(stage: Stage, place: MeshCoordinates) -> dict[str, LocalParame
             region=TensorSlice.whole(shape) if shard is None else shard.region(place.tp, place.ep),
         )
     return here
-
-
-_SALT_BITS = 62
 
 
 def _place_dropouts(module: nn.Module, plan: ParallelPlan, place: MeshCoordinates, *, sequence_parallel: bool) -> None:

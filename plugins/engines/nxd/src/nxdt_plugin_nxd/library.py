@@ -41,6 +41,29 @@ _PAIRED_WITH_TORCH = ("torch-xla", "torch-neuronx")
 _PLACEHOLDER = "WRONG PACKAGE"
 
 
+CACHE = "NEURON_COMPILE_CACHE_URL"
+_FLAGS = "NEURON_CC_FLAGS"
+_ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
+_SWITCHES = {
+    "xla_use_bf16": "XLA_USE_BF16",
+    "xla_downcast_bf16": "XLA_DOWNCAST_BF16",
+    "neuron_rt_stochastic_rounding_en": _ROUNDING,
+}
+_ROUNDED = "mixed_precisionSR"
+_CAST_FLAGS = {
+    "fp32": "--auto-cast none",
+    "mixed_precision": "--enable-mixed-precision-accumulation",
+    _ROUNDED: "--enable-mixed-precision-accumulation",
+    "autocast": "--auto-cast none --enable-mixed-precision-accumulation",
+}
+"""Options that make the compiler compute in the dtypes of a policy; it rounds float32 down by default."""
+TOOL = "neuron_parallel_compile"
+"""Runs a command, collects the graphs that it traces, and compiles those that the cache lacks."""
+COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
+"""Variable that the tool sets for the command: graphs are written down, and return zeros."""
+_DEFAULT = "/var/tmp/neuron-compile-cache"
+
+
 def computes_on_host() -> bool:
     """Return whether the library runs in its CPU mode."""
     text = os.environ.get(CPU_MODE, "0")
@@ -103,25 +126,6 @@ def _imported(package: str) -> ModuleType:
         raise LibraryBroken(package=package.replace("_", "-"), reason=reason) from error
 
 
-CACHE = "NEURON_COMPILE_CACHE_URL"
-_FLAGS = "NEURON_CC_FLAGS"
-_ROUNDING = "NEURON_RT_STOCHASTIC_ROUNDING_EN"
-_SWITCHES = {
-    "xla_use_bf16": "XLA_USE_BF16",
-    "xla_downcast_bf16": "XLA_DOWNCAST_BF16",
-    "neuron_rt_stochastic_rounding_en": _ROUNDING,
-}
-_ROUNDED = "mixed_precisionSR"
-
-_CAST_FLAGS = {
-    "fp32": "--auto-cast none",
-    "mixed_precision": "--enable-mixed-precision-accumulation",
-    _ROUNDED: "--enable-mixed-precision-accumulation",
-    "autocast": "--auto-cast none --enable-mixed-precision-accumulation",
-}
-"""Options that make the compiler compute in the dtypes of a policy; it rounds float32 down by default."""
-
-
 def variables_of(config: ResolvedConfig) -> dict[str, str]:
     """Return the variables that a run with this engine asks for, also by the switches of ``precision.type: manual``."""
     run, selected = config.run, config.components["precision"]
@@ -153,13 +157,6 @@ def apply_environment(variables: Mapping[str, str], environment: MutableMapping[
             environment[name] = present if value in present else f"{present} {value}"
         elif present is None:
             environment[name] = value
-
-
-TOOL = "neuron_parallel_compile"
-"""Runs a command, collects the graphs that it traces, and compiles those that the cache lacks."""
-COLLECTING = "NEURON_EXTRACT_GRAPHS_ONLY"
-"""Variable that the tool sets for the command: graphs are written down, and return zeros."""
-_DEFAULT = "/var/tmp/neuron-compile-cache"
 
 
 def check_cache() -> str:

@@ -38,6 +38,11 @@ from nxdt_plugin_nxd.lazy_device import end_of_step
 from nxdt_plugin_nxd.library import computes_on_host
 from nxdt_plugin_nxd.passes import ComputeContext, GlobalBatch, Pipeline
 
+_OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
+"""Torch's optimizers whose updates are not made element by element."""
+_BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
+Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainedTensor:
@@ -364,13 +369,6 @@ def _counted(parameter: nn.Parameter, values: torch.Tensor | None) -> nn.Paramet
         if hasattr(parameter, name):
             setattr(like, name, getattr(parameter, name))
     return like
-
-
-_OF_THE_WHOLE = (torch.optim.Adafactor, torch.optim.LBFGS, torch.optim.Muon)
-"""Torch's optimizers whose updates are not made element by element."""
-_BY_ELEMENT = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad, torch.optim.RMSprop)
-
-Build = Callable[[list[ParameterGroup]], torch.optim.Optimizer]
 
 
 class NxdOptimizer(TorchOptimizer):

@@ -42,6 +42,11 @@ from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_nxd.layout import sharded_cross_entropies
 from nxdt_plugin_nxd.translation import MeshCoordinates
 
+Consume = Callable[[Any, Batch, StepContext], torch.Tensor]
+"""Function from the logits of a micro-batch to its loss, on the last stage."""
+Contexts = Callable[[Batch], StepContext]
+"""Function from a micro-batch on the device to the further inputs of its passes."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ComputeContext:
@@ -141,12 +146,6 @@ class GlobalBatch:
     def _mean(self, sums: torch.Tensor) -> torch.Tensor:
         """Return the terms of ``sums``, each divided by its own weight, together."""
         return (sums.reshape(-1) / self._divisors[: sums.numel()]).sum()
-
-
-Consume = Callable[[Any, Batch, StepContext], torch.Tensor]
-"""Function from the logits of a micro-batch to its loss, on the last stage."""
-Contexts = Callable[[Batch], StepContext]
-"""Function from a micro-batch on the device to the further inputs of its passes."""
 
 
 class Pipeline:

@@ -17,6 +17,9 @@ _UNSPACED = re.compile(
 """Letters of scripts that put no spaces between words."""
 
 
+_KINDS = ("rouge1", "rouge2", "rougeL")
+
+
 class RougeWords:
     """A tokenizer as rouge-score takes one: runs of letters and digits in lower case. In scripts without spaces each
     letter is a word, as is usual for Chinese and Japanese. Signs that combine stay with their letter."""
@@ -37,9 +40,6 @@ class RougeWords:
                 words.append(sign)
             grows = kind in "LN" and not alone
         return words
-
-
-_KINDS = ("rouge1", "rouge2", "rougeL")
 
 
 class Rouge(Metric):

@@ -22,6 +22,12 @@ ACTIVATIONS: Mapping[str, str] = {
 """Theirs → ours; of several names for one the first is written."""
 
 
+_GPT2_LAYER = "transformer.h.*"
+_BLOCKS = {True: "gpt_j", False: "pre_ln"}
+"""``use_parallel_residual`` → ours."""
+_NEOX_LAYER = "gpt_neox.layers.*"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFFamily:
     """Configuration and parameters of one architecture, there and here."""
@@ -53,7 +59,6 @@ def _gpt2_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {"hidden_dropout": residual}
 
 
-_GPT2_LAYER = "transformer.h.*"
 GPT2 = HFFamily(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
@@ -99,10 +104,6 @@ GPT2 = HFFamily(
 )
 
 
-_BLOCKS = {True: "gpt_j", False: "pre_ln"}
-"""``use_parallel_residual`` → ours."""
-
-
 def _neox_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     older = {"partial_rotary_factor": "rotary_pct", "rope_theta": "rotary_emb_base"}  # in addition to rope_scaling
     rope = {key: hf_config[name] for key, name in older.items() if name in hf_config} | dict(rope_of(hf_config))
@@ -118,7 +119,6 @@ def _neox_from_hf(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-_NEOX_LAYER = "gpt_neox.layers.*"
 GPT_NEOX = HFFamily(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",

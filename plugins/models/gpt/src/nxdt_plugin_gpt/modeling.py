@@ -22,6 +22,14 @@ from nxdt_core.models.rotary import RotaryEmbedding, rotate
 from nxdt_core.protocols.step_context import StepContext
 from nxdt_plugin_gpt.config import Activation, GPTConfig
 
+_FUNCTIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "gelu": functional.gelu,
+    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
+    "geglu": functional.gelu,
+    "reglu": functional.relu,
+    "swiglu": functional.silu,
+}
+
 
 class GPT(nn.Module):
     """Radford et al. 2019 (GPT-2), Black et al. 2022 (GPT-NeoX, arXiv:2204.06745) and Megatron's models between them.
@@ -168,15 +176,6 @@ class GPTAttention(nn.Module):
         attended = self.core(query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), document_ids, step)
         output: torch.Tensor = self.o_proj(attended.transpose(1, 2).flatten(-2))
         return output
-
-
-_FUNCTIONS: Mapping[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": partial(functional.gelu, approximate="tanh"),
-    "geglu": functional.gelu,
-    "reglu": functional.relu,
-    "swiglu": functional.silu,
-}
 
 
 class _Activation(nn.Module):

@@ -41,6 +41,13 @@ _HARMLESS = frozenset(
 """Further arguments that models pass, without a meaning for attention that is causal."""
 
 
+_TRANSFORMERS = "transformers>=5.17,<6"
+_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
+_NOT_OF_THE_MODEL = ("auto_map", "quantization_config", *_IMPLEMENTATIONS, *(f"_{key}" for key in _IMPLEMENTATIONS))
+"""Keys of ``config.json`` that are not read. Code is not taken from where it names it: transformers downloads and runs
+kernels that ``attn_implementation`` names, where the package ``kernels`` is installed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionCall:
     """Arguments with which one module calls attention."""
@@ -115,13 +122,6 @@ class HeadValues(nn.Module):
     def forward(self) -> torch.Tensor:
         """Return the values of this process's heads."""
         return self.weight
-
-
-_TRANSFORMERS = "transformers>=5.17,<6"
-_IMPLEMENTATIONS = ("attn_implementation", "experts_implementation")
-_NOT_OF_THE_MODEL = ("auto_map", "quantization_config", *_IMPLEMENTATIONS, *(f"_{key}" for key in _IMPLEMENTATIONS))
-"""Keys of ``config.json`` that are not read. Code is not taken from where it names it: transformers downloads and runs
-kernels that ``attn_implementation`` names, where the package ``kernels`` is installed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

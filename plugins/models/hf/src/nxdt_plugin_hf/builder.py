@@ -38,6 +38,9 @@ _facts: dict[tuple[type[Any], str], ModelFacts] = {}
 """Facts by class and configuration."""
 
 
+_EXPERTS = 2
+
+
 class HFBuilder(ModelBuilder):
     """A :class:`~nxdt_core.protocols.model.ModelBuilder` of a model of transformers.
 
@@ -131,9 +134,6 @@ class HFBuilder(ModelBuilder):
             else:
                 entries[pattern] = _written_experts(model, name, experts)
         return tuple(entries.values())
-
-
-_EXPERTS = 2
 
 
 def _written(model: PreTrainedModel, name: str) -> str:

@@ -67,6 +67,11 @@ _FEED_FORWARD: Mapping[str, TensorStyle] = {"gate_proj": "column", "up_proj": "c
 """Linear layers of a feed-forward block."""
 
 
+_TOKENS = 4
+_STD = 0.02
+"""Default standard deviation of transformers, where a configuration names none."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorPlan:
     """Part of a model's plan that can be applied."""
@@ -232,9 +237,6 @@ def _refusal(
     return None
 
 
-_TOKENS = 4
-
-
 def pipeline_plan(model: CausalLM, layers: str, hidden_size: int) -> tuple[PipelinePlan | None, str]:
     """Translate ``pp_plan`` of ``model``, which is whole and on the meta device, and is not changed.
 
@@ -356,10 +358,6 @@ class ModelFacts:
             experts={f"{path}.{STACK}": path for path in experts_per_token},
             multiplied=dense + routed,
         )
-
-
-_STD = 0.02
-"""Default standard deviation of transformers, where a configuration names none."""
 
 
 def init_rules(architecture: Architecture, model: CausalLM) -> tuple[InitRule, ...]:

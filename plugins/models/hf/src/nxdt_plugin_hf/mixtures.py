@@ -41,6 +41,23 @@ if TYPE_CHECKING:
 _TOKENS = 4
 
 
+STACK = "stack"
+"""Attribute of :class:`RoutedExperts` with the matrices."""
+STACK_SIDES: Mapping[str, Literal["column", "row"]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
+"""Sides on which tensor parallelism shards the matrices; their biases end in :data:`BIAS`."""
+BIAS = "_bias"
+"""End of the names of biases of experts, there and here."""
+DISPATCHER = "dispatcher"
+"""Attribute of :class:`RoutedExperts` that moves tokens to experts and back."""
+TENSOR_STYLE = "moe_tp_experts"
+"""Style of experts that are sharded over tensor parallel ranks, in plans of transformers."""
+_MATRICES = {"gate_up_proj": 3, "down_proj": 3}
+_BIASES = {f"{name}{BIAS}": 2 for name in _MATRICES}
+"""Biases that experts of transformers may have, and their dimensions."""
+REFUSED = "its routers' auxiliary loss needs {what}; set model.hf_config.output_router_logits=false to train without"
+"""Reason against a layout."""
+
+
 def mixtures(model: nn.Module, layers: str) -> Iterator[tuple[str, nn.Module]]:
     """Yield the path and module of each block around our experts; none where they are in one of ``layers`` itself."""
     for path, _ in routed_experts(model):
@@ -91,18 +108,6 @@ class _Given(nn.Module):
         """Return the numbers that depend on nothing but the scale."""
         shape = (*hidden.shape[:-1], self.hidden_size)
         return self.scale * torch.linspace(-1, 2, math.prod(shape)).view(shape)
-
-
-STACK = "stack"
-"""Attribute of :class:`RoutedExperts` with the matrices."""
-STACK_SIDES: Mapping[str, Literal["column", "row"]] = {"gate_proj": "column", "up_proj": "column", "down_proj": "row"}
-"""Sides on which tensor parallelism shards the matrices; their biases end in :data:`BIAS`."""
-BIAS = "_bias"
-"""End of the names of biases of experts, there and here."""
-DISPATCHER = "dispatcher"
-"""Attribute of :class:`RoutedExperts` that moves tokens to experts and back."""
-TENSOR_STYLE = "moe_tp_experts"
-"""Style of experts that are sharded over tensor parallel ranks, in plans of transformers."""
 
 
 class RoutedExperts(nn.Module):
@@ -167,11 +172,6 @@ def replace_experts(model: PreTrainedModel) -> None:
             raise UnsupportedArchitecture(model=name, reason=reason)
 
 
-_MATRICES = {"gate_up_proj": 3, "down_proj": 3}
-_BIASES = {f"{name}{BIAS}": 2 for name in _MATRICES}
-"""Biases that experts of transformers may have, and their dimensions."""
-
-
 def _problem(theirs: Any) -> str | None:
     """Return what our experts would lose; None if nothing."""
     shapes = {name: parameter.ndim for name, parameter in theirs.named_parameters()}
@@ -223,10 +223,6 @@ class _Gate(nn.Module):
         else:
             joined = torch.stack([_Adjacent.apply(part) for part in (gate, up)], -1).flatten(-2)  # type: ignore[no-untyped-call]
         return cast(torch.Tensor, theirs._apply_gate(joined))
-
-
-REFUSED = "its routers' auxiliary loss needs {what}; set model.hf_config.output_router_logits=false to train without"
-"""Reason against a layout."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,9 @@ from nxdt_core.models.moe.sinkhorn import SinkhornRouter
 from nxdt_core.protocols.plan import ExpertPlan, ParallelPlan, TensorStyle
 from nxdt_plugin_mixtral.config import MixtralConfig
 
+_MOE = f"{LAYER}.moe"
+_EXPERTS = f"{_MOE}.experts"
+
 
 class Mixtral(RotaryDecoder):
     """Jiang et al. 2024 (arXiv:2401.04088). The feed-forward block of a layer is ``moe``, or ``mlp`` in a layer without
@@ -54,10 +57,6 @@ def _layer(config: MixtralConfig, masks: DocumentMasks, number: int) -> RotaryDe
     experts = SwiGLUExperts(size, config.ffn_hidden_size, moe.num_experts, dropout=moe.dropout)
     mixture = MixtureOfExperts(router=router, experts=experts, chunks=moe.exchange_chunks)
     return RotaryDecoderLayer(config, masks, mixture, name="moe")
-
-
-_MOE = f"{LAYER}.moe"
-_EXPERTS = f"{_MOE}.experts"
 
 
 class MixtralBuilder(RotaryDecoderBuilder[MixtralConfig]):

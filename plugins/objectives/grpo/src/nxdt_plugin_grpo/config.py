@@ -9,6 +9,9 @@ from typing import Annotated, Any, Literal
 from nxdt_core.config.section import NamesModel, NonNegativeFloat, PositiveInt, Range, Section
 from nxdt_core.data.chat.templates import ChatKeys
 
+NUMBER = r"(?:(?<![\w)])-)?\$?(?<!\d)(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
+"""Regular expression of a number such as ``-1,450.50``, ``$.50`` or ``1e3``; the hyphen of ``10-12`` is not a minus."""
+
 
 class GrpoConfig(Section):
     """``objective: {name: grpo}``: answers that score better than others to the same prompt become likelier.
@@ -108,10 +111,6 @@ class PromptsConfig(ChatKeys):
     Files are JSONL, JSON with a list, CSV, TSV, Arrow or Parquet, or directories of one of these. Texts are used
     unchanged; a chat template renders messages and the beginning of the answer.
     """
-
-
-NUMBER = r"(?:(?<![\w)])-)?\$?(?<!\d)(?:(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?|\.\d+)(?:[eE][+-]?\d+)?"
-"""Regular expression of a number such as ``-1,450.50``, ``$.50`` or ``1e3``; the hyphen of ``10-12`` is not a minus."""
 
 
 class MatchConfig(Section):

@@ -43,6 +43,9 @@ _PADDING = -1
 """Document number of padding."""
 
 
+_log = logging.getLogger(__name__)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairArrays:
     """Pairs, or answers apart from each other, as arrays alone, which processes can share."""
@@ -267,9 +270,6 @@ class TruncatedPairs:
         start, end = (room - pair.header, pair.header) if self.mode == "keep_start" else (0, room)
         prompt = [*pair.prompt[:start], *pair.prompt[len(pair.prompt) - end :]]
         return replace(pair, prompt=prompt, answers=tuple(answer[:left] for answer in pair.answers), cut=True)
-
-
-_log = logging.getLogger(__name__)
 
 
 class PreferenceData(DatasetSplits):

@@ -28,6 +28,10 @@ _LOGGERS = ("torchao", "torch.utils._pytree")
 """They warn of extensions for other devices, and of torchao's own use of torch's pytrees."""
 
 
+_LEAST = 1e-30
+"""Least magnitude of a scaling factor: its products with the map are normal numbers of float32."""
+
+
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Let an import of torchao within the block log errors alone."""
@@ -43,10 +47,6 @@ def without_warnings() -> Iterator[None]:
 
 with without_warnings():
     from torchao.optim.quant_utils import create_dynamic_map
-
-
-_LEAST = 1e-30
-"""Least magnitude of a scaling factor: its products with the map are normal numbers of float32."""
 
 
 @dataclass(frozen=True, slots=True)

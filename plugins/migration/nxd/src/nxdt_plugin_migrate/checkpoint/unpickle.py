@@ -25,6 +25,27 @@ from nxdt_core.distributed.devices import HOST
 from nxdt_core.errors import NxdtError
 from nxdt_plugin_migrate.errors import NeuronxFileDamaged, NeuronxMisfit, PickleRefused
 
+_HYPERPARAMETERS = (
+    "argparse.Namespace",
+    "builtins.dict",
+    "builtins.float",
+    "builtins.int",
+    "builtins.list",
+    "builtins.str",
+    "omegaconf.base.ContainerMetadata",
+    "omegaconf.base.Metadata",
+    "omegaconf.dictconfig.DictConfig",
+    "omegaconf.listconfig.ListConfig",
+    "omegaconf.nodes.AnyNode",
+    "typing.Any",
+)
+_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16),
+    *(torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32),
+    *(torch.int64, torch.uint64, torch.float64),
+)
+"""Types of elements that a checkpoint can hold."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LazyTensor:
@@ -99,20 +120,6 @@ class TensorReference(Record):
 
 
 _REFERENCE = (TensorReference, "torch_xla.utils.serialization.TensorReference")
-_HYPERPARAMETERS = (
-    "argparse.Namespace",
-    "builtins.dict",
-    "builtins.float",
-    "builtins.int",
-    "builtins.list",
-    "builtins.str",
-    "omegaconf.base.ContainerMetadata",
-    "omegaconf.base.Metadata",
-    "omegaconf.dictconfig.DictConfig",
-    "omegaconf.listconfig.ListConfig",
-    "omegaconf.nodes.AnyNode",
-    "typing.Any",
-)
 _ALLOWED: list[Any] = [_REFERENCE, *((Record, name) for name in _HYPERPARAMETERS)]
 
 
@@ -201,14 +208,6 @@ class RankFile:
 
     def _damaged(self, reason: str) -> NxdtError:
         return NeuronxFileDamaged(path=str(self.path), reason=reason)
-
-
-_DTYPES = (
-    *(torch.bool, torch.uint8, torch.int8, torch.float8_e4m3fn, torch.float8_e5m2, torch.int16, torch.uint16),
-    *(torch.float16, torch.bfloat16, torch.int32, torch.uint32, torch.float32),
-    *(torch.int64, torch.uint64, torch.float64),
-)
-"""Types of elements that a checkpoint can hold."""
 
 
 def _tensor(path: Path) -> torch.Tensor:

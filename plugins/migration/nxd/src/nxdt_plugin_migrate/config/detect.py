@@ -30,12 +30,6 @@ _SHOWN_BY: Mapping[str, Sequence[str]] = {
 """Framework → keys, any one of which shows it where none of the frameworks above it is shown."""
 
 
-def framework_of(values: Mapping[str, Any]) -> tuple[str, str]:
-    """Return the framework among :data:`FRAMEWORKS` that a file is of, and the key that shows it; empty for others."""
-    written = {path for path, _ in entries(values)}
-    return next(((name, key) for name, keys in _SHOWN_BY.items() for key in keys if key in written), ("", ""))
-
-
 _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("torchtune", ("*_component_",)),
     ("NeMo 2 or another program that Hydra instantiates", ("*_target_",)),
@@ -55,8 +49,13 @@ _FOREIGN: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("Megatron-LM", ("tensor-model-parallel-size",)),
 )
 """Framework → keys that show it together; ``*`` is in front of a name that shows it anywhere."""
-
 _BY_HAND = "Take the nearest of 'nxdt recipes list' and carry the settings over by hand."
+
+
+def framework_of(values: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the framework among :data:`FRAMEWORKS` that a file is of, and the key that shows it; empty for others."""
+    written = {path for path, _ in entries(values)}
+    return next(((name, key) for name, keys in _SHOWN_BY.items() for key in keys if key in written), ("", ""))
 
 
 def refuse_others(values: Mapping[str, Any], framework: str, source: Path) -> None:

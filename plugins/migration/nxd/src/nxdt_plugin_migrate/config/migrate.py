@@ -29,6 +29,31 @@ _PATHS = (
 """Keys whose files must exist before a run starts."""
 
 
+_T5_TUNING = ("src_file_name", "max_src_seq_length", "task_name")
+_OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("RETRO", ("model.retro", "model.enc_num_layers", "model.enc_cross_attention", "data.knn_index")),
+    ("Hyena", ("model.hyena",)),
+    ("Mamba", ("model.hybrid_override_pattern", "model.ngroups_mamba")),
+    ("Griffin", ("model.logits_soft_cap and data.masked_lm_prob",)),
+    ("T5, BART or UL2", ("data.dataset_type", "tokenizer.num_sentinel_tokens", "model.encoder_arch")),
+    ("T5", (*(f"data.train_ds.{key}" for key in _T5_TUNING), "data.decoder_starts_with_pad")),
+    ("NeMo's older transformers (TransformerLM, BERT)", ("model.language_model", "model.encoder.library")),
+    ("an encoder with a decoder", ("model.encoder", "model.decoder", "data.seq_length_dec")),
+    ("BERT", ("model.bert_binary_head", "data.masked_lm_prob")),
+)
+"""Model → keys, any one of which shows it; ``and`` joins such as must be there together. The order matters: files of
+RETRO, Mamba and Griffin have keys of BERT, too."""
+_READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
+_SECTIONS = (
+    *("trainer", "exp_manager", "exp_manager.monitoring", "exp_manager.ema"),
+    *("exp_manager.early_stopping_callback_params", "distributed_strategy", "data", "data.tokenizer", "model"),
+    *("model.optim", "model.optim.sched", "precision", "checkpoint", "checkpoint.sign", "checkpoint.storage"),
+    *("objective", "adapter", "parallel_engine", "plugins"),
+    *("model.moe", "model.data", "model.tokenizer", "model.data.tokenizer"),
+)
+"""Sections that can be migrated only if they are a mapping or empty."""
+
+
 def drop_unsupported(document: Document, framework: str, kernel: Kernel, directory: Path) -> tuple[ConfigProblem, ...]:
     """Drop keys that cannot be kept, and return the remaining problems.
 
@@ -55,36 +80,6 @@ def drop_unsupported(document: Document, framework: str, kernel: Kernel, directo
             else:
                 verdict: Verdict = "unsupported" if document.asks(problem.key) else "off"
                 document.drop(problem.key, verdict, f"nxdt has no such key{near}")
-
-
-_T5_TUNING = ("src_file_name", "max_src_seq_length", "task_name")
-
-_OTHERS: tuple[tuple[str, tuple[str, ...]], ...] = (
-    ("RETRO", ("model.retro", "model.enc_num_layers", "model.enc_cross_attention", "data.knn_index")),
-    ("Hyena", ("model.hyena",)),
-    ("Mamba", ("model.hybrid_override_pattern", "model.ngroups_mamba")),
-    ("Griffin", ("model.logits_soft_cap and data.masked_lm_prob",)),
-    ("T5, BART or UL2", ("data.dataset_type", "tokenizer.num_sentinel_tokens", "model.encoder_arch")),
-    ("T5", (*(f"data.train_ds.{key}" for key in _T5_TUNING), "data.decoder_starts_with_pad")),
-    ("NeMo's older transformers (TransformerLM, BERT)", ("model.language_model", "model.encoder.library")),
-    ("an encoder with a decoder", ("model.encoder", "model.decoder", "data.seq_length_dec")),
-    ("BERT", ("model.bert_binary_head", "data.masked_lm_prob")),
-)
-"""Model → keys, any one of which shows it; ``and`` joins such as must be there together. The order matters: files of
-RETRO, Mamba and Griffin have keys of BERT, too."""
-
-
-_READERS: Mapping[str, Callable[[Document, Kernel], None]] = {"nxdt": from_nxdt, "nemo": from_nemo, "nnm": from_nnm}
-
-
-_SECTIONS = (
-    *("trainer", "exp_manager", "exp_manager.monitoring", "exp_manager.ema"),
-    *("exp_manager.early_stopping_callback_params", "distributed_strategy", "data", "data.tokenizer", "model"),
-    *("model.optim", "model.optim.sched", "precision", "checkpoint", "checkpoint.sign", "checkpoint.storage"),
-    *("objective", "adapter", "parallel_engine", "plugins"),
-    *("model.moe", "model.data", "model.tokenizer", "model.data.tokenizer"),
-)
-"""Sections that can be migrated only if they are a mapping or empty."""
 
 
 def migrate(

@@ -43,6 +43,12 @@ _NEUTRAL: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 """Keys of LoRA without a counterpart: why, and the values that ask for nothing else than what is done here."""
 
 
+_PRECISION = "precision.type"
+_OPTIMIZER = "model.optim.name"
+_SAVING = "exp_manager.checkpoint_callback_params"
+_ACTIVATION = "model.activation"
+
+
 def take_peft(document: Document) -> None:
     """Turn the chosen scheme of ``model.peft`` into the section ``adapter``, and leave out the others."""
     scheme = document.value(f"{_PEFT}.peft_scheme")
@@ -78,12 +84,6 @@ def take_peft(document: Document) -> None:
             path, "off", f"peft_scheme is {scheme or 'null'}" if path != _SAVED else "null: nothing is loaded"
         )
     document.drop(_PEFT, "off", "it is empty")
-
-
-_PRECISION = "precision.type"
-_OPTIMIZER = "model.optim.name"
-_SAVING = "exp_manager.checkpoint_callback_params"
-_ACTIVATION = "model.activation"
 
 
 def from_nemo(document: Document, kernel: Kernel) -> None:

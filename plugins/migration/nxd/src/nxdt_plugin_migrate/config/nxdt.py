@@ -51,6 +51,27 @@ _CHOSEN: Mapping[str, tuple[str, str, str]] = {
 """Section → kind of the component that may read its keys, the key that names it, and the default of that key."""
 
 
+_SWITCHES = ("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en")
+_LLAMA_SHAPED: Mapping[str, tuple[Any, ...]] = {
+    "normalization": ("rmsnorm",),
+    "activation": ("swiglu", "silu"),
+    "position_embedding_type": ("rope",),
+    "rotary_percentage": (1, None),
+    "position_abf_factor": (1, None),
+    "positition_interpolation_factor": (1, None),
+    "transformer_block_type": ("pre_ln", None),
+    "has_bias": (False,),
+    "hidden_dropout": (0,),
+    "attention_dropout": (0, None),
+    "ffn_dropout": (0, None),
+}
+"""Megatron key → values that are what every Llama, Mistral and Mixtral has; None stands for a key that is missing.
+
+A missing one of the others means something else: ``layernorm``, ``gelu``, learned positions, biases, dropout."""
+_VOCABULARY = "model.vocab_size"
+_GPT2 = ("GPT2BPETokenizer", "gpt2")
+
+
 def from_nxdt(document: Document, kernel: Kernel) -> None:
     """Turn a document of a file of NxD Training into one of this schema."""
     # Keys that only NxD Training's search through the whole file finds.
@@ -196,9 +217,6 @@ def _take_values(document: Document) -> None:
         document.change("model.moe.capacity_factor", 0.0, "NxD Training sets it to 0 where dropless is true")
 
 
-_SWITCHES = ("xla_use_bf16", "xla_downcast_bf16", "neuron_rt_stochastic_rounding_en")
-
-
 def _sections_of(document: Document, section: str) -> list[str]:
     return list(dict.fromkeys(path.split(".")[1] for path in document.below(section) if "." in path))
 
@@ -300,27 +318,6 @@ def _defaults(document: Document) -> None:
         document.put("data.truncation", "drop", "NxD Training leaves out what is longer than a sequence")
     if document.value("data.name") == "hf-data":
         document.put("data.shuffle", False, "NxD Training takes the samples of this data in their order")
-
-
-_LLAMA_SHAPED: Mapping[str, tuple[Any, ...]] = {
-    "normalization": ("rmsnorm",),
-    "activation": ("swiglu", "silu"),
-    "position_embedding_type": ("rope",),
-    "rotary_percentage": (1, None),
-    "position_abf_factor": (1, None),
-    "positition_interpolation_factor": (1, None),
-    "transformer_block_type": ("pre_ln", None),
-    "has_bias": (False,),
-    "hidden_dropout": (0,),
-    "attention_dropout": (0, None),
-    "ffn_dropout": (0, None),
-}
-"""Megatron key → values that are what every Llama, Mistral and Mixtral has; None stands for a key that is missing.
-
-A missing one of the others means something else: ``layernorm``, ``gelu``, learned positions, biases, dropout."""
-
-_VOCABULARY = "model.vocab_size"
-_GPT2 = ("GPT2BPETokenizer", "gpt2")
 
 
 def name_model(document: Document) -> None:

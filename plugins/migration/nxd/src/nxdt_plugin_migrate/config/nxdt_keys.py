@@ -4,22 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-
-def keys_in(text: str) -> Iterator[str]:
-    """Yield the key paths of a text such as ``seed trainer: devices max_steps model.optim: lr``."""
-    section = ""
-    for word in text.split():
-        if word.endswith(":"):
-            section = f"{word[:-1]}."
-        else:
-            yield section + word
-
-
-def by_key(keys_of: Mapping[str, str]) -> dict[str, str]:
-    """Return key path → reason, of a table of reasons and the texts of their keys."""
-    return {key: reason for reason, keys in keys_of.items() for key in keys_in(keys)}
-
-
 _MEGATRON = """
     ffn_hidden_size num_attention_heads num_kv_heads kv_channels init_method_std use_scaled_init_method hidden_dropout
     attention_dropout ffn_dropout apply_query_key_layer_scaling normalization layernorm_epsilon persist_layer_norm
@@ -79,30 +63,11 @@ model_alignment_strategy.dpo: kl_beta loss_type max_prompt_length precompute_ref
 model_alignment_strategy.orpo: beta max_prompt_length truncation_mode
 model_alignment_strategy.peft: {_LORA}
 """
-
-IGNORED = by_key(
-    {
-        "NxD Training names it and never reads it": """
-            exp_manager: save_bf16 create_early_stopping_callback early_stopping_callback_params
-            create_preemption_callback create_straggler_detection_callback straggler_detection_params
-            create_fault_tolerance_callback fault_tolerance max_time max_time_per_run seconds_to_sleep
-            precision: fp32_grads_cc
-        """,
-        "NxD Training switches this logger off in every case": """
-            exp_manager: create_dllogger_logger dllogger_logger_kwargs create_clearml_logger clearml_logger_kwargs
-            create_neptune_logger neptune_logger_kwargs
-        """,
-        "only the branch for fine_tuning reads it, and that cannot run": "data: train_ds validation_ds test_ds",
-    }
-)
-"""Key or section → why nothing there reads it."""
-
 UNREAD_VALUE: Mapping[str, str] = {
     "model_alignment_strategy.dpo.loss_type": "NxD Training reads no value here: its loss is always sigmoid",
     "model_alignment_strategy.dpo.precompute_ref_log_probs": "NxD Training reads no value here: it always precomputes",
 }
 """Keys that are written on although their value is never read there."""
-
 DATA_READERS: Mapping[str, frozenset[str]] = {
     name: frozenset(keys.split())
     for name, keys in {
@@ -120,13 +85,11 @@ DATA_READERS: Mapping[str, frozenset[str]] = {
 }
 """By our dataloader: the keys of ``data`` that its counterpart there reads, in addition to batch sizes and the
 tokenizer."""
-
 UNREAD: Mapping[str, frozenset[str]] = {
     "hf": frozenset(_MEGATRON.split()),
     "megatron": frozenset(("model_config", "rope_theta", "qkv_linear", "fuse_qkv", "transpose_nki_inputs")),
 }
 """Keys of ``model`` that the code of each ``model_source`` does not read."""
-
 DEFAULTS: Mapping[str, Mapping[str, float | bool]] = {
     "gpt": {"model.hidden_dropout": 0.1},
     "llama": {"model.share_embeddings_and_output_weights": True},
@@ -134,13 +97,45 @@ DEFAULTS: Mapping[str, Mapping[str, float | bool]] = {
     "mixtral": {"model.rope_theta": 10_000.0, "model.share_embeddings_and_output_weights": True},
 }
 """By our model: what a key that a ``megatron`` file lacks means there, where it means something else here."""
-
 SEARCHED: Mapping[str, str] = {
     "context_parallel_size": "distributed_strategy.context_parallel_size",
     "ring_attention": "model.fusions.ring_attention",
     **{name: f"model_alignment_strategy.peft.{name}" for name in _LORA.split()},
 }
 """Names that its ``get_attribute_from_cfg`` looks for in the whole file → where they belong."""
+
+
+def keys_in(text: str) -> Iterator[str]:
+    """Yield the key paths of a text such as ``seed trainer: devices max_steps model.optim: lr``."""
+    section = ""
+    for word in text.split():
+        if word.endswith(":"):
+            section = f"{word[:-1]}."
+        else:
+            yield section + word
+
+
+def by_key(keys_of: Mapping[str, str]) -> dict[str, str]:
+    """Return key path → reason, of a table of reasons and the texts of their keys."""
+    return {key: reason for reason, keys in keys_of.items() for key in keys_in(keys)}
+
+
+IGNORED = by_key(
+    {
+        "NxD Training names it and never reads it": """
+            exp_manager: save_bf16 create_early_stopping_callback early_stopping_callback_params
+            create_preemption_callback create_straggler_detection_callback straggler_detection_params
+            create_fault_tolerance_callback fault_tolerance max_time max_time_per_run seconds_to_sleep
+            precision: fp32_grads_cc
+        """,
+        "NxD Training switches this logger off in every case": """
+            exp_manager: create_dllogger_logger dllogger_logger_kwargs create_clearml_logger clearml_logger_kwargs
+            create_neptune_logger neptune_logger_kwargs
+        """,
+        "only the branch for fine_tuning reads it, and that cannot run": "data: train_ds validation_ds test_ds",
+    }
+)
+"""Key or section → why nothing there reads it."""
 
 
 def nxdt_keys() -> Iterator[str]:

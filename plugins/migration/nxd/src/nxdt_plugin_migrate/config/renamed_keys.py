@@ -345,6 +345,14 @@ LOST: Mapping[str, tuple[str, tuple[Any, ...]]] = {
 """Key or section → the reason why what it asks for is lost, and the values that ask for nothing."""
 
 
+_WHOLE_SECTIONS: Mapping[str, str] = {
+    "model_alignment_strategy": "its parts are the sections data, objective and adapter",
+    _SAVING: "the section checkpoint has all of saving and resuming",
+    "model.fusions": "distributed_strategy.context_parallel_method has ring attention, and parallel_engine the rest",
+}
+"""Sections of NxD Training → what says it here."""
+
+
 def has_key(framework: str, key: str) -> bool:
     """Return whether ``nxdt``, ``nemo`` or ``nnm`` has a key; nxdt may have it, too."""
     gone, names = {*IGNORED}, {*nxdt_keys()}
@@ -364,14 +372,6 @@ def current_name(key: str, known: Collection[str]) -> str | None:
         if key in known:
             return key
     return None
-
-
-_WHOLE_SECTIONS: Mapping[str, str] = {
-    "model_alignment_strategy": "its parts are the sections data, objective and adapter",
-    _SAVING: "the section checkpoint has all of saving and resuming",
-    "model.fusions": "distributed_strategy.context_parallel_method has ring attention, and parallel_engine the rest",
-}
-"""Sections of NxD Training → what says it here."""
 
 
 def why_unneeded(key: str) -> tuple[str, str] | None:
