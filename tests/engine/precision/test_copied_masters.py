@@ -115,9 +115,7 @@ def gradients_of_a_step(recipe: str, world: int, casts_once: bool, *overrides: s
 
 def gradients_of_both(recipe: str, world: int, *overrides: str) -> list[tuple[int, dict[str, Any]]]:
     """``gradients_of_a_step`` of weights that are cast once per step, and of those that each product casts."""
-    once = gradients_of_a_step(recipe, world, True, *overrides)
-    torch._dynamo.reset()
-    return [once, gradients_of_a_step(recipe, world, False, *overrides)]
+    return [gradients_of_a_step(recipe, world, casts_once, *overrides) for casts_once in (True, False)]
 
 
 TP = ("distributed_strategy.tensor_model_parallel_size=2", "distributed_strategy.sequence_parallel=true")
