@@ -60,17 +60,16 @@ def calls():
             text = path.read_text()
             if "errors" not in text:
                 continue
-            tree = ast.parse(text)
+            nodes = [*ast.walk(ast.parse(text))]
             origin = {
                 alias.asname or alias.name: (node.module, alias.name)
-                for node in ast.walk(tree)
+                for node in nodes
                 if isinstance(node, ast.ImportFrom)
                 for alias in node.names
             }
-            for node in ast.walk(tree):
-                row = (
-                    origin.get(node.func.id) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
-                )
+            named = (node for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+            for node in named:
+                row = origin.get(node.func.id)
                 if row in rows():
                     yield f"{path.relative_to(ROOT)}:{node.lineno}", row, node
 

@@ -7,6 +7,7 @@ opened there is opened by the helper; a call that is in none of the groups below
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -27,6 +28,9 @@ OF_MODULES = {
     *("shutil.copy", "from_file"),
 }
 FUNCTIONS = {"open", "safe_open", "save_file", "load_file", "mkdtemp", "mkstemp", "copyfile", "copy2", "open_memmap"}
+LAST_PARTS = {name.rpartition(".")[2] for name in OF_MODULES}
+CALLED = re.compile(rf"\b(?:{'|'.join(METHODS | LAST_PARTS | FUNCTIONS)})\s*\(")
+"""What the text of a file has that is to be parsed."""
 
 CORE, MEGATRON = "nxdt_core", "plugins/datasets/megatron_data/src/nxdt_plugin_megatron_data"
 MIGRATE = "plugins/migration/nxd/src/nxdt_plugin_migrate/config"
@@ -116,8 +120,8 @@ ALLOWED = {
 
 def calls(path: Path) -> Iterator[str]:
     """Yield each call in a module that opens a file by its name, and is not the helper's."""
-    place = path.relative_to(ROOT).as_posix()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    place, text = path.relative_to(ROOT).as_posix(), path.read_text(encoding="utf-8")
+    for node in ast.walk(ast.parse(text if CALLED.search(text) else "")):
         if isinstance(node, ast.Call) and opens(node) and not is_guarded(node):
             yield f"{place}: {ast.unparse(node)}"
 
@@ -126,7 +130,9 @@ def opens(node: ast.Call) -> bool:
     called = node.func
     if isinstance(called, ast.Name):
         return called.id in FUNCTIONS
-    return isinstance(called, ast.Attribute) and (called.attr in METHODS or ast.unparse(called) in OF_MODULES)
+    if not isinstance(called, ast.Attribute):
+        return False
+    return called.attr in METHODS or (called.attr in LAST_PARTS and ast.unparse(called) in OF_MODULES)
 
 
 def is_guarded(node: ast.Call) -> bool:
