@@ -67,7 +67,7 @@ def _generate(bench: Bench, run: Callable[..., Path], sequence: int) -> None:
     bench.wait()
     bench.row("load", seconds=time.perf_counter() - begun)
     compiled = load_model(config.checkpoint_uri, config=str(run(compiled=True)))
-    wanted = 4 if bench.small else 128
+    wanted = 2 if bench.small else 128
     profile = PROFILES[bench.device.type]
     for rows, prompt in ((1, 16), (1, sequence // 4), (8, 16), (64, 16)):
         prompts = [[65 + number % 26 for number in range(prompt)]] * rows

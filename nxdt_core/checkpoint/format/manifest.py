@@ -145,7 +145,8 @@ def encode_manifest(manifest: Manifest) -> bytes:
         "files": {name: asdict(entry) for name, entry in manifest.files.items()},
         "tensors": {section: encode_index(index) for section, index in manifest.tensors.items()},
     }
-    return _dump({**table, "digest": digest(_dump(table))})
+    content = _dump(table)
+    return _with_digest(content, digest(content))
 
 
 def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
@@ -158,7 +159,8 @@ def decode_manifest(data: bytes, *, step: int, where: str) -> Manifest:
     try:
         table = json.loads(data)
         stored = table.pop("digest")
-        unchanged = digest(_dump(table)) == stored and _dump({**table, "digest": stored}) == data
+        content = _dump(table)
+        unchanged = digest(content) == stored and _with_digest(content, stored) == data
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointDamaged(where=where, reason="it is not a manifest") from error
     if not unchanged:
@@ -268,6 +270,11 @@ def _plain(name: str) -> str:
     if not _NAME.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a file in it")
     return name
+
+
+def _with_digest(content: bytes, stored: str) -> bytes:
+    """Return the JSON object ``content`` with its digest as the last key."""
+    return b"%s,%s" % (content[:-1], _dump({"digest": stored})[1:])
 
 
 def _dump(table: Mapping[str, Any]) -> bytes:
