@@ -329,20 +329,27 @@ def groups_on_device(device: torch.device, dtype: torch.dtype) -> bool:
 
 @contextmanager
 def meta_device() -> Iterator[None]:
-    """Make tensors on the meta device within the block. ``normal_`` does nothing there.
+    """Make tensors on the meta device within the block. What fills them with random numbers does nothing there.
 
-    Torch has it for that device as a Python function, which imports ``torch._dynamo``: one CPU-second.
+    Torch has these functions for that device as Python functions, which take more time than the rest of a layer's
+    construction. That of ``normal_`` imports ``torch._dynamo``: one CPU-second.
     """
-    with torch.device("meta"), _WithoutNormal():
+    with torch.device("meta"), _WithoutRandomFills():
         yield
 
 
-class _WithoutNormal(TorchFunctionMode):
+_RANDOM_FILLS = (
+    *(torch.Tensor.normal_, torch.nn.init.normal_, torch.Tensor.uniform_),
+    *(torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
+)
+
+
+class _WithoutRandomFills(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
-        if func in (torch.Tensor.normal_, torch.nn.init.normal_):
+        if func in _RANDOM_FILLS:
             tensor = args[0] if args else named["tensor"]
             if tensor.is_meta:  # a block may draw on the host, too
                 return tensor

@@ -13,6 +13,8 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.distributed.devices import meta_device
+
 Product = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """Product of inputs [..., in] and a weight [out, in]: [..., out]."""
 
@@ -74,7 +76,7 @@ class ProductLinear(nn.Linear):
     """A linear layer with the parameters of another one and a slot for the product of inputs and weight."""
 
     def __init__(self, linear: nn.Linear, product: Product = functional.linear) -> None:
-        with torch.device("meta"):
+        with meta_device():
             super().__init__(linear.in_features, linear.out_features, bias=linear.bias is not None)
         self.weight = linear.weight
         if linear.bias is not None:
@@ -99,7 +101,7 @@ class UpdatedEmbedding(nn.Embedding):
     """An embedding with the table of another one and an update."""
 
     def __init__(self, embedding: nn.Embedding, update: Update) -> None:
-        with torch.device("meta"):
+        with meta_device():
             super().__init__(
                 embedding.num_embeddings,
                 embedding.embedding_dim,

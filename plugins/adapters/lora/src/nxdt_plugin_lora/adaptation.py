@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.models.moe.experts import RowGroups, SwiGLUExperts, grouped_linear
 from nxdt_core.models.patterns import matches_any
 from nxdt_core.models.random.dropout import Dropout
@@ -318,14 +319,14 @@ def adaptable(module: nn.Module) -> dict[str, nn.Module]:
 
 def adaptable_names(builder: ModelBuilder) -> set[str]:
     """Return the names of the matrices of the builder's model that can get an update."""
-    with torch.device("meta"):
+    with meta_device():
         modules = adaptable(builder.build())
     return {path if isinstance(part, SwiGLUExperts) else f"{path}.weight" for path, part in modules.items()}
 
 
 def tables_of(builder: ModelBuilder) -> list[str]:
     """Return the names of the weights of the builder's model that are looked up row by row."""
-    with torch.device("meta"):
+    with meta_device():
         module = builder.build()
     return [f"{path}.weight" for path, part in module.named_modules() if isinstance(part, nn.Embedding)]
 

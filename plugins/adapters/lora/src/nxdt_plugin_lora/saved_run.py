@@ -20,6 +20,7 @@ from nxdt_core.checkpoint.collective import on_first_rank, rank_of
 from nxdt_core.checkpoint.format.hf_source import HFSource
 from nxdt_core.checkpoint.write.save import Planner, SavePlan
 from nxdt_core.config import ResolvedConfig
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.errors.models import HFNotWritable
 from nxdt_core.errors.training import CannotWriteRunDirectory
 from nxdt_core.protocols.ranks import RankAgreement
@@ -106,7 +107,7 @@ def open_saved(
     if chosen is None or not isinstance(chosen.config, LoraConfig) or not chosen.config.enable_lora:
         raise NoAdapterHere(where=uri)
     builder = build.model_builder(run)
-    with torch.device("meta"):
+    with meta_device():
         model = builder.build()
         adapt(model, builder.plan(), chosen.config)
     return SavedLora(

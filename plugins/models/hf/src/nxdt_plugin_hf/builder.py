@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from nxdt_core.distributed.devices import HOST
+from nxdt_core.distributed.devices import HOST, meta_device
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.models import BadModelConfig
 from nxdt_core.models.huggingface import SCORE
@@ -122,7 +122,7 @@ class HFBuilder(ModelBuilder):
         Raises:
             DirectoryFormUnknown: the directory has some in another form.
         """
-        with torch.device("meta"):
+        with meta_device():
             model = self.architecture.plain()
         entries: dict[str, KeyMap] = {}
         for name in self.facts.parameters:
@@ -192,7 +192,7 @@ def measure_sharding(builder: HFBuilder, tp: int, engine: type[ParallelEngine]) 
         LayoutRefused: the plan that the model brings names what cannot be sharded.
         HeadsDoNotDivide, ShardDoesNotDivide, TensorPlanUnusable: of the engine.
     """
-    with torch.device("meta"):
+    with meta_device():
         sizes = {name: parameter.numel() for name, parameter in builder.build().named_parameters()}
     local = engine.local_elements(builder, MeshSizes(tp=tp))
     return {name: (size, local[name]) for name, size in sizes.items()}
@@ -200,7 +200,7 @@ def measure_sharding(builder: HFBuilder, tp: int, engine: type[ParallelEngine]) 
 
 def unmatched_patterns(architecture: Architecture) -> tuple[str, ...]:
     """Return the patterns of transformers' tensor parallel plan that name nothing in the model."""
-    with torch.device("meta"):
+    with meta_device():
         model = architecture.plain()
     paths = [path for path, _ in (*model.named_modules(), *model.named_parameters())]
     return tuple(pattern for pattern in model.tp_plan if not any(matches(pattern, path) for path in paths))

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from nxdt_core.distributed.devices import HOST
+from nxdt_core.distributed.devices import HOST, meta_device
 from nxdt_core.models.moe.experts import SwiGLUExperts
 from nxdt_core.models.patterns import matches
 from nxdt_core.protocols.plan import AttentionHeads, ExpertPlan, InitRule, ParallelPlan, PipelinePlan, TensorStyle
@@ -297,7 +297,7 @@ class ModelFacts:
             UnsupportedArchitecture, NotACausalLM: it does what cannot be trained here.
         """
         calls, experts_per_token = trace_model(architecture)
-        with torch.device("meta"):
+        with meta_device():
             model = build_model(architecture, calls)
         attention = pattern_of(next(iter(calls)))
         layers, core = attention.partition(".*.")[0], f"{attention}.{CORE}"

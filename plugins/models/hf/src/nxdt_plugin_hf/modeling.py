@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.module_tracker import ModuleTracker
 
+from nxdt_core.distributed.devices import meta_device
 from nxdt_core.models.attention.documents import DocumentMasks
 from nxdt_core.models.attention.grouped_query import AttentionSemantics, attention_core
 from nxdt_core.models.attention.sinks import SinkAttention
@@ -46,7 +47,7 @@ def trace_model(architecture: Architecture) -> tuple[dict[str, AttentionCall], d
     name = architecture.name
     refused = functools.partial(UnsupportedArchitecture, model=name)
     try:
-        with torch.device("meta"):
+        with meta_device():
             model = architecture.new().train()
     except Exception as error:  # a model's own code may raise anything
         if isinstance(error, KeyError) and error.args == (IMPLEMENTATION,):
