@@ -56,6 +56,12 @@ EXPANDABLE = "expandable_segments:True"
 _T, _G = 1e12, 1e9
 
 
+_RANDOM_FILLS = (
+    *(torch.Tensor.normal_, torch.nn.init.normal_, torch.Tensor.uniform_),
+    *(torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
+)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Links:
     """Bandwidths between the processes of a product: bytes per second of one process, in one direction."""
@@ -336,12 +342,6 @@ def meta_device() -> Iterator[None]:
     """
     with torch.device("meta"), _WithoutRandomFills():
         yield
-
-
-_RANDOM_FILLS = (
-    *(torch.Tensor.normal_, torch.nn.init.normal_, torch.Tensor.uniform_),
-    *(torch.nn.init.uniform_, torch.nn.init.kaiming_uniform_),
-)
 
 
 class _WithoutRandomFills(TorchFunctionMode):
