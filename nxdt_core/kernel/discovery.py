@@ -25,7 +25,13 @@ from types import ModuleType
 from nxdt_core._version import __version__
 from nxdt_core.api import ENTRY_POINT_GROUP
 from nxdt_core.errors.plugins import LocalPluginMissing, PluginCodeExited
-from nxdt_core.kernel.metadata import MalformedMetadata, admits, plugin_entries, read_core_metadata
+from nxdt_core.kernel.metadata import (
+    MalformedMetadata,
+    admits,
+    plugin_entries,
+    read_core_metadata,
+    version_of,
+)
 from nxdt_core.kernel.plugin import LOCAL, PluginDefect, PluginInfo, PluginPolicy, describe_failure, normalise
 
 _MAJOR, _MINOR = __version__.split(".")[:2]
@@ -33,6 +39,10 @@ _UNBOUNDED = (
     "it requires no range of nxdt-core, so that a later nxdt-core may break it; "
     f"write 'nxdt-core>={_MAJOR}.{_MINOR},<{_MAJOR}.{int(_MINOR) + 1}'"
 )
+
+_without_plugins: dict[tuple[str, tuple[int, ...]], set[str]] = {}
+"""Metadata directories without plugins in a directory of the path, by its version: installing changes it. A process
+starts many kernels, and most distributions have no plugin."""
 
 HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
 """Libraries that an entry module must leave alone; strict mode holds plugins to it."""
@@ -62,9 +72,16 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
     plugins: list[PluginInfo] = []
     winners: dict[str, str] = {}
     for location, dists in by_location.items():
+        try:
+            version = version_of(os.stat(location))
+        except (OSError, ValueError):  # a finder names what it likes
+            version = None
+        without = _without_plugins.setdefault((location, version), set()) if version else set()
         for directory in sorted(dists, reverse=True):
             stem = normalise(directory.removesuffix(".dist-info").removesuffix(".egg-info").partition("-")[0])
-            offered = _plugins_of(dists[directory], stem, location)
+            offered = [] if directory in without else _plugins_of(dists[directory], stem, location)
+            if not offered:
+                without.add(directory)
             key = normalise(offered[0].dist) if offered else stem
             here = f"{location}/{directory}"
             winner = winners.setdefault(key, here) if key else here

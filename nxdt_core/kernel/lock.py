@@ -12,7 +12,6 @@ import hashlib
 import importlib.util
 import json
 import os
-import time
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from importlib.metadata import Distribution, distributions
@@ -21,14 +20,12 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from nxdt_core.errors.plugins import PluginLockMismatch, PluginLockUnreadable, PluginLockUnwritable
+from nxdt_core.kernel.metadata import version_of
 from nxdt_core.kernel.plugin import LOCAL, PluginInfo
 from nxdt_core.system.regular_files import read_text, replace_text
 
 _INSTALLER_FILES = frozenset({"INSTALLER", "RECORD", "REQUESTED", "direct_url.json"})
 """Files in ``*.dist-info`` that the installer writes and that differ for equal wheels."""
-
-_SETTLED_NS = 2_000_000_000
-"""A file that changed within this time may change again with the same timestamp, because file systems round it."""
 
 _FORMAT: Final = 1
 
@@ -87,16 +84,14 @@ def digest_lines(lines: Iterable[str]) -> str:
 
 
 def _digest_file(path: str) -> str:
-    """Return the digest of a file's content, which is read again only if it has changed: ranks compare plugins at the
-    start of each run."""
-    facts = os.stat(path)
-    if time.time_ns() - max(facts.st_mtime_ns, facts.st_ctime_ns) < _SETTLED_NS:
-        return _read_digest.__wrapped__(path)
-    return _read_digest(path, facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)
+    """Digest of a file's content, which is read again only if it has changed."""
+    version = version_of(os.stat(path))
+    return _read_digest(path, version) if version is not None else _read_digest.__wrapped__(path, version)
 
 
 @lru_cache(maxsize=65536)
-def _read_digest(path: str, *version: int) -> str:
+def _read_digest(path: str, version: tuple[int, ...] | None) -> str:
+    """Return the digest of a file in one of its versions."""
     with open(path, "rb", buffering=0) as file:
         return hashlib.sha256(file.read()).hexdigest()[:32]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from email.parser import HeaderParser
 from functools import lru_cache
 from importlib.metadata import Distribution
@@ -17,10 +19,19 @@ _PLAIN = re.compile(rf"[\w.-]+\s*(?:\[[\w\s,.-]*\]\s*)?(?:{_BOUND.pattern}(?:\s*
 _OF_EXTRA = re.compile(r"\s*extra\s*==\s*(['\"])[\w.-]+\1\s*")
 _ON_CORE = re.compile(r"\s*nxdt[-_.]+core(?![\w.-])", re.IGNORECASE)
 """A ``Requires-Dist`` line on nxdt-core, in any spelling of its name."""
+_SETTLED_NS = 2_000_000_000
+"""A file that changed within this time may change again with the same timestamp, because file systems round it."""
 
 
 class MalformedMetadata(Exception):
     """A metadata file cannot be read; the text is the reason."""
+
+
+def version_of(status: os.stat_result) -> tuple[int, ...] | None:
+    """Return values that differ between two versions of a file; None if the file is too new to distinguish them."""
+    if time.time_ns() - max(status.st_mtime_ns, status.st_ctime_ns) < _SETTLED_NS:
+        return None
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
 
 
 def plugin_entries(text: str) -> list[tuple[str, str]]:

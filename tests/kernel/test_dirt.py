@@ -336,7 +336,11 @@ def test_a_lazy_module_attribute_is_not_touched(site, plugin_named):
     assert plugin_named(site.start(), "lazy").state == "ok"
 
 
-def test_a_kernel_that_is_started_again_sees_what_has_changed(site, plugin_named):
+@pytest.mark.parametrize("settled", [False, True])
+def test_a_kernel_that_is_started_again_sees_what_has_changed(site, plugin_named, monkeypatch, settled):
+    """Metadata is read again where it has changed or is too new to tell."""
+    if settled:
+        monkeypatch.setattr("nxdt_core.kernel.metadata._SETTLED_NS", -(10**12))
     site.add_optimizer("nxdt-plugin-good", "wolf", version="1.0")
     (folder,) = site.path.glob("nxdt_plugin_good-*.dist-info")
     entries, metadata = folder / "entry_points.txt", folder / "METADATA"

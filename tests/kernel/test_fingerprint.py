@@ -160,7 +160,7 @@ def test_policy_entries_that_name_nothing_are_told(site):
 
 def test_a_file_is_read_again_once_it_has_changed(site, monkeypatch):
     """Also where its size is the same, and where files were left alone for long."""
-    monkeypatch.setattr("nxdt_core.kernel.lock._SETTLED_NS", -(10**12))
+    monkeypatch.setattr("nxdt_core.kernel.metadata._SETTLED_NS", -(10**12))
     site.add_optimizer("nxdt-plugin-wolf", "wolf")
     (site.path / "nxdt_plugin_wolf-1.0.dist-info" / "direct_url.json").write_text(EDITABLE)
     before = digest(site, "wolf")
