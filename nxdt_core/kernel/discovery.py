@@ -14,7 +14,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, reduce
 from importlib.metadata import Distribution, PathDistribution, distributions
@@ -43,6 +43,9 @@ _UNBOUNDED = (
 _without_plugins: dict[tuple[str, tuple[int, ...]], set[str]] = {}
 """Metadata directories without plugins in a directory of the path, by its version: installing changes it. A process
 starts many kernels, and most distributions have no plugin."""
+
+_known_plugins: dict[tuple[object, ...], list[PluginInfo]] = {}
+"""Plugins of a metadata directory, by its path and the versions of its two files."""
 
 HEAVY = ("torch", "numpy", "transformers", "pytorch_lightning", "lightning", "jax", "tensorflow", "datasets", "pandas")
 """Libraries that an entry module must leave alone; strict mode holds plugins to it."""
@@ -96,25 +99,36 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
 
 def _plugins_of(dist: Distribution, stem: str, location: str) -> list[PluginInfo]:
     """Return the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
-    name = stem
+    key: tuple[object, ...] = ()  # files are read again only if they have changed
+    if type(dist) is PathDistribution:
+        with suppress(OSError, ValueError):
+            folder = str(dist._path)
+            files = f"{folder}/entry_points.txt", f"{folder}/METADATA"
+            key = location, folder, *(version_of(os.stat(file)) for file in files)
+    if key in _known_plugins:
+        return _known_plugins[key]
+    name, reason = stem, ""
+    plugins: list[PluginInfo] = []
     try:
         text = dist.read_text("entry_points.txt")
         entries = plugin_entries(text) if text and ENTRY_POINT_GROUP in text else []
-        if not entries:
-            return []
-        name = entries[0][0]
-        project, version, requires = read_core_metadata(dist)
-        return [
-            PluginInfo(name=name, dist=project, version=version, module=module, location=location, requires=requires)
-            for name, module in entries
-        ]
+        if entries:
+            name = entries[0][0]
+            project, version, requires = read_core_metadata(dist)
+            info = PluginInfo(name="", dist=project, version=version, module="", location=location, requires=requires)
+            plugins = [replace(info, name=name, module=module) for name, module in entries]
     except MalformedMetadata as error:
         reason = str(error)
     except Exception as error:  # not UTF-8, a failing disk, or any error of a third-party finder
-        if not stem.startswith("nxdt-plugin"):
-            return []
-        reason = f"entry_points.txt cannot be read: {error}"
-    return [PluginInfo(name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason)]
+        reason = f"entry_points.txt cannot be read: {error}" if stem.startswith("nxdt-plugin") else ""
+    if reason:
+        info = PluginInfo(
+            name=name, dist=stem, version="", module="", location=location, state="corrupt", reason=reason
+        )
+        plugins = [info]
+    if key and None not in key:
+        _known_plugins[key] = plugins
+    return plugins
 
 
 def _judge(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
