@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, reduce
-from importlib.metadata import Distribution, PathDistribution, distributions
+from importlib.metadata import Distribution, distributions
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -69,7 +69,7 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
         # library's own de-duplication reads the same attribute, which other finders may lack.
         metadata_path = str(getattr(dist, "_path", None) or "").rstrip("/\\").replace("\\", "/")
         above, _, directory = metadata_path.rpartition("/")
-        if not above or type(dist) is not PathDistribution:
+        if not above or not _is_directory(dist):
             above = str(dist.locate_file(""))
         by_location.setdefault(real(above), {}).setdefault(directory or f"?{number}", dist)
     plugins: list[PluginInfo] = []
@@ -100,9 +100,9 @@ def find_plugins(policy: PluginPolicy, path: Sequence[str] | None = None) -> lis
 def _plugins_of(dist: Distribution, stem: str, location: str) -> list[PluginInfo]:
     """Return the plugins of one distribution, ``ok`` or ``corrupt``; none if it has no entry points of nxdt."""
     key: tuple[object, ...] = ()  # files are read again only if they have changed
-    if type(dist) is PathDistribution:
+    if _is_directory(dist):
         with suppress(OSError, ValueError):
-            folder = str(dist._path)
+            folder = str(dist._path)  # type: ignore[attr-defined]
             files = f"{folder}/entry_points.txt", f"{folder}/METADATA"
             key = location, folder, *(version_of(os.stat(file)) for file in files)
     if key in _known_plugins:
@@ -129,6 +129,13 @@ def _plugins_of(dist: Distribution, stem: str, location: str) -> list[PluginInfo
     if key and None not in key:
         _known_plugins[key] = plugins
     return plugins
+
+
+def _is_directory(dist: Distribution) -> bool:
+    """Return whether the finder of the standard library, or of the package that brings later versions of it and takes
+    its place when a library imports it, has found a directory of metadata files."""
+    kind = type(dist)
+    return kind.__name__ == "PathDistribution" and kind.__module__ in ("importlib.metadata", "importlib_metadata")
 
 
 def _judge(plugin: PluginInfo, policy: PluginPolicy) -> PluginInfo:
