@@ -10,7 +10,7 @@ import pytest
 from nxdt_testing.errors import raises
 
 from nxdt_core.errors.plugins import PluginsUnusable
-from nxdt_core.kernel import Kernel
+from nxdt_core.kernel import Kernel, PluginPolicy, discovery
 
 BROKEN_SOURCES = {
     "raises": ("1 / 0", "raised ZeroDivisionError: division by zero"),
@@ -351,6 +351,14 @@ def test_a_kernel_that_is_started_again_sees_what_has_changed(site, plugin_named
     assert plugin_named(site.start(), "fine").state == "ok"
     entries.unlink()
     assert [plugin.name for plugin in site.start().plugins] == ["builtin"]
+
+
+def test_metadata_is_read_once_also_by_the_finder_of_the_backport(monkeypatch):
+    pytest.importorskip("importlib_metadata", reason="its import replaces the finder of the standard library")
+    found = discovery.find_plugins(PluginPolicy())
+    monkeypatch.delattr(discovery, "read_core_metadata")
+    assert discovery.find_plugins(PluginPolicy()) == found
+    assert {plugin.state for plugin in found} == {"ok"}
 
 
 def replace(path: Path, old: str, new: str) -> None:
