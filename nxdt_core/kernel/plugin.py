@@ -110,11 +110,6 @@ def plugin_notes(plugins: Iterable[PluginInfo]) -> list[str]:
     return [f"plugin {plugin.label}: {plugin.note}" for plugin in plugins if plugin.note]
 
 
-def plugin_hints(plugins: Iterable[PluginInfo]) -> list[str]:
-    """Return a line for each thing that the authors of a plugin should change."""
-    return [f"plugin {plugin.label}: {hint}" for plugin in plugins for hint in plugin.hints]
-
-
 def diagnose(plugin: PluginInfo) -> str:
     """Return the state and reason: ``'tape' (nxdt-plugin-tape 1.0) is broken: module 'tape' does not exist``."""
     return f"{plugin.label} is {plugin.state}" + (f": {plugin.reason}" if plugin.reason else "")
