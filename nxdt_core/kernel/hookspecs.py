@@ -39,10 +39,6 @@ __all__ = ["HOOKS", "ConfigDefaultsContext", "ValidateConfigContext"]
 
 hookspec = pluggy.HookspecMarker(PROJECT)
 """The decorator of hook specifications."""
-HOOKS: Final[Mapping[str, Callable[..., Any]]] = {
-    name: value for name, value in globals().items() if name.startswith("nxdt_")
-}
-"""Every specification by name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -229,3 +225,9 @@ def nxdt_validate_config(context: ValidateConfigContext) -> Iterable[ConfigFindi
     if steps % 10:
         return [ConfigFinding(key="trainer.max_steps", message=f"{steps} is not a multiple of 10")]
     return []
+
+
+HOOKS: Final[Mapping[str, Callable[..., Any]]] = {
+    name: value for name, value in globals().items() if name.startswith("nxdt_")
+}
+"""Every specification by name."""

@@ -178,8 +178,8 @@ def test_plugins_that_require_each_other_make_no_cycle():
 BLOCKS = tuple(
     f"nxdt_core.engine.{name}"
     for name in (
-        *("compile_cache", "expert", "loss", "optim.state", "parameters", "pipeline.split"),
-        *("recompute", "shape_errors", "weights"),
+        *("compile_cache", "expert", "loss", "optim.optimizer", "optim.state", "parameters"),
+        *("pipeline.split", "recompute", "shape_errors", "weights"),
     )
 )
 """What other engines share with the torch engine."""

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from nxdt_plugin_migrate.checkpoint.layout import NeuronxFormat
+from nxdt_plugin_migrate.checkpoint.format import NeuronxFormat
 from nxdt_testing.format_contract import FormatContract
 
 from nxdt_core.protocols.model import ModelBuilder

@@ -21,13 +21,13 @@ from torch import nn
 from torch.nn import functional
 
 from nxdt_core.distributed.devices import profile_of
-from nxdt_core.engine.model import TokenValues
 from nxdt_core.engine.optim.optimizer import TorchOptimizer
 from nxdt_core.engine.parameters import check_loadable
 from nxdt_core.errors.training import OptimizerNeedsWholeParameters
+from nxdt_core.models.loss import cross_entropies
 from nxdt_core.models.random.rounding import rounded_block
-from nxdt_core.protocols.batch import Batch
-from nxdt_core.protocols.objective import Objective
+from nxdt_core.protocols.batch import IGNORE_INDEX, Batch
+from nxdt_core.protocols.objective import Objective, ObjectiveOutput
 from nxdt_core.protocols.optimizer import ParameterGroup, ParameterShard
 from nxdt_core.protocols.parallel_model import ParallelModel, StepLoss, TokenMeasure
 from nxdt_core.protocols.precision import PrecisionPolicy
@@ -207,7 +207,11 @@ class NxdModel(ParallelModel):
 
     def log_probs(self, micro_batches: Sequence[Batch], measure: TokenMeasure | None = None) -> list[torch.Tensor]:
         """Return the log-probability of each label, 0 where there is none."""
-        passing = TokenValues(measure)
+
+        def log_probs(logits: torch.Tensor, labels: torch.Tensor, step: StepContext) -> torch.Tensor:
+            return cross_entropies(logits, labels, step).neg().masked_fill(labels == IGNORE_INDEX, 0)
+
+        passing = _TokenValues(measure or log_probs)
         self.run_eval(micro_batches, passing)
         values = iter(passing.values)
         return [self._from_last_stage(next(values, None), batch.labels.shape) for batch in micro_batches]
@@ -347,6 +351,18 @@ class NxdModel(ParallelModel):
                 local.parameter.main_grad = None
         for trained in self.trained.values():
             trained.tensor.grad = None
+
+
+class _TokenValues(Objective):
+    """An objective without a loss, which keeps a value of each token as micro-batches pass by."""
+
+    def __init__(self, measure: TokenMeasure) -> None:
+        self._measure = measure
+        self.values: list[torch.Tensor] = []
+
+    def __call__(self, logits: torch.Tensor, batch: Batch, step: StepContext) -> ObjectiveOutput:
+        self.values.append(self._measure(logits, batch.labels, step))
+        return ObjectiveOutput(loss_sum=self.values[-1].sum() * 0, weight=self.weight(batch))
 
 
 def elements(tensor: torch.Tensor | LocalShard) -> torch.Tensor:

@@ -11,7 +11,7 @@ def nxdt_formats() -> list[Component]:
     return [
         Component(
             name="neuronx",
-            target="nxdt_plugin_migrate.checkpoint.layout:NeuronxFormat",
+            target="nxdt_plugin_migrate.checkpoint.format:NeuronxFormat",
             summary="a checkpoint of NxD Training with model/dp_rank_00_tp_rank_00_pp_rank_00.pt",
         )
     ]

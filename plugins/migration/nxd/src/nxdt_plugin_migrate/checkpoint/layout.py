@@ -27,7 +27,6 @@ from pathlib import Path
 
 from nxdt_core.errors import NxdtError
 from nxdt_core.errors.base import listing
-from nxdt_core.protocols.format import CheckpointFormat, CheckpointReader
 from nxdt_plugin_migrate.errors import NeuronxRanksMissing, NeuronxUnfinished, NeuronxUnreadable
 
 _MODEL = (
@@ -78,22 +77,9 @@ class NeuronxLayout:
         return NeuronxRanksMissing(path=str(self.directory), tp=tp, pp=pp, files=missing)
 
 
-class NeuronxFormat(CheckpointFormat):
-    """A :class:`~nxdt_core.protocols.format.CheckpointFormat`: what neuronx-distributed saves."""
-
-    def recognises(self, path: Path) -> bool:
-        """Return whether ``path`` is a checkpoint of NxD Training, or a directory of some."""
-        return _is_one(path) or bool(_tags(path))
-
-    def open(self, path: Path) -> CheckpointReader:
-        """Return the reader of the checkpoint at ``path``.
-
-        Raises:
-            NxdtError: see :class:`~nxdt_plugin_migrate.checkpoint.reader.NeuronxCheckpoint`.
-        """
-        from nxdt_plugin_migrate.checkpoint.reader import NeuronxCheckpoint  # imports torch
-
-        return NeuronxCheckpoint(path)
+def is_neuronx(path: Path) -> bool:
+    """Return whether ``path`` is such a checkpoint, or a directory of some."""
+    return _is_one(path) or bool(_tags(path))
 
 
 def find_layout(path: Path) -> NeuronxLayout:
