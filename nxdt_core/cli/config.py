@@ -110,7 +110,7 @@ def check_parts(config: ResolvedConfig) -> None:
             assert template is not None
             with suppress(TemplateRefuses):  # it may take the conversations of the data
                 TemplateRunner(template, {}).run([{"role": "user", "content": "Hello?"}], place="a greeting")
-    scores = getattr(config.selected("model").config, "score_head", False)
+    scores = config.tree.get("model.score_head", False)
     overrides, cuts = run.model.optim.param_groups or (), run.model.pipeline_cuts
     names_parts = config.components["adapter"] or run.model.trainable or overrides or cuts
     if not (scores or names_parts or config.selected("objective").component.plugin != BUILTIN):
@@ -356,8 +356,8 @@ def check(ctx: click.Context, source: str, overrides: tuple[str, ...], json_outp
     try:
         resolved = load(source, overrides)
         notes = [*resolved.notes, *file_notes(resolved), *vocabulary_notes(resolved)]
-        check_parts(resolved)
         check_layout(resolved)
+        check_parts(resolved)
     except NxdtError as error:
         if not json_output:
             raise

@@ -123,7 +123,7 @@ sys.exit(main(sys.argv[1:]))
 @pytest.mark.usefixtures("builder")
 def test_a_run_from_a_directory_compares_shapes_before_it_builds_the_model(tmp_path: Path) -> None:
     """A quarter of the elements of one matrix would fill the memory that the process may take."""
-    write(tmp_path / "hf", hidden_size=2**20, head_dim=2)
+    write(tmp_path / "hf", hidden_size=2**20, head_dim=2, vocab_size=300)
     (tmp_path / "a.txt").write_text("some text\n" * 100)
     overrides = (
         *("model.model_config=hf", "model.optim.lr=0.1", "trainer.max_steps=1", "trainer.accelerator=cpu"),
