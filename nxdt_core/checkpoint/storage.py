@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import re
 import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,6 +12,7 @@ from nxdt_core.checkpoint.format.file_names import step_of
 from nxdt_core.errors.checkpoints import CheckpointIsNoFile, StorageDenied, StorageError, StorageFull, StoragePathIsFile
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.paths import scheme_of
 from nxdt_core.system.regular_files import NotRegularFile
 
 _MEANINGS: Mapping[int | None, Callable[..., StorageError]] = {
@@ -21,9 +21,6 @@ _MEANINGS: Mapping[int | None, Callable[..., StorageError]] = {
     **dict.fromkeys((errno.ENOTDIR, errno.EEXIST, errno.EISDIR), StoragePathIsFile),
 }
 """Errors by the operating system's number; :class:`StorageError` for any other."""
-
-
-_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 def explained(error: OSError, where: str) -> StorageError:
@@ -66,12 +63,6 @@ def open_storage(uri: str, kernel: Kernel | None = None, config: Any = None) -> 
     if config is None and config_class is not None:
         config = config_class()
     return component.load_class(CheckpointStore)(uri, config)
-
-
-def scheme_of(uri: str) -> str:
-    """Return the scheme of an address in lower case; a plain path has ``file``."""
-    match = _SCHEME.match(uri)
-    return match[1].lower() if match else "file"
 
 
 def locate(uri: str, kernel: Kernel | None = None, config: Any = None) -> tuple[CheckpointStore, int | None]:

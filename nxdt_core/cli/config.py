@@ -22,7 +22,6 @@ from nxdt_core.errors.chats import TemplateRefuses
 from nxdt_core.errors.configuration import ConfigError, ConfigProblem, ValuesNotSet
 from nxdt_core.errors.data import DataNeedsTokenizer
 from nxdt_core.errors.models import VocabularyTooSmall
-from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.tokenizer import Tokenizer
 from nxdt_core.system.paths import PACKAGE_SCHEME, resolve_path
@@ -61,7 +60,7 @@ def check_layout(config: ResolvedConfig) -> None:
     from nxdt_core.kernel.plugin import BUILTIN
 
     record, run = config.selected("model").component.record, config.run
-    sizes = _mesh_sizes(config)
+    sizes = run.mesh_sizes()
     wanted = record.tried_before_launch if isinstance(record, ModelComponent) else False
     if wanted is None:
         wanted = max(sizes.tp, sizes.pp, sizes.cp, sizes.ep) > 1
@@ -127,15 +126,10 @@ def check_parts(config: ResolvedConfig) -> None:
     whole = build_whole(build.model_builder(config), build.adapters(config))
     named = whole.module.named_parameters(remove_duplicate=False)
     check_overrides(overrides, [name for name, parameter in named if parameter.requires_grad], RankAgreement())
-    sizes, pipeline = _mesh_sizes(config), whole.plan.pipeline
+    sizes, pipeline = run.mesh_sizes(), whole.plan.pipeline
     if cuts and pipeline is not None and sizes.stages > 1:
         layers = whole.module.get_submodule(pipeline.layers).named_children()
         stage_layers([f"{pipeline.layers}.{name}" for name, _ in layers], sizes.stages, cuts)
-
-
-def _mesh_sizes(config: ResolvedConfig) -> MeshSizes:
-    trainer = config.run.trainer
-    return config.run.distributed_strategy.mesh_sizes(trainer.devices * trainer.num_nodes)
 
 
 def file_notes(config: ResolvedConfig) -> list[str]:

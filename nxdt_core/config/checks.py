@@ -49,6 +49,7 @@ from nxdt_core.kernel.hookspecs import ValidateConfigContext
 from nxdt_core.kernel.registry import Registry
 from nxdt_core.protocols.mesh import MeshSizes
 from nxdt_core.protocols.precision import PrecisionPolicy
+from nxdt_core.system.paths import scheme_of
 
 _STRATEGY, _SCHEDULE = "distributed_strategy", "model.optim.sched"
 TP = f"{_STRATEGY}.tensor_model_parallel_size"
@@ -274,7 +275,7 @@ def find_impossible(checked: Checked) -> Iterator[ConfigProblem]:
         yield excluded(weights, reason=reason, advice=f"Set {source}.")
     store, uri, address = checked.components.get("store"), value_of(_URI), "checkpoint.storage.name"
     if store is not None and isinstance(store.component.record, StoreComponent) and _URI in checked.values:
-        scheme = uri.partition("://")[0].lower() if uri is not None and "://" in uri else "file"
+        scheme = scheme_of(uri or "")
         if scheme not in (schemes := store.component.record.uri_schemes):
             served, given_as = (
                 either([f"{name}://" for name in schemes]),

@@ -588,6 +588,11 @@ class RunConfig(Section):
     """Where compiled graphs are kept for later runs: a folder; engines of the XLA runtime also take ``s3://…``. By
     default that of the compiler."""
 
+    def mesh_sizes(self) -> MeshSizes:
+        """Return the size of every dimension for the processes that ``trainer`` names; see
+        :meth:`DistributedStrategyConfig.mesh_sizes`."""
+        return self.distributed_strategy.mesh_sizes(self.trainer.devices * self.trainer.num_nodes)
+
 
 class Slot(NamedTuple):
     """A place for one component. Its keys are in ``section``, next to the key that names it."""

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["PACKAGE_SCHEME", "PackageNotFound", "expand_home", "package_directory", "resolve_path"]
+__all__ = ["PACKAGE_SCHEME", "PackageNotFound", "expand_home", "package_directory", "resolve_path", "scheme_of"]
 
 PACKAGE_SCHEME = "package://"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 
 
 class PackageNotFound(LookupError):
     """The package of a ``package://`` path is not installed, or the path leaves it."""
+
+
+def scheme_of(uri: str) -> str:
+    """Return the scheme of an address in lower case; a plain path has ``file``."""
+    match = _SCHEME.match(uri)
+    return match[1].lower() if match else "file"
 
 
 def expand_home(path: str | Path) -> Path:

@@ -39,6 +39,7 @@ from nxdt_core.protocols.precision import PrecisionPolicy
 from nxdt_core.protocols.schedule import LRSchedule, ScheduleFactory, ScheduleHorizon
 from nxdt_core.protocols.store import CheckpointStore
 from nxdt_core.protocols.tokenizer import Tokenizer
+from nxdt_core.system.paths import scheme_of
 from nxdt_core.train.hidden_state import check_schedule
 
 if TYPE_CHECKING:
@@ -284,8 +285,6 @@ def locate(config: ResolvedConfig, uri: str) -> tuple[CheckpointStore, int | Non
 
     The options of ``checkpoint.storage`` apply to URIs with the same scheme as the run's URI.
     """
-    from nxdt_core.checkpoint.storage import scheme_of
-
     same_scheme = scheme_of(uri) == scheme_of(config.checkpoint_uri)
     return checkpoint.locate(uri, config.kernel, config.selected("store").config if same_scheme else None)
 

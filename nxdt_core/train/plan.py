@@ -132,8 +132,7 @@ class RunPlan:
     @property
     def sizes(self) -> MeshSizes:
         """Return the sizes of the run's parallel dimensions."""
-        run = self.config.run
-        return run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
+        return self.config.run.mesh_sizes()
 
     @property
     def fits(self) -> bool | None:

@@ -31,13 +31,14 @@ from nxdt_core.checkpoint.format.file_names import (
 )
 from nxdt_core.checkpoint.format.manifest import CheckpointFacts, Manifest, decode_rank_state, state_tensors
 from nxdt_core.checkpoint.signing import TrustedKeys, claimed_signer
-from nxdt_core.checkpoint.storage import explained_os_errors, scheme_of
+from nxdt_core.checkpoint.storage import explained_os_errors
 from nxdt_core.config.tree import parse_yaml
 from nxdt_core.errors.base import listing
 from nxdt_core.errors.checkpoints import CheckpointDamaged, CheckpointNotFound, CheckpointTooNew
 from nxdt_core.kernel import Kernel
 from nxdt_core.protocols.ranks import RankAgreement
 from nxdt_core.protocols.store import CheckpointStore
+from nxdt_core.system.paths import scheme_of
 from nxdt_core.system.regular_files import read_text
 
 State = Literal["committed", "unfinished", "damaged"]

@@ -79,11 +79,12 @@ def as_named(config: str | None, trusted: Sequence[str] = ()) -> tuple[Locate, T
     as the options ``--config`` and ``--trusted`` say."""
     if config is None:
         return locate, TrustedKeys(tuple(trusted)) if trusted else None
-    from nxdt_core.config import load
     from nxdt_core.train import build  # imports torch
+    from nxdt_core.train.weights import saved_config
 
-    run = load(config)
-    return partial(build.locate, run), TrustedKeys(tuple(trusted)) if trusted else build.trusted_keys(run)
+    run, keys = saved_config.named_config(config, trusted)
+    assert run is not None
+    return partial(build.locate, run), keys
 
 
 def look_for_committed(uri: str, find: Locate) -> tuple[CheckpointStore, list[CheckpointStatus]]:

@@ -153,7 +153,7 @@ def workload_of(config: ResolvedConfig, parts: RunParts) -> Workload:
     wide = policy.master_weights or rounding is not None
     dtype = torch.float32 if wide else getattr(torch, policy.parameters)
     two_byte = rounding is not None and rounding.state == "bfloat16"
-    sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
+    sizes = run.mesh_sizes()
     return Workload(
         run=run,
         parts=parts,

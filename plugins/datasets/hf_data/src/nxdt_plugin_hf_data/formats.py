@@ -14,7 +14,7 @@ import pyarrow as pa
 from nxdt_core.data.cache import SAMPLED_FROM_BYTES, content_digests, digest, file_digest
 from nxdt_core.data.files.compressed import COMPRESSED, UNREADABLE, opened
 from nxdt_core.data.files.paths import JSON_LINES, WatchedFiles, expand, json_object, similar_files
-from nxdt_core.data.files.tables import check_batch, check_stream, decoded, ipc_batches, parquet_batches
+from nxdt_core.data.files.tables import check_batch, check_stream, decoded, first_line, ipc_batches, parquet_batches
 from nxdt_core.errors.data import BadJsonLine, DataFileNotFound, DataFileUnreadable
 from nxdt_core.protocols.dataset import SplitName
 from nxdt_core.system.regular_files import read_text, require_fetched
@@ -26,7 +26,7 @@ from nxdt_plugin_hf_data.errors import (
     SplitUnclear,
     UnknownDataFormat,
 )
-from nxdt_plugin_hf_data.rows import chosen, first_line, is_tokenised
+from nxdt_plugin_hf_data.rows import chosen, is_tokenised
 
 _KEYWORDS: Mapping[str, SplitName] = {
     "train": "train",

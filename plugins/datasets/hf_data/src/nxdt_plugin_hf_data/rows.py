@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nxdt_core.data.cache import digest
 from nxdt_core.data.files.paths import WatchedFiles
+from nxdt_core.data.files.tables import first_line
 from nxdt_core.data.packing import PackedDataset, Packing
 from nxdt_core.data.tokens import TokenStream
 from nxdt_core.errors.data import TooFewTokens
@@ -267,11 +268,6 @@ def _validate(chunk: pa.Array, path: str, *, full: bool = False) -> None:
         chunk.validate(full=full)
     except pa.ArrowException as error:
         raise DamagedDataset(path=path, reason=first_line(error)) from error
-
-
-def first_line(error: Exception) -> str:
-    """Return the first line of what Arrow or the datasets library says; the error's class where it says nothing."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
 
 
 def _refuse_nulls(column: pa.ChunkedArray, name: str, path: str, first: int) -> None:

@@ -198,7 +198,7 @@ class NxdEngine(ParallelEngine):
             LayoutNotOnHardware: they do not.
         """
         run = config.run
-        sizes = run.distributed_strategy.mesh_sizes(run.trainer.devices * run.trainer.num_nodes)
+        sizes = run.mesh_sizes()
         check_layout(sizes, machine_of_product(product, run.trainer.devices))
 
     def shutdown(self) -> None:
