@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,9 @@ def read_architecture(values: Mapping[str, Any], *, scores: bool = False) -> Arc
         NotACausalLM: it has, and the model does not predict next tokens.
         UnsupportedArchitecture: it has no sequence classifier of the type.
     """
+    for name in ("torchao", "torch.utils._pytree"):
+        # Classes of models import torchao where it is installed, which warns of its extensions for other devices.
+        logging.getLogger(name).setLevel(logging.ERROR)
     try:
         import transformers
         from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
