@@ -24,7 +24,8 @@ from nxdt_core.protocols.step_context import StepContext
 
 
 class _StepBoundary:
-    step = StepContext()
+    def __init__(self) -> None:
+        self.step = StepContext()  # not one of the class: a graph would be compiled again once the instance has its own
 
 
 _BOUNDARY = _StepBoundary()

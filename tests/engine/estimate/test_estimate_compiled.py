@@ -30,7 +30,7 @@ EXPERTS = (*sized(64, 128, 4, 2, 64), "model.moe.dropless=false", "model.moe.cap
 CASES = {
     "llama": ("llama-tiny", sized(64, 160, 4, 2, 32), 0.0, 0.05),
     "llama-long": ("llama-tiny", sized(128, 352, 8, 2, 256), 0.0, 0.06),
-    "llama-wide": ("llama-tiny", sized(256, 704, 4, 4, 64), 0.0, 0.05),
+    "llama-wide": ("llama-tiny", sized(256, 704, 4, 4, 256), 0.0, 0.05),
     "gpt": ("gpt-tiny", GPT, 0.0, 0.05),
     "gpt-gated": ("gpt-tiny", (*GPT, "model.activation=swiglu"), 0.0, 0.05),
     "gpt-dropout": ("gpt-tiny", (*GPT, *DROPOUT), 0.0, 0.05),
@@ -43,7 +43,7 @@ too large as a rule: a graph keeps an attention block's result in bfloat16, and 
 
 
 def configured(recipe: str, precision: str, layers: int, *keys: str) -> ResolvedConfig:
-    sizes = ("trainer.accelerator=cpu", "data.micro_batch_size=2", "data.reset_attention_mask=false")
+    sizes = ("trainer.accelerator=cpu", "data.micro_batch_size=2", "data.global_batch_size=2", "data.reset_attention_mask=false")
     more = (f"precision.type={precision}", "model.compile=true", f"model.num_layers={layers}")
     return load(f"recipe:{recipe}", [*sizes, *more, *keys])
 
