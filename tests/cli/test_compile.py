@@ -123,7 +123,7 @@ def test_train_finds_the_graphs_that_compile_made(nxdt, work, layout):
     run = (*COMPILED, *layout, "compiler_cache_url=graphs", "model.hidden_size=32", "data.seq_length=16")
 
     def compiled():
-        done = nxdt("compile", *run, PATH="/usr/bin:/bin")
+        done = nxdt("compile", *run, fork=False, PATH="/usr/bin:/bin")  # a process keeps graphs in its memory, too
         assert done.returncode == 0, done.stderr
         assert str(work / "graphs") in done.stdout
         return tuple(map(int, re.search(r"graphs: (\d+) new, (\d+) from the cache, in", done.stdout).groups()))
@@ -131,6 +131,6 @@ def test_train_finds_the_graphs_that_compile_made(nxdt, work, layout):
     new, found = compiled()
     assert new >= 3
     assert compiled() == (0, new + found)
-    done = nxdt("train", *run, *ONE_STEP, PATH="/usr/bin:/bin")
+    done = nxdt("train", *run, *ONE_STEP, fork=False, PATH="/usr/bin:/bin")
     assert done.returncode == 0, done.stderr
     assert re.search(r"step 1: compiling took .* s \(graphs: 0 new, [1-9]\d* from the cache\)", done.stderr)
