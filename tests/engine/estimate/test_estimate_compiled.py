@@ -43,7 +43,12 @@ too large as a rule: a graph keeps an attention block's result in bfloat16, and 
 
 
 def configured(recipe: str, precision: str, layers: int, *keys: str) -> ResolvedConfig:
-    sizes = ("trainer.accelerator=cpu", "data.micro_batch_size=2", "data.global_batch_size=2", "data.reset_attention_mask=false")
+    sizes = (
+        "trainer.accelerator=cpu",
+        "data.micro_batch_size=2",
+        "data.global_batch_size=2",
+        "data.reset_attention_mask=false",
+    )
     more = (f"precision.type={precision}", "model.compile=true", f"model.num_layers={layers}")
     return load(f"recipe:{recipe}", [*sizes, *more, *keys])
 
