@@ -15,7 +15,7 @@ FIRST, MOVES = "test_it_changes_nothing_at_first", "test_training_moves_its_own_
 LOADED = "test_weights_that_are_loaded_compute_what_was_saved"
 EVALUATED = "test_it_computes_the_same_in_training_and_evaluation"
 MERGED = "test_merged_weights_compute_what_unmerged_ones_do"
-TP, PP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "pp", "zero3"))
+TP, ZERO3 = (f"test_layouts_agree[{layout}]" for layout in ("tp", "zero3"))
 CAUGHT_BY = {
     "Right": set(),
     "InheritsNothing": {"test_it_has_the_members_of_the_protocol"},
@@ -25,7 +25,7 @@ CAUGHT_BY = {
     "HasNoRuleForOne": {"test_added_parameters_have_rules", FIRST},
     "StartsElsewhere": {FIRST},
     "HasAnIdlePart": {MOVES},
-    "WritesIntoTheBase": {MOVES, EVALUATED, PP, ZERO3},  # PP: backward passes follow later writes
+    "WritesIntoTheBase": {MOVES, EVALUATED, ZERO3},
     "GrowsItsScale": {EVALUATED, LOADED, ZERO3},
     "UpdatesInTrainingAlone": {EVALUATED, MERGED},
     "ComparesAnotherKey": {"test_it_resumes_from_its_own_section"},
