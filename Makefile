@@ -107,7 +107,7 @@ check-wheels: $(STAMP)  ## Test | each plugin alone from its wheel, then all tog
 release-dry-run: $(STAMP)  ## Write | what a release would upload (docs/releasing.md)
 	$(BIN)/python scripts/release_dry_run.py
 
-api: $(STAMP)  ## Write | the file of the public surface (docs/public-api.md)
+api: $(STAMP)  ## Write | the table of public names and their signatures (tests/api/public_api.txt)
 	$(BIN)/python scripts/public_api.py --write
 
 offers: $(STAMP)  ## Write | what plugins declare, the extras of `nxdt`, tables of the README, and code in the pages of kinds

@@ -177,7 +177,7 @@ def find_local_plugins(policy: PluginPolicy) -> list[PluginInfo]:
 
 
 def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, str]:
-    """Import the entry module of a plugin, or its local file.
+    """Import the entry module of a plugin, or its local file, which has its components, too, and may import torch.
 
     Args:
         plugin: a plugin that the policy allows.
@@ -194,7 +194,7 @@ def import_plugin(plugin: PluginInfo, *, strict: bool = False) -> tuple[object, 
     loaded = import_reference(plugin.module, plugin.location if plugin.dist == LOCAL else "")
     if new:
         _brought[module] = [name for name in HEAVY if name in absent and name in sys.modules]
-    heavy = _brought.get(module, [])
+    heavy = [] if plugin.dist == LOCAL else _brought.get(module, [])
     if strict and heavy:
         raise PluginDefect(f"its entry module imports {heavy[0]}, which makes every command slow")
     return loaded, f"its entry module imports {', '.join(heavy)}, which makes every command slow" if heavy else ""

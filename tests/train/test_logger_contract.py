@@ -8,7 +8,7 @@ from typing import ClassVar
 import pytest
 from nxdt_testing.callback_contract import LoggerContract
 
-from tests.train.run.test_loggers import scanned_file
+from tests.train.run.test_loggers import wandb_records
 
 
 class TestTensorBoard(LoggerContract):
@@ -48,7 +48,7 @@ class TestWandb(LoggerContract):
     def read(self, run_dir):
         found = defaultdict(dict)
         for file in run_dir.glob("wandb/offline-run-*/run-*.wandb"):
-            for record in scanned_file(file):
+            for record in wandb_records(file):
                 if record.HasField("history"):
                     row = {"/".join(i.nested_key) or i.key: i.value_json for i in record.history.item}
                     found[int(row["trainer/global_step"])].update(

@@ -49,8 +49,7 @@ class ModelPlan:
         if plan.pipeline is not None:
             of_modules += [*plan.pipeline.first, plan.pipeline.layers, *plan.pipeline.last, plan.recompute_layer]
         of_parameters = [*plan.norms, *plan.experts.tensor]
-        if plan.no_weight_decay != _DEFAULTS.no_weight_decay:
-            of_parameters += plan.no_weight_decay
+        of_parameters += [path for path in plan.no_weight_decay if path not in _DEFAULTS.no_weight_decay]
         idle = [path for path in of_modules if not any(matches(path, name) for name in modules)]
         idle += [path for path in of_parameters if not any(matches(path, name) for name in parameters)]
         assert not idle

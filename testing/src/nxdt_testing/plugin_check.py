@@ -8,11 +8,13 @@ run where the plugin's own tests are: give ``nxdt plugins check`` their director
 
 from __future__ import annotations
 
+import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -41,7 +43,7 @@ from nxdt_testing.schedule_contract import ScheduleContract
 __all__ = ["Result", "check_directory", "check_plugin", "contracts"]
 
 _FILE = "from nxdt_testing.plugin_check import contracts\n\nglobals().update(contracts({name!r}))\n"
-_QUIET = ("-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib")
+_QUIET = ("-o", "addopts=", "-p", "no:terminal", "-p", "no:cacheprovider", "--import-mode=importlib")
 _CONTRACTS: Mapping[str, tuple[type, Callable[[Any], Mapping[str, Any]]]] = {
     "optimizer": (OptimizerContract, lambda record: {"sharded": "sharded" in record.capabilities}),
     "schedule": (ScheduleContract, lambda record: {}),
@@ -103,9 +105,14 @@ def check_plugin(name: str) -> list[Result]:
 
 
 def check_directory(path: Path) -> list[Result]:
-    """Run the tests of a plugin's repository: those in ``tests``, where there is such a directory."""
+    """Run the tests of a plugin's repository: those in ``tests``, where there is such a directory.
+
+    They can import what is next to them and in ``path``, such as a local plugin file.
+    """
     tests = path / "tests"
-    return _run(str(tests if tests.is_dir() else path))
+    tests = tests if tests.is_dir() else path
+    with mock.patch.object(sys, "path", [str(tests.resolve()), str(path.resolve()), *sys.path]):
+        return _run(str(tests))
 
 
 def contracts(plugin: str, kernel: Kernel | None = None) -> dict[str, type]:

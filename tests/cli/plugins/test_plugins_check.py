@@ -81,8 +81,11 @@ def test_a_component_that_is_not_tested_and_an_unwritten_summary_are_told(nxdt, 
 
 def test_the_tests_of_a_repository_are_run(nxdt, work):
     (work / "mine" / "tests").mkdir(parents=True)
+    (work / "mine" / "pytest.ini").write_text("[pytest]\naddopts = -ra --verbose\n")  # options of a terminal
+    (work / "mine" / "local_file.py").write_text("ONE = 1\n")
     (work / "mine" / "tests" / "test_mine.py").write_text(
-        "def test_one_is_one():\n    assert 1 == 1\n\n\ndef test_one_is_two():\n    assert 1 == 2, 'it is not'\n"
+        "from local_file import ONE\n\n\n"
+        "def test_one_is_one():\n    assert ONE == 1\n\n\ndef test_one_is_two():\n    assert ONE == 2, 'it is not'\n"
     )
     done = nxdt("plugins", "check", "mine")
     assert done.returncode == 1

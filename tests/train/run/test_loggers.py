@@ -21,19 +21,13 @@ BLOCK, FULL, LAST = 32768, 1, 4
 MLFLOW = ("exp_manager.create_mlflow_logger=true", "exp_manager.create_tensorboard_logger=false")
 
 
-def wandb_records(directory, deadline_s=60):
-    """Every record of the one run that lies there; its writer is a process of its own, and may be behind."""
+def wandb_records(path, deadline_s=60):
+    """Every record of a run's file; its writer is a process of its own, and may be behind."""
     end = time.monotonic() + deadline_s
-    while not (records := list(scanned(directory))) or not records[-1].HasField("exit"):
+    while not (records := list(scanned_file(path))) or not records[-1].HasField("exit"):
         assert time.monotonic() < end, f"the run's file is not complete: {len(records)} records"
         time.sleep(0.1)
     return records
-
-
-def scanned(directory):
-    """The records of the one run that lies there."""
-    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
-    return scanned_file(path)
 
 
 def scanned_file(path):
@@ -57,7 +51,8 @@ def scanned_file(path):
 def wandb_history(directory):
     """Metric → step → value, and the record of the run."""
     found, run = {}, None
-    for record in wandb_records(directory):
+    (path,) = directory.glob("wandb/offline-run-*/run-*.wandb")
+    for record in wandb_records(path):
         if record.HasField("run"):
             run = record.run
         if record.HasField("history"):
