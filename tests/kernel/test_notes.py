@@ -4,6 +4,8 @@ import sys
 
 import pytest
 
+from nxdt_core.kernel import Kernel, PluginPolicy
+
 HEAVY = "import pandas"
 NOTE = "its entry module imports pandas, which makes every command slow"
 
@@ -19,6 +21,16 @@ def test_an_entry_module_that_imports_a_heavy_library_is_noted(site, plugin_name
             ("ok", NOTE),
             ("ok", ""),
         ], "only the first makes commands slower"
+
+
+def test_a_local_file_may_import_a_heavy_library(site, plugin_named, tmp_path, monkeypatch):
+    (site.path / "pandas.py").write_text("")
+    monkeypatch.delitem(sys.modules, "pandas", raising=False)
+    (tmp_path / "heavy_file.py").write_text(HEAVY)
+    kernel = Kernel.start(PluginPolicy(allow=(), local=(tmp_path / "heavy_file.py",)), strict=True)
+    plugin = plugin_named(kernel, "heavy_file")
+    assert "pandas" in sys.modules
+    assert (plugin.state, plugin.note) == ("ok", "")
 
 
 @pytest.mark.parametrize(
