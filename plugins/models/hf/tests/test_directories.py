@@ -164,7 +164,7 @@ def test_a_run_begins_with_a_directory_and_its_export_generates(builder, tmp_pat
     )
     trained = nxdt("train", *run, *begin, "trainer.max_steps=10", "model.optim.sched.max_steps=10")
     assert re.search(r"^model +hf, ", trained.stderr, re.MULTILINE)
-    assert "torchao" not in trained.stderr, "what transformers imports warns of nothing that a user can mend"
+    assert "torchao" not in trained.stderr, "its import in transformers must print no warnings"
     nxdt("checkpoint", "export", "nxdt_experiments/directory/checkpoints", "out", "--format", "hf")
     exported = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert exported.generate(IDS[:, :5], min_new_tokens=4, max_new_tokens=4, do_sample=False).shape == (1, 9)
